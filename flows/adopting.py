@@ -20,7 +20,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.recipes.recipe_files import find_recipe
+from refiner_core.contract.recipes import find_recipe
 
 #: Version of the JSON that `adopt --json` prints.
 OUTPUT_VERSION = 1

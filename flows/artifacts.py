@@ -1,6 +1,6 @@
 """What of a stage's report is worth a look in the Prefect UI, as markdown. Pure; no Prefect import.
 
-In: a terminal :class:`~refiner_core.contract.views.StageView` with its report. Out: texts and rows.
+In: a terminal :class:`~refiner_core.contract.types.StageView` with its report. Out: texts and rows.
 Reports differ by kind and grow with time, so their parts are recognised by form and nothing is
 required: a *number* is a mapping with ``metric`` and ``value``; a *curve* is a list of
 ``[step, value]`` pairs under the key ``curve`` or inside ``curves``; a *card* is markdown under
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.orchestrator.timeline import Incident, clock_text
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 60

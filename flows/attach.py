@@ -24,8 +24,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infra.host.environment import environment
-from infra.host.processes import ProcessId
+from infra.host.processes import ProcessId, environment
 from infra.prefect_server.server import ServerInfo
 from infra.prefect_server.usable import usable_server
 from infra.store.layout import is_sweep

@@ -1,6 +1,6 @@
 """`refiner doctor` as a function: what of this machine works, with or without a recipe in mind.
 
-In: a recipe or none, overrides. Out: :class:`~infra.doctor.finding.Finding` values. The checks of
+In: a recipe or none, overrides. Out: :class:`~infra.doctor.check.Finding` values. The checks of
 machine and services are in :mod:`infra.doctor`; here are those that need a recipe's plan, its
 forecast of the disk, and its judge.
 
@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, doubtful, gib
+from infra.doctor.check import Check, Finding, Look, absent, doubtful, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
 from infra.host.secrets import mask_keys_of, masked, shown_override
-from infra.store.proofs import read_certificate
-from infra.tracking.sync import shown_address
+from infra.store.provenance import read_certificate
+from infra.tracking import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import suggest
@@ -195,7 +194,7 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
         )
         return
     assert plan is not None
-    from flows.checking.memory import planning_notes
+    from flows.checking.resources import planning_notes
 
     names = ", ".join(s.name for s in plan.stages)
     yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")

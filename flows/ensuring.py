@@ -34,7 +34,7 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed, State
 
 from flows.running import calls
-from flows.running.detach import detach
+from flows.running.background import detach
 from flows.running.following import Follower, Node
 from flows.stage_tasks import ShownStage, Views
 from infra.store.orchestrators import orchestrator_of
@@ -46,7 +46,7 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import RunRecord, from_json, to_json
 from refiner_core.contract.services import is_service
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 
 #: A busy file system may show a process's end before its last line.
 _LAST_LINE_S = 5.0
@@ -106,7 +106,7 @@ class _Ensure:
     """``ensure(run, "sft")``: the stage is done, or the task has failed.
 
     Called inside a ``@flow``, it returns the stage's
-    :class:`~refiner_core.contract.views.StageView` (``.report["validation_loss"]``) or raises;
+    :class:`~refiner_core.contract.types.StageView` (``.report["validation_loss"]``) or raises;
     ``ensure.submit(run, "sft")`` returns a future of it at once. ``wait_for`` is Prefect's.
     """
 

@@ -41,20 +41,19 @@ from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
-from flows.running.detach import Detached
+from flows.running.background import Detached
 from flows.running.following import Follower, SweepFollower
 from flows.stage_tasks import Views, stage_task, warned
 from infra.host.processes import ProcessId, host_name
-from infra.orchestrator.history import run_incidents
-from infra.orchestrator.timeline import Incident
+from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.records import to_json
-from refiner_core.contract.views import StageView
-from refiner_core.report.sweep.files import PAGE, TEXT
+from refiner_core.contract.types import StageView
+from refiner_core.report.sweep.document import PAGE, TEXT
 
 #: Task runs that follow a stage at the same time.
 MOST_TASKS = 64

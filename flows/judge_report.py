@@ -36,10 +36,8 @@ from refiner_core.contract.types import (
 from refiner_core.judge_report.build import Options, Report, judge_report
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judge_report.text import markdown
-from refiner_core.judges.build import build_judge
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
-from refiner_core.judges.usage import usage_of, usage_to_json
+from refiner_core.judges import build_judge
+from refiner_core.judges.surroundings import MemoryStore, Surroundings, usage_of, usage_to_json
 
 if TYPE_CHECKING:
     from flows.rescoring.reading import Policy

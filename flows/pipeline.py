@@ -17,7 +17,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
-from flows.running.detach import Detached
+from flows.running.background import Detached
 from infra.store.workspace import Workspace
 
 #: Names a recipe or a folder.

@@ -18,7 +18,7 @@ from infra.prefect_server.server import ServerInfo
 from infra.prefect_server.usable import usable_server
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.loading import load_recipe
-from refiner_core.nightly.values import Nightly
+from refiner_core.nightly.definition import Nightly
 
 NAME = "refiner"
 #: Flow runs at a time; the machine's slots and the queue bound what really runs.

@@ -31,8 +31,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
 
 from flows.artifacts import artifact_key, artifacts_of
 from flows.running.following import Node, new_lines
-from refiner_core.contract.types import Progress
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import Progress, StageView
 
 _LOOK_S = 1.0
 _PROGRESS_S = 5.0

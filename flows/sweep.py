@@ -15,7 +15,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
 from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
-from flows.running.detach import Detached
+from flows.running.background import Detached
 from infra.store.workspace import Workspace
 
 #: Names a sweep or a folder.
@@ -70,7 +70,7 @@ def sweep(
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
         from flows.api.sweeps import cancel_sweep
-        from flows.sweeping.cancelling import suspend_sweep
+        from flows.sweeping.launching import suspend_sweep
 
         if how == "cancel":
             cancel_sweep(call.name, call.room.root, wait_s=0)

@@ -1,7 +1,7 @@
 """What a job runs: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
-job that the scheduler starts again gets the same command line; :mod:`infra.jobs.restart` finds out
+job that the scheduler starts again gets the same command line; :mod:`infra.jobs.signals` finds out
 which attempt that means by then. On a job's further nodes it only starts ranks
 (:mod:`infra.ranks.nodes`). The exit code is the one of
 :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
@@ -15,10 +15,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.logs import set_up_logging
-from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.attempt.stage_io import set_up_logging
+from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.ranks.nodes import node_number, wait_for_work
-from infra.store.snapshot import refuse_other_code
+from infra.store.provenance import refuse_other_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.services import is_service
@@ -72,9 +72,7 @@ def _say_no_room(workspace: Workspace, stage_id: str) -> None:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
-    from flows.stages.judge_prompts import planned_prompts
-    from flows.stages.rubric_sets import planned_rubrics
-    from flows.stages.work import run_stage
+    from flows.stages.work import planned_prompts, planned_rubrics, run_stage
 
     refuse_other_code(attempt.workspace)
     attempt.check_inputs()

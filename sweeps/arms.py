@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from sweeps.labels import join, value_text
-from sweeps.reading import MOST
+from sweeps.definition import MOST, join, value_text
 from sweeps.values import Arm, SweepFile
 
 #: The factor that named arms are levels of, in `exclude`, `baseline` and an arm's levels.

@@ -1,24 +1,33 @@
-"""What a sweep will take, before it runs: seconds, GPU-hours, judge calls, stage by stage.
+"""Forecast of a sweep: seconds, GPU-hours, judge calls, stage by stage; which limits it would pass.
 
 In: a :class:`~sweeps.values.SweepPlan`, what was measured (:class:`~sweeps.history.History`), which
-stages are done. Out: a :class:`SweepForecast`. Pure. What nothing was measured of is None and says
-so: no number is made up. Every number names its basis:
+stages are done; the limits of a sweep file. Out: a :class:`SweepForecast`; a :class:`Passed` for
+each limit that cannot hold, with what would fit. Pure. What nothing was measured of is None and
+says so: no number is made up. Every number names its basis:
 
     measured: 3 stages like it          same kind, model, devices, and shape of a step
     by canary: 2 steps of grpo-0123     the sweep's own first steps
     by rule of thumb: …                 measured on another shape, scaled by tokens
 
-A stage that trials share is counted once, with the first of them.
+A stage that trials share is counted once, with the first of them. From begin to end only so many
+run at a time: a job that several trials need runs once, and a trial begins when one before it has
+ended, in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import is_service
 from sweeps.history import (
     FINE_TUNING,
@@ -33,8 +42,102 @@ from sweeps.history import (
     steps_key,
     work_of,
 )
-from sweeps.values import SweepPlan
-from sweeps.wall import Job, wall_seconds
+from sweeps.values import Limits, SweepPlan
+
+
+class Job(NamedTuple):
+    """One stage: ``after`` names the jobs that it waits for; those that are in no trial are done
+    already."""
+
+    id: str
+    seconds: float
+    after: tuple[str, ...]
+
+
+def wall_seconds(
+    trials_jobs: Sequence[Sequence[Job]], *, trials: int | None = None, jobs: int | None = None
+) -> float:
+    """Seconds until all is done.
+
+    Parameters
+    ----------
+    trials, jobs
+        So many at a time; None is no limit.
+    """
+    return _Schedule(trials_jobs, trials, jobs).run()
+
+
+class _Schedule:
+    """Steps from one end of a job to the next."""
+
+    def __init__(
+        self, trials_jobs: Sequence[Sequence[Job]], trials: int | None, jobs: int | None
+    ) -> None:
+        self.left = [{job.id for job in mine} for mine in trials_jobs]
+        self.most_jobs = jobs
+        self.slots = len(trials_jobs) if trials is None else trials
+        self.waiting_trials = deque(range(len(trials_jobs)))
+        self.begun = [False] * len(trials_jobs)
+        self.trials_jobs = trials_jobs
+        self.jobs: dict[str, Job] = {}
+        self.owners: dict[str, list[int]] = {}
+        for number, mine in enumerate(trials_jobs):
+            for job in mine:
+                self.jobs.setdefault(job.id, job)
+                self.owners.setdefault(job.id, []).append(number)
+        self.followers: dict[str, list[str]] = {}
+        self.open: dict[str, int] = {}
+        for job in self.jobs.values():
+            before = {a for a in job.after if a in self.jobs}
+            self.open[job.id] = len(before)
+            for name in before:
+                self.followers.setdefault(name, []).append(job.id)
+        self.wanted: set[str] = set()
+        self.ready: deque[str] = deque()
+        self.running: list[tuple[float, str]] = []
+        self.ended: set[str] = set()
+        self.now = 0.0
+
+    def run(self) -> float:
+        self._begin_trials()
+        while True:
+            self._start()
+            if not self.running:
+                return self.now
+            self.now, name = heapq.heappop(self.running)
+            self._end(name)
+
+    def _begin_trials(self) -> None:
+        while self.slots > 0 and self.waiting_trials:
+            number = self.waiting_trials.popleft()
+            if not self.left[number]:
+                continue  # others have done all of it
+            self.slots -= 1
+            self.begun[number] = True
+            for job in self.trials_jobs[number]:
+                if job.id in self.wanted or job.id in self.ended:
+                    continue
+                self.wanted.add(job.id)
+                if self.open[job.id] == 0:
+                    self.ready.append(job.id)
+
+    def _start(self) -> None:
+        while self.ready and (self.most_jobs is None or len(self.running) < self.most_jobs):
+            name = self.ready.popleft()
+            heapq.heappush(self.running, (self.now + self.jobs[name].seconds, name))
+
+    def _end(self, name: str) -> None:
+        self.ended.add(name)
+        for follower in self.followers.get(name, ()):
+            self.open[follower] -= 1
+            if self.open[follower] == 0 and follower in self.wanted:
+                self.ready.append(follower)
+        for number in self.owners[name]:
+            self.left[number].discard(name)
+            if self.begun[number] and not self.left[number]:
+                self.slots += 1
+        self._begin_trials()
+
 
 _HOUR_S = 3600.0
 #: Of so many stages that are alike, the newest, the middle one counts.
@@ -420,3 +523,165 @@ def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | Non
             ]
         )
     return wall_seconds(todo, trials=trials, jobs=jobs), ", ".join(words)
+
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A limit that the sweep would pass.
+
+    Attributes
+    ----------
+    field, unit
+        ``gpu_hours``, ``judge_calls`` or ``disk_gb`` of ``limits:``, and its unit for people.
+    allowed, needed
+        In that unit; ``needed`` includes what has been used already.
+    at_least
+        Some stages have no number, so more may be needed.
+    fits
+        How many trials fit, in their order; None where that is not how it is counted (disk).
+    what_fits
+        The same in words.
+    """
+
+    field: str
+    unit: str
+    allowed: float
+    needed: float
+    at_least: bool
+    fits: int | None
+    what_fits: str
+
+    @property
+    def text(self) -> str:
+        """``needs 310 GPU-hours, limit 200; what fits: 3 of 5 seeds of every arm``."""
+        least = "at least " if self.at_least else ""
+        text = f"needs {least}{_number(self.needed)} {self.unit}, limit {_number(self.allowed)}"
+        return f"{text}; what fits: {self.what_fits}" if self.what_fits else text
+
+
+def passed_limits(
+    forecast: SweepForecast,
+    limits: Limits,
+    *,
+    used_gpu_hours: float = 0.0,
+    used_judge_calls: int = 0,
+) -> tuple[Passed, ...]:
+    """The limits that what is left to do would pass.
+
+    Parameters
+    ----------
+    used_gpu_hours, used_judge_calls
+        What the sweep's stages have used already, in earlier versions of it.
+    """
+    found = []
+    if limits.gpu_hours is not None:
+        needed = used_gpu_hours + forecast.gpu_hours
+        if needed > limits.gpu_hours:
+            unknown = any(s.gpu_hours is None for s in forecast.stages)
+            fits = _fitting(forecast.trials, limits.gpu_hours - used_gpu_hours, _hours)
+            found.append(
+                _passed("gpu_hours", "GPU-hours", limits.gpu_hours, needed, unknown, forecast, fits)
+            )
+    if limits.judge_calls is not None:
+        calls = used_judge_calls + forecast.judge_calls
+        if calls > limits.judge_calls:
+            fits = _fitting(forecast.trials, limits.judge_calls - used_judge_calls, _calls)
+            unknown = bool(forecast.unknown_calls)
+            found.append(
+                _passed(
+                    "judge_calls", "judge calls", limits.judge_calls, calls, unknown, forecast, fits
+                )
+            )
+    if limits.disk_gb is not None and forecast.disk_bytes is not None:
+        gib = forecast.disk_bytes / GIB
+        if gib > limits.disk_gb:
+            found.append(Passed("disk_gb", "GiB", limits.disk_gb, gib, False, None, ""))
+    return tuple(found)
+
+
+def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
+    """Refuse a sweep that would pass a limit (see :func:`passed_limits`).
+
+    Raises
+    ------
+    ConfigurationError
+        Names each limit, what is needed, and what would fit.
+    """
+    if not passed:
+        return
+    ways = [f"raise limits.{p.field} to {_number(p.needed, up=True)}" for p in passed]
+    if any(p.fits is not None for p in passed):
+        ways.append("leave out seeds or arms")
+    if any(p.field == "disk_gb" for p in passed):
+        ways.append("lower limits.concurrency or `keep` of the stages")
+    raise ConfigurationError(
+        "The sweep " + "; it ".join(p.text for p in passed),
+        expected="a sweep that fits into its limits",
+        fix=", or ".join(ways) + ", and run the same command again",
+    )
+
+
+def _passed(
+    field: str,
+    unit: str,
+    allowed: float,
+    needed: float,
+    unknown: bool,
+    forecast: SweepForecast,
+    fits: int,
+) -> Passed:
+    words = what_fits(forecast.trials, fits)
+    return Passed(field, unit, float(allowed), float(needed), unknown, fits, words)
+
+
+def _hours(trial: TrialShare) -> float:
+    return trial.gpu_hours
+
+
+def _calls(trial: TrialShare) -> float:
+    return trial.judge_calls
+
+
+def _fitting(trials: Sequence[TrialShare], room: float, cost: Callable[[TrialShare], float]) -> int:
+    total, count = 0.0, 0
+    for trial in trials:
+        total += cost(trial)
+        if total > room:
+            break
+        count += 1
+    return count
+
+
+def what_fits(trials: Sequence[TrialShare], count: int) -> str:
+    """The first ``count`` trials in words: ``3 of 5 seeds of every arm, and 1 of 4 arms of the
+    next``."""
+    if count == 0:
+        return "not one trial"
+    seeds = list(dict.fromkeys(t.seed for t in trials))
+    arms = len({t.arm for t in trials})
+    left, whole = count, 0
+    for seed in seeds:
+        of_seed = sum(t.seed == seed for t in trials)
+        if left < of_seed:
+            break
+        left -= of_seed
+        whole += 1
+    parts = []
+    if whole:
+        parts.append(f"{whole} of {len(seeds)} seeds of every arm")
+    if left:
+        parts.append(f"{left} of {arms} arms of {'the next seed' if whole else 'one seed'}")
+    return ", and ".join(parts)
+
+
+def _number(value: float, *, up: bool = False) -> str:
+    """Three digits; ``up``: two, and never less than the value."""
+    if value >= 100 or value == int(value):
+        return f"{math.ceil(value) if up else value:.0f}"
+    if not up:
+        return f"{value:.3g}"
+    step = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return f"{math.ceil(value / step) * step:.3g}"

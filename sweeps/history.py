@@ -3,7 +3,7 @@
 In: the identity of planned and of finished stages. Out: their :class:`Work` (how many steps or
 samples, of what size) and :class:`Shape` (whatever else decides how long one takes), so that a
 finished stage can speak for one that is still to run. Values and pure functions; who reads a
-workspace is `flows.sweeping.history`.
+workspace is `flows.sweeping.forecasting`.
 """
 
 from __future__ import annotations

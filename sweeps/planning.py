@@ -17,9 +17,9 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.overrides import override_text
+from refiner_core.contract.loading import override_text
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.plan_memo import PlanMemo
+from refiner_core.contract.planned import PlanMemo
 from sweeps.arms import find_baseline, make_arms
 from sweeps.checks import check_fields, check_trials
 from sweeps.values import Arm, SweepFile, SweepPlan, Trial

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ if TYPE_CHECKING:
         sweep_samples_frame,
         trials_frame,
     )
-    from flows.notifying.trying import notify_settings, try_channels
+    from flows.notifying.delivery import notify_settings, try_channels
     from flows.running.calls import (
         RunOutcome,
         begin_run,
@@ -282,7 +282,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "flows.sweeping.planning": ("make_sweep_plan",),
     "flows.doctor": ("examine",),
     "flows.starting.completing": ("Candidate", "candidates"),
-    "flows.notifying.trying": (
+    "flows.notifying.delivery": (
         "notify_settings",
         "try_channels",
     ),

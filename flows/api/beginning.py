@@ -69,11 +69,9 @@ def init_folder(
         An answer does not fit, something is there already, or the recipe could not be planned:
         nothing was made.
     """
-    from flows.starting.asking import all_answers
-    from flows.starting.folder import make_folder, refuse_what_is_there
-    from flows.starting.settings import drafted
-    from flows.starting.surroundings import look_around
-    from flows.starting.texts import file_texts
+    from flows.starting.drafting import drafted, file_texts
+    from flows.starting.folder import all_answers, make_folder, refuse_what_is_there
+    from flows.starting.questions import look_around
 
     place = Path(folder).expanduser().absolute().resolve()
     refuse_what_is_there(place)

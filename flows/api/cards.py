@@ -17,7 +17,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord
 
 if TYPE_CHECKING:
-    from flows.cards.calls import Checked, Shown
+    from flows.cards.inspection import Checked, Shown
 
 _HERE = RecipeConfig.workspace
 
@@ -154,7 +154,7 @@ def check_card(
     HubRefused, HubOutage
         The Hub does not give it.
     """
-    from flows.cards.calls import check
+    from flows.cards.inspection import check
 
     own = None if template is None else Path(template)
     return check(target, None if evidence is None else Path(evidence), own)
@@ -181,7 +181,7 @@ def show_card(words: Sequence[str] = (), workspace: str | Path = _HERE) -> Shown
     ConfigurationError
         There is no such run or publication.
     """
-    from flows.cards.calls import show
+    from flows.cards.inspection import show
 
     return show(Workspace.read_only(workspace), words)
 
@@ -199,7 +199,7 @@ def card_template() -> str:
     OSError
         It cannot be read: the installation is damaged.
     """
-    from refiner_core.cards.template import shipped_template
+    from refiner_core.cards.build import shipped_template
 
     return shipped_template()
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from flows.reporting.writing import Written
     from flows.rescoring import Planned
     from flows.rescoring.asking import Prices
+    from flows.rescoring.planning import Options
     from flows.rescoring.reading import Part
-    from flows.rescoring.settings import Options
-    from flows.rescoring.work import Watcher
+    from flows.rescoring.results import Watcher
     from flows.why import Explanation, Figure
     from refiner_core.report.run.document import RunReport
     from refiner_core.report.sweep.document import SweepReport
@@ -95,7 +95,7 @@ def find_numbers(
     ConfigurationError
         None fits; says what there is.
     """
-    from flows.why.finding import find_figures
+    from flows.why.figures import find_figures
 
     return find_figures(Workspace.read_only(workspace), words, card)
 
@@ -190,7 +190,7 @@ def report_sweep(
         There is no room for the files; those that were there before still are.
     """
     from flows.reporting.writing import write_report
-    from flows.sweeping.names import newest_sweep
+    from flows.sweeping.status import newest_sweep
 
     room = Workspace.read_only(workspace)
     name = newest_sweep(room, None) if sweep is None else sweep
@@ -300,7 +300,7 @@ def plan_rescoring(
     workspace
         The folder that they are recorded in.
     options
-        Judges, rubrics, weights and overrides (:class:`flows.rescoring.settings.Options`).
+        Judges, rubrics, weights and overrides (:class:`flows.rescoring.planning.Options`).
     part
         Which rollouts or samples (:class:`flows.rescoring.reading.Part`).
     steps
@@ -322,8 +322,8 @@ def plan_rescoring(
     """
     from flows.rescoring import Wanted, plan_rescore
     from flows.rescoring.asking import Prices
+    from flows.rescoring.planning import Options
     from flows.rescoring.reading import Part
-    from flows.rescoring.settings import Options
     from flows.running.status import find_run
 
     room = Workspace.read_only(workspace)
@@ -379,8 +379,7 @@ def rescore(
         Somebody else may have written what is recorded there.
     """
     from flows.rescoring import carry_out
-    from flows.rescoring.work import Silent
-    from flows.rescoring.writing import document_of, write
+    from flows.rescoring.results import Silent, document_of, write
 
     planned.wanted.workspace.require_trust()  # its records name the judge, and whose key it gets
     default = planned.wanted.workspace.layout.rescores / planned.short_id

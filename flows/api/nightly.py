@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from flows.nightly.history import Reading
     from flows.nightly.night import NightOutcome
-    from flows.nightly.reading import Reading
     from infra.store.nightly_records import NightlyRecords
-    from refiner_core.nightly.values import Nightly
+    from refiner_core.nightly.definition import Nightly
 
 
 class CheckedNightly(NamedTuple):
@@ -54,7 +54,7 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
     """
     from flows.nightly import night
     from flows.nightly.files import load_nightly
-    from refiner_core.nightly.schedule import Schedule
+    from refiner_core.nightly.definition import Schedule
 
     nightly = load_nightly(file, overrides)
     warnings = night.check_nightly(nightly)
@@ -120,7 +120,7 @@ def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
         There is none; says where it was looked for.
     """
     from flows.nightly.files import find_nightly, workspace_of
-    from flows.nightly.reading import read_history
+    from flows.nightly.history import read_history
     from infra.store.nightly_records import NightlyRecords
     from infra.store.workspace import Workspace
 
@@ -147,7 +147,7 @@ def nightly_status(file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     ConfigurationError
         There is none; says where it was looked for.
     """
-    from flows.nightly.showing import status_json
+    from flows.nightly.night import status_json
 
     reading, records = nightly_history(file, overrides)
     return status_json(reading, records, datetime.now(UTC))
@@ -177,7 +177,7 @@ def nightly_page(
     OSError
         The page cannot be written there.
     """
-    from flows.nightly.page import page_text, write_page
+    from flows.nightly.night import page_text, write_page
     from infra.store import atomic
 
     reading, records = nightly_history(file, overrides)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from refiner_core.contract.certificates import Certificate, CertifiedCheck
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from refiner_core.contract.records import to_json
 
 

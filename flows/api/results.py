@@ -12,7 +12,7 @@ from flows.api.plans import OUTPUT_VERSION
 from flows.evaluations import evaluations_of as evaluations_of
 from flows.running.calls import RunOutcome
 from infra.store.workspace import Workspace
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 
 
 def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.contract.services import is_service
 
 if TYPE_CHECKING:
+    from flows.running.background import Detached
     from flows.running.cancelling import CancelOutcome
-    from flows.running.detach import Detached
 
 _HERE = RecipeConfig.workspace
 
@@ -208,7 +208,7 @@ def detach_run(
     ConfigurationError
         Another process works on the run.
     """
-    from flows.running.detach import detach, detach_as_job
+    from flows.running.background import detach, detach_as_job
     from infra.store.orchestrators import require_idle
 
     room = Workspace.open(workspace)

@@ -15,7 +15,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 
 if TYPE_CHECKING:
-    from flows.checking.protocol_facts import ProtocolFacts
+    from flows.checking.sources import ProtocolFacts
     from refiner_core.contract.marks import FieldInfo
     from refiner_core.environments.checking import Checked as CheckedEnvironment
     from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
@@ -113,8 +113,8 @@ def list_protocols() -> list[ProtocolFacts]:
     ConfigurationError
         One of them is damaged: the installation is.
     """
-    from flows.checking.protocol_facts import facts_of_protocol
-    from refiner_core.contract.recipes.protocol_files import shipped_protocols
+    from flows.checking.sources import facts_of_protocol
+    from refiner_core.contract.recipes import shipped_protocols
 
     return [facts_of_protocol(name) for name in shipped_protocols()]
 
@@ -137,7 +137,7 @@ def show_protocol(name: str) -> ProtocolFacts:
     ConfigurationError
         There is none of that name, or it is no protocol.
     """
-    from flows.checking.protocol_facts import facts_of_protocol
+    from flows.checking.sources import facts_of_protocol
 
     return facts_of_protocol(name)
 
@@ -236,7 +236,7 @@ def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig
     """
     from refiner_core.contract.checks.environment import check_name
     from refiner_core.contract.fields import replace_fields
-    from refiner_core.contract.overrides import read_overrides
+    from refiner_core.contract.loading import read_overrides
 
     check_name(name)
     values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())

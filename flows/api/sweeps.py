@@ -20,20 +20,19 @@ from flows.sweeping.launching import (
     work_on_sweep,
     workspace_of,
 )
-from flows.sweeping.planning import make_sweep_plan
-from flows.sweeping.showing import SweepLook, look_at_sweep, shipped_rows
+from flows.sweeping.planning import SweepLook, look_at_sweep, make_sweep_plan, shipped_rows
 from flows.sweeping.status import SweepStatus, SweepWatcher
 from infra.store.layout import sweep_call
 from infra.store.sweep_records import read_sweep, sweep_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.contract.records import SweepRecord
 from sweeps.values import SweepPlan
 
 if TYPE_CHECKING:
+    from flows.running.background import Detached
     from flows.running.cancelling import CancelOutcome
-    from flows.running.detach import Detached
-    from flows.sweeping.rescoring import RescoreShare
+    from flows.sweeping.evidence import RescoreShare
 
 _HERE = RecipeConfig.workspace
 
@@ -118,7 +117,7 @@ def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
     ConfigurationError, DataError
         There is no such run, or it has no stored rollouts.
     """
-    from flows.sweeping.rescoring import share_of_run
+    from flows.sweeping.evidence import share_of_run
 
     return share_of_run(plan, run)
 
@@ -154,10 +153,10 @@ def begin_sweep(
         It cannot be carried out here, does not fit its limits, or another process works on it.
     """
     from flows.running.calls import with_room
-    from flows.sweeping.before import detectable_json
     from flows.sweeping.forecasting import forecast_json, used_before
-    from flows.sweeping.versions import record_version
-    from sweeps.fitting import refuse_what_cannot_fit
+    from flows.sweeping.launching import record_version
+    from flows.sweeping.planning import detectable_json
+    from sweeps.forecast import refuse_what_cannot_fit
 
     forecast = {}
     if not is_finished(plan, workspace_of(plan)):
@@ -268,8 +267,8 @@ def detach_sweep(
     UnsupportedError, LaunchError
         There is no Slurm here to submit a job to, or it refused.
     """
-    from flows.running.detach import Call, detach, detach_as_job
-    from flows.sweeping.versions import dispatch_of, pin_for
+    from flows.running.background import Call, detach, detach_as_job
+    from flows.sweeping.launching import dispatch_of, pin_for
     from infra.store.orchestrators import require_idle
 
     launch = launch or Launch()
@@ -315,7 +314,7 @@ def cancel_sweep(
     WorkspaceError
         Somebody else may have written what is recorded there.
     """
-    from flows.sweeping import cancelling
+    from flows.sweeping import launching as cancelling
 
     room = Workspace.read_only(Path(workspace).absolute())
     room.require_trust()

@@ -17,7 +17,7 @@ from refiner_core.contract.errors import ConfigurationError
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report
     from infra.prefect_server.server import ServerStatus
-    from infra.tracking.sync import OfflineRun
+    from infra.tracking import OfflineRun
 
 _HERE = RecipeConfig.workspace
 
@@ -87,7 +87,7 @@ def pin_stage(stage: str, workspace: str | Path = _HERE) -> Pinned:
         There is no such stage; names the nearest.
     """
     from flows.disk import stage_to_pin
-    from infra.store.marks import pin
+    from infra.store.checkpoints import pin
 
     room = Workspace.read_only(workspace)
     stage_id = stage_to_pin(room, stage)
@@ -113,7 +113,7 @@ def unpin_stage(stage: str, workspace: str | Path = _HERE) -> Pinned:
         There is no such stage; names the nearest.
     """
     from flows.disk import stage_to_pin
-    from infra.store.marks import unpin
+    from infra.store.checkpoints import unpin
 
     room = Workspace.read_only(workspace)
     stage_id = stage_to_pin(room, stage)
@@ -231,7 +231,7 @@ def sync_tracking(
     WorkspaceError
         Somebody else may have written what would be sent.
     """
-    from infra.tracking.sync import send
+    from infra.tracking import send
 
     room = Workspace.read_only(workspace)
     if not dry_run:
@@ -244,7 +244,7 @@ def sync_tracking(
 def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
     """Offline runs of everything that is named, each once."""
     from flows.running.status import find_run
-    from infra.tracking.sync import offline_runs, offline_runs_in
+    from infra.tracking import offline_runs, offline_runs_in
 
     stages: list[str] = []
     reports: list[OfflineRun] = []

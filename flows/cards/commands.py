@@ -17,7 +17,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.recipes import shipped_recipes
 
 _ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
 #: A key of a recipe file that is no field of the configuration.

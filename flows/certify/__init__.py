@@ -1,7 +1,7 @@
 """`refiner certify`: what a node can do, tried through the trainer's own code.
 
 In: a recipe (or none), and how much time there is. Out: a
-:class:`~refiner_core.contract.certificates.Certificate`.
+:class:`~refiner_core.contract.proofs.Certificate`.
 
 ::
 

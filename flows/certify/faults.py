@@ -33,7 +33,7 @@ from flows.proving.work import prove
 from infra.jobs.failures import classify
 from infra.ranks.settings import ORDER
 from infra.store.workspace import Workspace
-from refiner_core.contract.certificates import CertifiedCheck
+from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.training.sft import train_sft
 
 #: The tiny recipe, as little of it as hangs and dies.

@@ -1,7 +1,7 @@
 """A certification from its beginning to its end: the parts, one after another, and the certificate.
 
 In: a recipe's configuration and a time limit. Out: a recorded
-:class:`~refiner_core.contract.certificates.Certificate`. Each part is a process of its own, in a
+:class:`~refiner_core.contract.proofs.Certificate`. Each part is a process of its own, in a
 session of its own, with a deadline; one that outlives it, or dies, is a failed check, with the last
 line that it printed.
 """
@@ -24,18 +24,17 @@ import psutil
 
 from flows.certify.part import ORDER, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
-from infra.doctor.look import last_json
+from infra.doctor.check import last_json
 from infra.foreign.process import TrainerProcess
-from infra.host.environment import environment
+from infra.host.processes import environment
 from infra.store import atomic
-from infra.store.proofs import new_scratch, write_certificate
-from infra.store.provenance import host, versions
+from infra.store.provenance import host, new_scratch, versions, write_certificate
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.certificates import Certificate, CertifiedCheck
-from refiner_core.contract.checks.memory import training_memory
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.placement import training_memory
+from refiner_core.contract.proofs import Certificate, CertifiedCheck
 
 PARTS = ("numerics", "ranks", "speed", "servers", "faults", "hang")
 #: How much of a GPU a forecast may fill.

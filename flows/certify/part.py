@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.certify.work import Order
-from refiner_core.contract.certificates import CertifiedCheck
+from refiner_core.contract.proofs import CertifiedCheck
 
 CHECKS, ORDER = "checks.jsonl", "order.json"
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
     """The checks of a part; each imports what it needs, since torch takes seconds."""
     if name == "numerics":
-        from flows.certify.numerics import numeric_checks
+        from flows.certify.device import numeric_checks
 
         return lambda order, folder: numeric_checks(order)
     if name == "ranks":
@@ -41,7 +41,7 @@ def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
 
         return rank_checks
     if name == "speed":
-        from flows.certify.speed import speed_checks
+        from flows.certify.device import speed_checks
 
         return speed_checks
     if name == "servers":

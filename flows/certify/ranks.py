@@ -14,8 +14,8 @@ from typing import Any
 from flows.certify.rank import train
 from flows.certify.work import Order, absent, check, open_io, write_rows
 from infra.ranks.launch import RanksJob, run_ranks
-from refiner_core.contract.certificates import CertifiedCheck
 from refiner_core.contract.placement import Placement
+from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.training.ranks import OneRank
 
 #: Largest relative difference of a loss or norm to that of one process in plain torch: sums over

@@ -20,13 +20,12 @@ import torch
 
 from flows.certify.work import Order, absent, check, recipe
 from infra.rollouts import opening
-from refiner_core.contract.certificates import CertifiedCheck
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.vllm.admin import Admin
-from refiner_core.generation.vllm.canary import make_canary, tolerance_of
+from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 
 _MODEL = "builtin:tiny"
 _WINDOW = 512

@@ -18,10 +18,10 @@ from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from infra.store.traces import read_metrics
-from refiner_core.contract.certificates import CertifiedCheck, CheckVerdict
-from refiner_core.contract.checks.memory import ModelShape
 from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
-from refiner_core.contract.resources import Resources
+from refiner_core.contract.placement import ModelShape
+from refiner_core.contract.proofs import CertifiedCheck, CheckVerdict
+from refiner_core.contract.steering_config import Resources
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 

@@ -8,24 +8,106 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.checking.names import check_names
-from refiner_core.contract.checks.environment import BUILTIN_ROWS
+from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains, check_kinds
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
-from refiner_core.contract.plan import HUB_DIGEST
-from refiner_core.contract.protocols import configs_under, refused_under, under
+from refiner_core.contract.planned import HUB_DIGEST
+from refiner_core.contract.protocols import (
+    ProtocolFile,
+    configs_under,
+    protocol_fingerprint,
+    refused_under,
+    under,
+)
+from refiner_core.contract.recipes import description_of, find_protocol, load_protocol
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
-from refiner_core.environments.registry import environment_digest
+from refiner_core.environments.registry import DESK, TAU2, environment_digest
+from refiner_core.evaluation.metric_names import base_of, domain_of
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import rubric_set_digest
+
+_KINDS_OF_TAU2 = ("action", "communicate", "environment", "db", "nl")
+
+
+def check_names(config: RecipeConfig) -> None:
+    """Refuse names that nothing here has.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the field and those that there are.
+    """
+    if config.environment.name:
+        _check_shaping(config)
+    if config.publish.which == "best" and "publish" in config.stages:
+        _check_best(config)
+
+
+def _check_shaping(config: RecipeConfig) -> None:
+    """Partial credit of an environment that is known by name; one of a user's own says its names
+    when its tasks are prepared."""
+    known = _known_names(config.environment.name)
+    if known is None:
+        return
+    domains, kinds = known
+    check_domains(config.environment.shaping, domains)
+    check_kinds(config.environment.shaping, kinds, domains)
+
+
+def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
+    """Domains, and kinds of checks."""
+    if name == DESK:
+        from refiner_core.environments.desk.episode import KINDS
+        from refiner_core.environments.desk.tasks import DOMAINS
+
+        return tuple(DOMAINS), KINDS
+    if name == TAU2:
+        from refiner_core.environments.tau2.package import DOMAINS as OF_TAU2
+
+        return OF_TAU2, _KINDS_OF_TAU2
+    return None
+
+
+def _check_best(config: RecipeConfig) -> None:
+    from refiner_core.evaluation.metrics import has_metric, metrics_of
+
+    metric, decoding = config.publish.best_metric, config.publish.best_decoding
+    known = metrics_of(config)
+    if not has_metric(config, metric) or _of_no_domain(config, metric):
+        raise ConfigurationError(
+            f"`publish.best_metric` is {metric!r}, which no evaluation of this recipe gives."
+            f"{suggest(base_of(metric), known)}",
+            expected="one of: " + ", ".join(known),
+            fix="correct publish.best_metric",
+        )
+    if decoding not in config.evaluate.decoding:
+        raise ConfigurationError(
+            f"`publish.best_decoding` is {decoding}, and the recipe evaluates with "
+            f"{', '.join(config.evaluate.decoding)} decoding alone.",
+            expected="a decoding of evaluate.decoding",
+            fix=f"set publish.best_decoding={config.evaluate.decoding[0]}, or add {decoding} to "
+            "evaluate.decoding",
+        )
+
+
+def _of_no_domain(config: RecipeConfig, metric: str) -> bool:
+    """Whether it is told of a domain that the environment is known not to have."""
+    domain = domain_of(metric)
+    known = _known_names(config.environment.name)
+    if not domain or known is None:
+        return bool(domain) and not config.environment.name
+    return domain not in (config.environment.domains or known[0])
+
 
 #: Files up to this size are hashed whole; of larger ones, size, head and tail.
 _WHOLE_BYTES = 64 * 2**20
@@ -185,3 +267,40 @@ def _content_digest(path: Path) -> bytes:
         file.seek(-_EDGE_BYTES, 2)
         edges.update(file.read())
         return edges.digest()
+
+
+@dataclass(frozen=True)
+class ProtocolFacts:
+    """A protocol, the file that it stands in, and the fingerprint of what it fixes in effect."""
+
+    path: Path
+    protocol: ProtocolFile
+    description: str
+    fingerprint: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return {
+            "name": self.protocol.name,
+            "file": str(self.path),
+            "fingerprint": self.fingerprint,
+            "description": self.description,
+            "sections": list(self.protocol.sections),
+            "fixed": self.protocol.values(),
+            "text": self.protocol.text,
+        }
+
+
+def facts_of_protocol(name: str) -> ProtocolFacts:
+    """The facts of a shipped protocol, or of a file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name, or it is no protocol.
+    """
+    path, protocol = find_protocol(name), load_protocol(name)
+    with refused_under(protocol.name):
+        sources = protocol_sources(protocol.over(RecipeConfig()))
+    fingerprint = protocol_fingerprint(protocol, sources)
+    return ProtocolFacts(path, protocol, description_of(path), fingerprint)

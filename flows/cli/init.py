@@ -74,7 +74,7 @@ def _ask(question: Question, asked: Asked) -> str:
 
 def _show(plan: Plan, folder: Path, files: dict[str, str], as_json: bool) -> None:
     from flows.cli.plan import show_made_plan
-    from flows.starting.texts import RECIPE, SWEEP
+    from flows.starting.drafting import RECIPE, SWEEP
 
     recipe = _typed(folder / RECIPE)
     following = [["refiner", verb, recipe] for verb in ("doctor", "plan", "run")]

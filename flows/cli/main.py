@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flows.cli.lazy import LazyGroup
+from flows.cli.options import LazyGroup
 from infra.host.terminal import printed_plainly
 
 if TYPE_CHECKING:
@@ -29,39 +29,39 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("plan", "Show what a recipe would do; changes nothing."),
     "explain": ("plan", "Say why a stage would run or be skipped, field by field."),
     "status": ("status", "Show how a run stands: stages, jobs, progress, disk, what went wrong."),
-    "logs": ("logs", "Print or follow the log of a stage, from attempt to attempt."),
-    "cancel": ("cancel", "End a run or some of its stages; what is saved is kept."),
-    "resume": ("resume", "Go on with a recorded run, from any shell."),
+    "logs": ("run", "Print or follow the log of a stage, from attempt to attempt."),
+    "cancel": ("run", "End a run or some of its stages; what is saved is kept."),
+    "resume": ("sweep", "Go on with a recorded run, from any shell."),
     "sweep": ("sweep", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
     "report": (
         "report",
         "Make the page of a run or a sweep: what it did, what it has shown.",
     ),
     "prove-resume": (
-        "prove",
+        "doctor",
         "Prove that training resumes exactly: straight and interrupted runs.",
     ),
-    "certify": ("certify", "Try what this node can do: kernels, ranks, speed, memory, faults."),
+    "certify": ("doctor", "Try what this node can do: kernels, ranks, speed, memory, faults."),
     "diff": ("diff", "Compare two runs: configuration, data, code, judge, metrics, first step."),
-    "nightly": ("nightly", "Evaluate checkpoints every night, and tell change from noise."),
-    "notify": ("notify", "Try how somebody is told when a run finishes, pauses or fails."),
-    "track": ("track", "Send what W&B has logged offline, from a node with network."),
+    "nightly": ("serve", "Evaluate checkpoints every night, and tell change from noise."),
+    "notify": ("serve", "Try how somebody is told when a run finishes, pauses or fails."),
+    "track": ("disk", "Send what W&B has logged offline, from a node with network."),
     "disk": ("disk", "Show what a workspace uses and what may go; pin and reclaim."),
-    "adopt": ("adopt", "Take over a dead run of anybody's: go on with it, or publish it."),
+    "adopt": ("publish", "Take over a dead run of anybody's: go on with it, or publish it."),
     "publish": ("publish", "Publish checkpoints of a run, by hand."),
-    "card": ("card", "Check a model card, show it again from records, print the template."),
-    "why": ("why", "Follow a number to its protocol, samples, answers and judgements."),
+    "card": ("publish", "Check a model card, show it again from records, print the template."),
+    "why": ("diff", "Follow a number to its protocol, samples, answers and judgements."),
     "rescore": ("rescore", "Score stored rollouts of runs under another judge, rubrics, weights."),
     "judge": ("judge", "Ask a judge one question, measure it, see and end the servers of judges."),
-    "rubrics": ("rubrics", "List, show and check rubric sets."),
-    "protocols": ("protocols", "List, show and check protocols: fixed ways of measuring."),
-    "environments": ("environments", "List, show, check and play what agents with tools work in."),
-    "show": ("show", "Explain a configuration field: its mark, type, default and source."),
+    "rubrics": ("sets", "List, show and check rubric sets."),
+    "protocols": ("sets", "List, show and check protocols: fixed ways of measuring."),
+    "environments": ("sets", "List, show, check and play what agents with tools work in."),
+    "show": ("recipes", "Explain a configuration field: its mark, type, default and source."),
     "recipes": ("recipes", "List the shipped recipes."),
-    "profiles": ("profiles", "List the shipped Slurm profiles."),
+    "profiles": ("recipes", "List the shipped Slurm profiles."),
     "serve": ("serve", "Carry out what is launched from Prefect: runs, sweeps, nights."),
     "deploy": ("serve", "Put the same deployments on a Prefect server, for a work pool."),
-    "server": ("server", "Show or stop the local Prefect server."),
+    "server": ("serve", "Show or stop the local Prefect server."),
     "completion": ("completion", "Print what a shell needs to complete commands and fields."),
 }
 

@@ -1,17 +1,21 @@
-"""Arguments that several commands share, and how results are printed."""
+"""Arguments that several commands share, how results are printed, and groups that load by name."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
+import re
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -46,7 +50,7 @@ def output_folder(out: str | Path) -> Path:
     NoSpaceError
         There is no room for it.
     """
-    from infra.store.room import no_space_guard
+    from infra.store.atomic import no_space_guard
     from refiner_core.contract.errors import ConfigurationError
 
     folder = Path(out).expanduser().absolute()
@@ -91,3 +95,103 @@ def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
         else:
             rest.append(word)
     return workspace, rest
+
+
+#: Wide enough to say what something is for, where the terminal does not say how wide it is.
+_WIDTH = 100
+_LEAST = 40
+
+
+def show_listing(
+    rows: Sequence[Sequence[str]], header: Sequence[str], following: Sequence[str]
+) -> None:
+    """Print a line for each row, its last text cut to what fits, then the commands that follow."""
+    others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
+    room = shutil.get_terminal_size((_WIDTH, 24)).columns
+    room -= sum(max(map(len, column)) + 2 for column in others)
+    print_table([(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows], header)
+    click.echo("\nNext:\n  " + "\n  ".join(following), err=True)
+
+
+def in_a_line(text: str, width: int) -> str:
+    """The first sentence of a description in ``width`` characters: all of it, else its first
+    clauses, else what fits.
+
+    >>> in_a_line("Jobs inside an image. Copy it.", 60)
+    'Jobs inside an image'
+    >>> in_a_line("A cluster as Slurm comes: its default partition", 30)
+    'A cluster as Slurm comes'
+    >>> in_a_line("A cluster as Slurm comes", 14)
+    'A cluster as …'
+    """
+    sentence = re.split(r"(?<=\w\w)\.\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
+    if len(sentence) <= width:
+        return sentence
+    ends = [found.start() for found in re.finditer(r"[,;:] ", sentence)]
+    whole = max((end for end in ends if width // 2 < end <= width), default=0)
+    return sentence[:whole] if whole else sentence[: width - 1].rsplit(" ", 1)[0] + " …"
+
+
+#: Command -> (module below flows.cli, one line of help).
+Commands = Mapping[str, tuple[str, str]]
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when one is called. A command of a module is named
+    ``NAME_command`` there, with ``_`` for ``-``.
+
+    Parameters
+    ----------
+    commands
+        The table.
+    """
+
+    def __init__(self, *args: Any, commands: Commands, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._table = commands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names, in the table's order."""
+        return list(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, its module imported."""
+        if cmd_name not in self._table:
+            return None
+        module = importlib.import_module(f"flows.cli.{self._table[cmd_name][0]}")
+        command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The command that ``args`` begin with.
+
+        Raises
+        ------
+        ConfigurationError
+            There is none; names the nearest.
+        """
+        if args and args[0] not in self._table and not args[0].startswith("-"):
+            from refiner_core.contract.errors import ConfigurationError
+            from refiner_core.contract.fields import suggest
+
+            raise ConfigurationError(
+                f"There is no command `{ctx.command_path} {args[0]}`."
+                f"{suggest(args[0], self._table)}",
+                expected="one of: " + ", ".join(self._table),
+                fix=f"see `{ctx.command_path} --help`",
+            )
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands and options that begin so, without importing anything."""
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in self._table.items()
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])

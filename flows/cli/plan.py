@@ -55,8 +55,7 @@ class DiskWords(NamedTuple):
 def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
     """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
     from flows.api import disk_of_plan, forecast, plan_json
-    from flows.checking.memory import memory_json, planning_notes
-    from flows.checking.speed import time_json, time_notes
+    from flows.checking.resources import memory_json, planning_notes, time_json, time_notes
     from infra.disk.keeper import gib
 
     room, change, intervals = disk_of_plan(plan, fit=words.fit)
@@ -146,8 +145,7 @@ def disk_json(room: PlannedRoom) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
     to do next."""
-    from flows.checking.memory import planning_notes
-    from flows.checking.speed import time_notes
+    from flows.checking.resources import planning_notes, time_notes
 
     show_made_plan(plan, as_json)
     if as_json:

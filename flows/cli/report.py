@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -17,12 +18,92 @@ from flows.cli.options import (
     split_workspace,
     until_nobody_reads,
 )
-from flows.cli.run_report import Asked
 from infra.store.sweep_records import sweep_names
 
 if TYPE_CHECKING:
+    from flows.reporting.run.report import WrittenRun
     from flows.reporting.writing import Written
     from infra.store.workspace import Workspace
+    from refiner_core.report.run.document import RunReport
+
+
+class Asked(NamedTuple):
+    """How a report is to be made."""
+
+    folder: Path
+    watch: bool
+    every_s: int
+    as_json: bool
+
+
+_MOST_INCIDENTS = 5
+#: Tables of numbers that a terminal shows; the page has all.
+_MOST_TABLES = 2
+
+
+def show_run_report(make: Callable[[], WrittenRun], asked: Asked) -> None:
+    """Print what the report of a run says; ``make`` writes it as it is now."""
+    from flows.reporting.run.report import values
+
+    written = make()
+    if asked.watch:
+        written = _watched_run(make, written, asked.every_s)
+    if asked.as_json:
+        print_json({**values(written.report), "folder": str(written.folder)})
+        return
+    with until_nobody_reads():
+        _show_run(written.report)
+    click.echo(f"\nPage: {written.page}", err=True)
+    click.echo("Beside it: report.md, report.json", err=True)
+    click.echo("Next:", err=True)
+    for command in written.report.next_commands:
+        click.echo(f"  {command}", err=True)
+
+
+def _watched_run(make: Callable[[], WrittenRun], written: WrittenRun, every_s: int) -> WrittenRun:
+    """The last of the reports that are made until nobody works on the run. Ctrl-C ends the
+    watching, not the run."""
+    click.echo(f"Page: {written.page}", err=True)
+    told = ""
+    try:
+        while written.report.state == "running":
+            if written.report.state_text != told:
+                told = written.report.state_text
+                click.echo(told, err=True)
+            time.sleep(every_s)
+            written = make()
+    except KeyboardInterrupt:
+        click.echo("Watching has ended; the run has not.", err=True)
+    return written
+
+
+def _show_run(report: RunReport) -> None:
+    from refiner_core.report.printing import moment, plain
+    from refiner_core.report.run import tables as words
+
+    click.echo(f"{report.run}  ({report.state}; as of {moment(report.made_at)})")
+    click.echo(plain(report.state_text))
+    for text in report.warnings:
+        click.echo(f"warning: {plain(text)}")
+    click.echo()
+    _table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
+    for table in words.change_tables(report)[:_MOST_TABLES]:
+        click.echo(f"\n{table.title}")
+        _table(table.rows, table.header)
+    if report.incidents:
+        click.echo(f"\n{words.incidents_text(report).capitalize()}")
+        for incident in report.incidents[-_MOST_INCIDENTS:]:
+            over = "" if incident.resolved else " (open)"
+            click.echo(f"  {moment(incident.at)} {incident.stage}: {plain(incident.text)}{over}")
+    click.echo(f"\nCost: {words.cost_text(report)}")
+    for one in report.published:
+        click.echo(f"Published: {plain(one.target)}")
+
+
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
+    from refiner_core.report.printing import plain
+
+    print_table([[plain(cell) for cell in row] for row in rows], header)
 
 
 class _Subject(NamedTuple):
@@ -66,7 +147,6 @@ def report_command(
     asked = Asked(folder, watch, every_s, as_json)
     if subject.kind == "run":
         from flows.api import report_run
-        from flows.cli.run_report import show_run_report
 
         make = partial(report_run, subject.name, where, folder=folder, reload_s=every_s)
         show_run_report(make, asked)
@@ -80,15 +160,15 @@ def _report_sweep(workspace: Workspace, sweep: str, asked: Asked, to_wandb: bool
     root = workspace.root
     written = report_sweep(sweep, root, folder=asked.folder, reload_s=asked.every_s)
     if asked.watch:
-        written = _watched(workspace, written, asked.every_s)
+        written = _watched_sweep(workspace, written, asked.every_s)
     logged = _to_wandb(workspace, written) if to_wandb else ""
     if asked.as_json:
-        from refiner_core.report.sweep.table import values
+        from refiner_core.report.sweep.exports import values
 
         print_json({**values(written.report), "folder": str(written.folder), "wandb": logged})
         return
     with until_nobody_reads():
-        _show(written)
+        _show_sweep(written)
     click.echo(f"\nPage: {written.page}", err=True)
     click.echo("Beside it: report.md, report.csv, trials.csv, report.json", err=True)
     if logged:
@@ -106,7 +186,7 @@ def _which(workspace: Workspace, words: Sequence[str]) -> _Subject:
         None of that name, or there is nothing to report on.
     """
     from flows.running.status import find_run
-    from flows.sweeping.names import newest_sweep, sweep_named
+    from flows.sweeping.status import newest_sweep, sweep_named
     from refiner_core.contract.errors import ConfigurationError
 
     if len(words) > 1:
@@ -169,10 +249,10 @@ def _no_tables(run: str) -> Exception:
     )
 
 
-def _watched(workspace: Workspace, written: Written, every_s: int) -> Written:
+def _watched_sweep(workspace: Workspace, written: Written, every_s: int) -> Written:
     """The last of the reports that are made until nobody works on the sweep."""
     from flows.reporting.writing import write_report
-    from refiner_core.report.sweep.words import state_text
+    from refiner_core.report.sweep.wording import state_text
 
     click.echo(f"Page: {written.page}", err=True)
     told = ""
@@ -186,15 +266,15 @@ def _watched(workspace: Workspace, written: Written, every_s: int) -> Written:
 
 
 def _to_wandb(workspace: Workspace, written: Written) -> str:
-    from flows.reporting.tracked import log_report
+    from flows.reporting.writing import log_report
 
     return log_report(workspace, written)
 
 
-def _show(written: Written) -> None:
+def _show_sweep(written: Written) -> None:
     from refiner_core.report.printing import moment, plain
-    from refiner_core.report.sweep import words
-    from refiner_core.report.sweep.rows import Column, arm_row
+    from refiner_core.report.sweep import wording as words
+    from refiner_core.report.sweep.wording import Column, arm_row
 
     report = written.report
     state = words.state_text(report)

@@ -74,7 +74,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     aggregation asks nobody. Several RUNs make a judge x policy matrix.
     """
     from flows.api import rescore
-    from flows.rescoring.text import document_lines, next_lines, plan_lines
+    from flows.rescoring.results import document_lines, next_lines, plan_lines
 
     planned = _planned(words, options)
     as_json = bool(options["as_json"])
@@ -105,8 +105,8 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
 def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
     from flows.api import plan_rescoring
     from flows.rescoring.asking import Prices
+    from flows.rescoring.planning import Options
     from flows.rescoring.reading import Part
-    from flows.rescoring.settings import Options
 
     where, rest = split_workspace(words)
     overrides = tuple(word for word in rest if "=" in word)
@@ -134,7 +134,7 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
 
 
 def _show_plan(planned: Planned, as_json: bool) -> None:
-    from flows.rescoring.text import plan_lines
+    from flows.rescoring.results import plan_lines
 
     if not as_json:
         for line in plan_lines(planned):

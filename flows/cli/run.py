@@ -1,4 +1,4 @@
-"""`refiner run`: bring about what a recipe asks for."""
+"""`refiner run`, `cancel` and `logs`: carry out a recipe, end it, read what its stages print."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flows.cli.options import (
     overrides_argument,
     print_json,
     recipe_argument,
+    split_workspace,
     until_nobody_reads,
 )
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from flows.running.calls import RunOutcome
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
+
 
 detach_option = click.option(
     "--detach",
@@ -132,3 +134,88 @@ def leave_to(
 
 def _like_ctrl_c(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+@click.command("cancel")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [STAGE]... [workspace=DIR]")
+@click.option("--wait", "wait_s", type=float, help="seconds to wait for the end")
+@click.option("--now", is_flag=True, help="do not leave it to the orchestrator; end jobs from here")
+@json_option
+def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_json: bool) -> int:
+    """End RUN (default: the newest), or only the STAGEs named; of a SWEEP all trials.
+
+    Jobs are asked to save and end, and killed when they take longer than `dispatch.grace_s`.
+    `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
+    code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
+    """
+    from flows.api import cancel_run, cancel_sweep
+    from flows.running.cancelling import outcome_json, outcome_lines
+    from flows.running.status import find_run
+    from flows.sweeping.status import newest_sweep, sweep_named
+    from infra.store.workspace import Workspace
+
+    where, rest = split_workspace(words)
+    workspace = Workspace.read_only(where)
+    newest = find_run(workspace)
+    sweep = sweep_named(workspace, rest[0]) if rest else newest_sweep(workspace, newest)
+
+    def tell(message: str) -> None:
+        click.echo(message, err=True)
+
+    if sweep is not None and len(rest) <= 1:
+        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=tell)
+    else:
+        stages = set(newest.stages) if newest is not None else set()
+        run = rest.pop(0) if rest and rest[0] not in stages else None
+        outcome = cancel_run(run, rest, where, wait_s=wait_s, now=now, tell=tell)
+    if as_json:
+        print_json(outcome_json(outcome))
+    else:
+        for line in outcome_lines(outcome, workspace):
+            click.echo(line)
+    return 0 if outcome.ended else 1
+
+
+@click.command("logs")
+@click.argument("words", nargs=-1, required=True, metavar="STAGE [RUN] [workspace=DIR]")
+@click.option("-f", "--follow", is_flag=True, help="go on printing until the stage ends")
+@click.option("--attempt", type=int, help="an attempt's number (default: the newest)")
+def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> None:
+    """Print the log of STAGE's newest attempt in RUN (default: the newest run).
+
+    With -f it goes over to the next attempt when there is one, and ends when the stage does. On a
+    terminal control sequences are left out; a pipe has the log as it is.
+    """
+    from flows.api import find_log, follow_log
+    from flows.running.logs import log_pieces
+    from refiner_core.contract.errors import ConfigurationError
+
+    where, rest = split_workspace(words)
+    if not rest:
+        raise ConfigurationError(
+            "`refiner logs` was given no stage.",
+            expected="STAGE, such as grpo, and perhaps RUN and workspace=DIR",
+            fix="name one; `refiner status` shows the stages of the newest run",
+        )
+    stage, *runs = rest
+    run = runs[0] if runs else None
+    if follow:
+        lines = follow_log(stage, run, where, attempt=attempt, tell=_say_of_log)
+    else:
+        log = find_log(stage, run, where, attempt=attempt)
+        if log is None:
+            _say_of_log(f"{stage} has not been started yet.")
+            return
+        if log.why:
+            _say_of_log(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
+            return
+        _say_of_log(f"{log.path} (attempt {log.attempt})")
+        lines = log_pieces(log.path)
+    with until_nobody_reads():
+        for text in lines:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _say_of_log(text: str) -> None:
+    click.echo(text, err=True)

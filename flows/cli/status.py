@@ -1,4 +1,4 @@
-"""`refiner status`: how a run stands. Reads records, and asks a scheduler only for so long."""
+"""`refiner status`: how a run or a sweep stands, from records; no scheduler is waited for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from flows.cli.options import json_option, print_json, print_table, split_worksp
 from infra.host.terminal import printable, raw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from flows.running.status import RunStatus, StageStatus, Watcher
+    from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
+
 
 _REFRESH_S = 2.0
 #: A watcher waits longer: nothing else is waiting for it.
@@ -45,9 +49,8 @@ def status_command(
     scheduler that does not answer at once is left out, and the last line says so.
     """
     from flows.api import watch_run
-    from flows.cli.sweep_status import show_sweep
     from flows.running.status import SCHEDULER_WAIT_S, find_run
-    from flows.sweeping.names import newest_sweep, sweep_named
+    from flows.sweeping.status import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
@@ -99,7 +102,7 @@ def _refuse_more_than_one(words: list[str]) -> None:
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
     """All that is known, for scripts; ``resolved`` incidents are over; ``not_told`` are messages
     that a channel did not take."""
-    from flows.notifying.untold import not_told
+    from flows.notifying.delivery import not_told
     from refiner_core.contract.records import to_json
 
     value: dict[str, object] = {"version": 1, **to_json(status)}
@@ -158,7 +161,7 @@ def _progress(stage: StageStatus) -> str:
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
-    from flows.notifying.untold import not_told_lines
+    from flows.notifying.delivery import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     if notes := " ".join(str(tracking.get("notes") or "").split()):
@@ -266,3 +269,84 @@ def _repeat(watcher: Watcher, workspace: Workspace) -> None:
             break
         time.sleep(_REFRESH_S)
     _show(status, workspace)
+
+
+_SWEEP_REFRESH_S = 3.0
+#: Rows of arms that a page shows while it is redrawn.
+_ROWS = 40
+
+
+def show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
+    """Print how a sweep stands; with ``watch`` until nobody works on it any more."""
+    from flows.api import watch_sweep
+    from flows.sweeping.status import status_json
+
+    watcher = watch_sweep(name, workspace.root)
+    if as_json:
+        print_json(status_json(watcher.look()))
+        return
+    if watch:
+        try:
+            _watch_sweep(watcher.look, workspace)
+        except KeyboardInterrupt:
+            click.echo("Watching has ended; the sweep has not.", err=True)
+            return
+    _show_sweep_status(watcher.look(), workspace)
+
+
+def _show_sweep_status(status: SweepStatus, workspace: Workspace) -> None:
+    """The table, then what it does not say."""
+    from flows.sweeping.status import status_lines, table_of
+
+    record = status.record
+    version = f", version {record.number}" if record.number > 1 else ""
+    click.echo(f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}")
+    header, rows = table_of(status)
+    print_table(rows, header)
+    click.echo("")
+    for line in status_lines(status, workspace):
+        click.echo(line)
+
+
+def _watch_sweep(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
+    """Redraw on a terminal; elsewhere a line for each change."""
+    if sys.stdout.isatty():
+        _redraw_sweep(look, workspace)
+        return
+    said: dict[str, str] = {}
+    while True:
+        status = look()
+        for trial in status.trials:
+            if said.get(trial.name, "waiting") != trial.state:
+                said[trial.name] = trial.state
+                click.echo(": ".join(filter(None, [trial.name, trial.state, trial.reason])))
+        if not status.orchestrator.works:
+            return
+        time.sleep(_SWEEP_REFRESH_S)
+
+
+def _redraw_sweep(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    from flows.sweeping.status import status_lines, table_of
+
+    with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
+        while True:
+            status = look()
+            header, rows = table_of(status)
+            table = Table(box=None, pad_edge=False)
+            for title in header:
+                table.add_column(title, overflow="ellipsis", no_wrap=True)
+            for row in rows[:_ROWS]:
+                table.add_row(*(Text(printable(cell)) for cell in row))
+            more = f"and {len(rows) - _ROWS} more arms\n" if len(rows) > _ROWS else ""
+            below = Text(printable(more + "\n".join(status_lines(status, workspace))))
+            live.update(
+                Group(Text(printable(status.record.name)), table, Text(), below), refresh=True
+            )
+            if not status.orchestrator.works:
+                return
+            time.sleep(_SWEEP_REFRESH_S)

@@ -1,16 +1,26 @@
-"""Everything in which two sides differ, as one value.
+"""Everything in which two sides differ, as one value, as JSON, and for a terminal.
 
-In: two :class:`~flows.diffing.sides.Side`. Out: a :class:`Difference`; JSON by :func:`as_json`.
+In: two :class:`~flows.diffing.sides.Side`. Out: a :class:`Difference`; lines and JSON of it, and
+the commands that go on from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.diffing.numbers import NumberChange, SampleChange, number_changes, sample_changes
-from flows.diffing.rows import FileRows, row_changes
+from flows.diffing.outcomes import (
+    Divergence,
+    FileRows,
+    NumberChange,
+    SampleChange,
+    divergences,
+    number_changes,
+    row_changes,
+    sample_changes,
+)
 from flows.diffing.settings import (
     Change,
     CodeChange,
@@ -25,8 +35,7 @@ from flows.diffing.settings import (
     stage_changes,
 )
 from flows.diffing.sides import Half, Pair, Side, pairs_of
-from flows.diffing.training import Divergence, divergences
-from infra.orchestrator.history import run_incidents
+from infra.orchestrator.timeline import run_incidents
 from refiner_core.contract.records import to_json
 
 DIFF_VERSION = 1
@@ -95,7 +104,7 @@ def diff_sides(a: Side, b: Side) -> Difference:
         training=tuple(training),
         samples=tuple(samples),
         numbers=tuple(numbers),
-        attempts=tuple(_attempts(pairs)),
+        attempts=tuple(_attempt_changes(pairs)),
         incidents=(_incidents(a), _incidents(b)),
     )
 
@@ -129,7 +138,7 @@ def _weighty(outputs: tuple[str, ...]) -> bool:
     return any(path.rpartition("/")[2] not in _OF_A_MOMENT for path in outputs)
 
 
-def _attempts(pairs: Sequence[Pair]) -> list[AttemptChange]:
+def _attempt_changes(pairs: Sequence[Pair]) -> list[AttemptChange]:
     found = []
     for pair in pairs:
         if (both := pair.both) is None:
@@ -159,3 +168,226 @@ def as_json(found: Difference) -> dict[str, Any]:
     for entry, number in zip(value["numbers"], found.numbers, strict=True):
         entry["same"] = number.same
     return {"version": DIFF_VERSION, **value}
+
+
+_MOST = 20
+
+
+def difference_lines(found: Difference) -> list[str]:
+    """All sections in which there is something to say; first whether what came out is equal."""
+    lines = [f"A: {found.a}", f"B: {found.b}", "", verdict(found)]
+    lines += _section("Stages", _stages(found.stages))
+    identity = [f for f in found.fields if f.mark == "identity"]
+    execution = [f for f in found.fields if f.mark == "execution"]
+    lines += _section(
+        "Configuration that decides what is computed",
+        [
+            f"{f.field}: {_show(f.a)} → {_show(f.b)}"
+            + (f"   (changes {', '.join(f.stages)})" if f.stages else "")
+            for f in identity
+        ],
+    )
+    lines += _section(
+        "Configuration that decides where and how only",
+        [f"{f.field}: {_show(f.a)} → {_show(f.b)}" for f in execution],
+    )
+    lines += _section("Sources", _changes(found.sources))
+    lines += _section("Rows", [line for rows in found.rows for line in _rows(rows)])
+    lines += _section("Rubrics", _changes(found.rubrics))
+    lines += _section("Judge", _changes(found.judge))
+    lines += _section("Code", _code(found.code))
+    lines += _section("Environment", _changes(found.environment))
+    lines += _section("Training", [line for d in found.training for line in _training(d)])
+    lines += _section("Numbers", _numbers(found))
+    lines += _section("Attempts", _attempt_lines(found))
+    return lines
+
+
+def verdict(found: Difference) -> str:
+    """Whether what came out is equal, and where it first is not."""
+    if found.stages and all(s.relation == "same" for s in found.stages):
+        return "The same stages: whatever they made is one and the same."
+    if found.equal:
+        return "What came out is bitwise the same on both sides."
+    if found.equal is None:
+        return "Not all of it is done; what is done is the same on both sides."
+    first = _first(found)
+    return f"They differ{': first in ' + first if first else ''}."
+
+
+def _first(found: Difference) -> str:
+    if found.rows:
+        return f"the rows of {found.rows[0].stage} ({found.rows[0].file})"
+    for training in found.training:
+        if training.step is not None:
+            return f"step {training.step} of {training.stage}"
+    if found.samples:
+        return f"the samples of {found.samples[0].stage}"
+    alone = [s for s in found.stages if s.relation in ("only a", "only b")]
+    if alone:
+        side = alone[0].relation.rpartition(" ")[2].upper()
+        return f"that only {side} has {alone[0].stage}"
+    return ""
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    if not lines:
+        return []
+    shown = [f"  {line}" for line in lines[:_MOST]]
+    if len(lines) > _MOST:
+        shown.append(f"  … and {len(lines) - _MOST} more (--json has all)")
+    return ["", title, *shown]
+
+
+def _stages(stages: Iterable[StageChange]) -> list[str]:
+    lines = []
+    for stage in stages:
+        if stage.relation == "same":
+            lines.append(f"{stage.stage}: same stage ({stage.a})")
+        elif stage.relation.startswith("only"):
+            side = stage.relation.rpartition(" ")[2].upper()
+            lines.append(f"{stage.stage}: only {side} has it")
+        elif stage.relation == "alike":
+            lines.append(f"{stage.stage}: same fingerprint, done twice; {_outputs(stage)}")
+        else:
+            why = "; ".join(stage.because[:4]) + ("; …" if len(stage.because) > 4 else "")
+            lines.append(f"{stage.stage}: {stage.a} → {stage.b} ({why}); {_outputs(stage)}")
+    return lines
+
+
+def _outputs(stage: StageChange) -> str:
+    if stage.outputs is None:
+        return "not both are done"
+    if not stage.outputs:
+        return "outputs bitwise the same"
+    return f"other output: {', '.join(stage.outputs[:3])}" + (" …" if stage.outputs[3:] else "")
+
+
+def _changes(changes: Iterable[Change]) -> list[str]:
+    return [
+        f"{c.what}: {_show(c.a)} → {_show(c.b)}"
+        + (f"   ({', '.join(c.stages)})" if c.stages else "")
+        for c in changes
+    ]
+
+
+def _rows(rows: FileRows) -> list[str]:
+    head = f"{rows.stage}/{rows.file}: {_count(rows.a_rows)} → {_count(rows.b_rows)} rows"
+    parts = []
+    named = (("only in A", rows.only_a), ("only in B", rows.only_b), ("changed", rows.changed))
+    for (words, count), examples in zip(named, rows.examples, strict=True):
+        if count:
+            more = ", …" if count > len(examples) else ""
+            parts.append(f"{count} {words} ({', '.join(examples)}{more})")
+    if rows.columns:
+        parts.append(f"the first changed one in {', '.join(rows.columns)}")
+    if rows.order is not None:
+        parts.append(f"another order from row {rows.order + 1} on")
+    return [head, *(f"  {part}" for part in parts)]
+
+
+def _count(rows: int | None) -> str:
+    return "no" if rows is None else str(rows)
+
+
+def _code(code: CodeChange | None) -> list[str]:
+    if code is None:
+        return []
+    lines = _changes(code.git)
+    if code.files is None:
+        return [*lines, f"{code.a} → {code.b}; not both snapshots are kept"]
+    if code.a != code.b:
+        lines.append(f"{code.a} → {code.b}: {len(code.files)} files differ")
+        lines += [f"  {f.path}  +{f.added} -{f.removed}" for f in code.files]
+    return lines
+
+
+def _training(found: Divergence) -> list[str]:
+    if found.step is None:
+        words = f"{found.stage}: {found.same_steps} steps are bitwise the same"
+        return [f"{words}; {found.note}" if found.note else words]
+    before = f"{found.same_steps} steps before it are the same" if found.same_steps else "the first"
+    lines = [f"{found.stage}: first differing step {found.step} ({before})"]
+    if (rollout := found.rollout) is not None:
+        where = f"rollout {rollout.sample_id}#{rollout.sample_index}"
+        lines.append(f"  {where} differs in {', '.join(rollout.fields[:6])}")
+        lines += [f"    A: {rollout.a}", f"    B: {rollout.b}"]
+    shown = list(found.metrics.items())
+    for name, (a, b) in shown[:6]:
+        lines.append(f"  {name}: {a!r} → {b!r}")
+    if len(shown) > 6:
+        lines.append(f"  … and {len(shown) - 6} more numbers")
+    return lines
+
+
+def _numbers(found: Difference) -> list[str]:
+    lines = []
+    for number in found.numbers:
+        name = f"{number.stage} {number.decoding} {number.metric}"
+        if number.refused:
+            fields = ", ".join(number.refused)
+            lines.append(f"{name}: not comparable, the protocols differ in {fields}")
+            continue
+        if number.same:
+            continue
+        text = f"{name}: {_interval(number.a)} → {_interval(number.b)}"
+        if number.difference is not None:
+            text += f"; paired {number.difference:+.3f}"
+            if number.low is not None and number.high is not None:
+                text += f" [{number.low:+.3f}, {number.high:+.3f}]"
+        lines.append(text)
+    same = sum(n.same for n in found.numbers)
+    if same:
+        lines.append(f"{same} of {len(found.numbers)} numbers are the same")
+    for change in found.samples:
+        lines.append(
+            f"{change.stage} {change.decoding}: {change.count} of {change.of} samples differ, "
+            f"first {change.sample_id} in {', '.join(change.fields[:5])}"
+        )
+    return lines
+
+
+def _interval(entry: Any) -> str:
+    value, low, high = entry.get("value"), entry.get("low"), entry.get("high")
+    if low is None or high is None:
+        return f"{value:.3f}"
+    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _attempt_lines(found: Difference) -> list[str]:
+    lines = [
+        f"{c.stage}: {_tries(c.a, c.a_resumed)} → {_tries(c.b, c.b_resumed)}"
+        for c in found.attempts
+    ]
+    for side, incidents in zip("AB", found.incidents, strict=True):
+        lines += [f"{side}: {line}" for line in incidents]
+    return lines
+
+
+def _tries(count: int, resumed: Sequence[int]) -> str:
+    text = f"{count} attempt{'' if count == 1 else 's'}"
+    return text + (f", resumed from step {', '.join(map(str, resumed))}" if resumed else "")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, str) and len(value) == 64:
+        return value[:12]
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def next_commands(found: Difference) -> list[str]:
+    """Exact commands that look further into the first thing that differs."""
+    commands = []
+    where = [f"workspace={found.a_workspace}"]
+    for training in found.training:
+        if training.step is None:
+            continue
+        if training.rollout is not None:
+            sample = f"{training.rollout.sample_id}#{training.rollout.sample_index}"
+            words = ["scores", f"step{training.step}", found.a.partition(":")[0], *where]
+            commands.append(shlex.join(["refiner", "why", *words, "--sample", sample]))
+        break
+    if found.code is not None and found.code.folders is not None:
+        commands.append(shlex.join(["diff", "-ru", *found.code.folders]))
+    return commands

@@ -19,10 +19,16 @@ neither pandas nor pyarrow; its functions do.
 """
 
 from flows.frames.columns import describe_columns
-from flows.frames.of_rollouts import rollouts_frame
-from flows.frames.of_runs import evaluations_frame, incidents_frame, metrics_frame, stages_frame
-from flows.frames.of_samples import samples_frame, sweep_samples_frame
-from flows.frames.of_sweeps import comparisons_frame, sweep_metrics_frame, trials_frame
+from flows.frames.of_runs import (
+    comparisons_frame,
+    evaluations_frame,
+    incidents_frame,
+    metrics_frame,
+    stages_frame,
+    sweep_metrics_frame,
+    trials_frame,
+)
+from flows.frames.of_samples import rollouts_frame, samples_frame, sweep_samples_frame
 
 __all__ = [
     "comparisons_frame",

@@ -1,25 +1,35 @@
-"""Which weights a checkpoint of a nightly file means now.
+"""Weights that a checkpoint of a nightly file means now, and the plan that evaluates them.
 
 In: a :class:`Checkpoint`, the workspace. Out: a :class:`Resolved`, or why there is none. What is
-frozen is looked at all the same: a folder whose content is not what was pinned is refused.
+frozen is looked at all the same: a folder whose content is not what was pinned is refused. Its plan
+is the recipe's measuring (`data` and `evaluate` alone), with other weights for its base. Weights
+that are the same have the same stages in every night, so that nothing is evaluated twice; the
+canary has an occasion of its own in each night, and is sampled and judged afresh.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from flows.checking.sources import model_digest
-from flows.running.which import find_run, has_begun, newest_runs
+from flows.checking.sources import model_digest, resolve_sources
+from flows.running.calls import check_supported
+from flows.running.status import find_run, has_begun, newest_runs
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.kinds import TRAINED
-from refiner_core.contract.records import RunRecord
-from refiner_core.contract.sweep_records import trial_of
-from refiner_core.nightly.values import Checkpoint, Source
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import RunRecord, trial_of
+from refiner_core.nightly.definition import Checkpoint, Nightly, Source
 
 _PATIENCE_S = 60.0
 
@@ -177,3 +187,64 @@ def _commit(source: Source) -> str:
         expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
         fix="correct `revision`",
     )
+
+
+def occasion_of(nightly: Nightly, night: str) -> str:
+    """Under which name the canary is evaluated afresh."""
+    return f"{nightly.name}/{night}"
+
+
+def base_config(nightly: Nightly) -> RecipeConfig:
+    """The recipe with the file's own overrides: read once for all checkpoints of a night.
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown recipe, key or value.
+    """
+    return load_recipe(nightly.recipe, nightly.overrides)
+
+
+def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
+    """What the recipe is given beside that."""
+    changes: dict[str, Any] = {
+        "stages": ["data", "evaluate"],
+        "only": [],
+        "evaluate.models": ["base"],
+        "data.sft_path": None,  # nothing is trained; what is held out does not depend on it
+        "model.name_or_path": found.ref,
+    }
+    if found.revision:
+        changes["model.revision"] = found.revision
+    if found.checkpoint == nightly.canary:
+        changes["evaluate.occasion"] = occasion_of(nightly, night)
+    return changes
+
+
+def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
+    """The same as words of a command line, for the call's record."""
+    changes = _changes(nightly, found, night)
+    return [*nightly.overrides, *(f"{k}={json.dumps(v)}" for k, v in changes.items())]
+
+
+def night_plan(nightly: Nightly, found: Resolved, night: str, base: RecipeConfig) -> Plan:
+    """The plan of one checkpoint in one night; ``base`` is :func:`base_config`.
+
+    Raises
+    ------
+    ConfigurationError, DataError
+        The recipe cannot be carried out as it stands.
+    """
+    config = check_config(replace_fields(base, _changes(nightly, found, night)))
+    check_supported(config)
+    return make_plan(config, resolve_sources(config))
+
+
+def evaluations_in(plan: Plan) -> list[PlannedStage]:
+    """The stages whose numbers are wanted, one for each protocol."""
+    return [s for s in plan.stages if s.kind == "evaluate"]
+
+
+def is_done(plan: Plan, workspace: Workspace) -> bool:
+    """Whether all numbers are there."""
+    return all(workspace.read_result(s.id) is not None for s in evaluations_in(plan))

@@ -18,8 +18,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
-from refiner_core.nightly.definition import parse_nightly
-from refiner_core.nightly.values import Nightly
+from refiner_core.nightly.definition import Nightly, parse_nightly
 
 
 def shipped_nightlies() -> dict[str, Path]:

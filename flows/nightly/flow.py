@@ -23,7 +23,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
 from flows.artifacts import artifact_key, inert
-from infra.host.environment import environment
+from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
 
 #: Name of the event that tells an alert.
@@ -72,7 +72,7 @@ def emit_alert(name: str, alert: dict[str, Any]) -> None:
 def _scheduled_night(file: str, folder: str) -> str:
     """The night whose occasion this run is, however late it has come."""
     from flows.nightly.files import load_nightly
-    from refiner_core.nightly.schedule import Schedule
+    from refiner_core.nightly.definition import Schedule
 
     loaded = load_nightly(file)
     moment = flow_run.scheduled_start_time or datetime.now(UTC)

@@ -1,9 +1,10 @@
 """One night: every checkpoint under every protocol, then what the history says now.
 
 In: a nightly evaluation and a night (default: the newest that has begun). Out: a
-:class:`NightOutcome`. It may be called as often as one likes, and by several at once: one process
-works on a night, lines of the history are written once, and what is done is not done again. A night
-that an earlier process has left unfinished goes on.
+:class:`NightOutcome`, as lines and as JSON. It may be called as often as one likes, and by several
+at once: one process works on a night, lines of the history are written once, and what is done is
+not done again. A night that an earlier process has left unfinished goes on. Its trend page is
+``WORKSPACE/nightly/NAME/page.html``, one file that needs nothing else.
 """
 
 from __future__ import annotations
@@ -15,29 +16,47 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from flows.nightly.alerting import deliver, raise_alerts
-from flows.nightly.at import At, Tell
-from flows.nightly.checkpoints import NothingYet, Resolved, resolve
+from flows.nightly.checkpoints import (
+    NothingYet,
+    Resolved,
+    base_config,
+    is_done,
+    night_plan,
+    resolve,
+)
+from flows.nightly.evaluations import At, Occasion, Tell, begin_jobs, carry_out, harvest, look_after
 from flows.nightly.files import in_folder_of, workspace_of
-from flows.nightly.harvest import Occasion, harvest
-from flows.nightly.late import look_after
-from flows.nightly.page import write_page
-from flows.nightly.plans import base_config, is_done, night_plan
-from flows.nightly.reading import read_history
-from flows.nightly.work import begin_jobs, carry_out
+from flows.nightly.history import Reading, deliver, raise_alerts, read_history
 from infra.store.nightly_records import NightlyRecords
+from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    HubOutage,
-    HubRefused,
-    RefinerError,
-)
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.views import StageView
-from refiner_core.nightly.schedule import Schedule
-from refiner_core.nightly.values import Nightly
+from refiner_core.contract.types import StageView
+from refiner_core.nightly.definition import Nightly, Schedule
+from refiner_core.nightly.page import Trends, open_alerts, trend_page
+
+
+def page_text(reading: Reading) -> str:
+    """The page as HTML."""
+    nightly = reading.nightly
+    return trend_page(
+        Trends(
+            name=nightly.name,
+            schedule=f"{nightly.schedule} ({nightly.timezone})",
+            series=reading.series,
+            alerts=reading.alerts,
+            missed=reading.missed,
+            made_at=now_text(),
+        )
+    )
+
+
+def write_page(reading: Reading, records: NightlyRecords) -> Path:
+    """Write the page; where it lies."""
+    return records.write_page(page_text(reading))
+
 
 NightState = Literal["done", "incomplete", "busy", "missed"]
 
@@ -313,3 +332,121 @@ def _unknown_metrics(nightly: Nightly, base: RecipeConfig) -> ConfigurationError
                 fix="correct `alerts.metrics`",
             )
     return None
+
+
+OUTPUT_VERSION = 1
+_LAST = 7
+
+
+def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
+    """A night for scripts."""
+    return {
+        "version": OUTPUT_VERSION,
+        "nightly": outcome.nightly,
+        "night": outcome.night,
+        "state": outcome.state,
+        "late": outcome.late,
+        "message": outcome.message,
+        "checkpoints": [
+            {"checkpoint": e.checkpoint, "state": e.state, "why": e.why, "run": e.run}
+            for e in outcome.entries
+        ],
+        "looked_after": dict(outcome.looked_after),
+        "alerts": [dict(a) for a in outcome.alerts],
+        "undelivered": dict(outcome.undelivered),
+        "page": outcome.page,
+        "exit_code": outcome.exit_code,
+    }
+
+
+def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
+    """A night for people."""
+    late = ", late" if outcome.late else ""
+    yield f"{outcome.nightly}, night of {outcome.night}{late}: {outcome.state}"
+    if outcome.message:
+        yield f"  {outcome.message}"
+    for entry in outcome.entries:
+        why = f": {entry.why}" if entry.why else ""
+        run = f" ({entry.run})" if entry.run else ""
+        yield f"  {entry.checkpoint}: {entry.state}{run}{why}"
+    for night, state in outcome.looked_after.items():
+        if night != outcome.night:
+            yield f"  night of {night}: looked after late, {state}"
+    for alert in outcome.alerts:
+        yield f"  alert: {alert['title']}"
+        yield f"    {alert['text']}"
+    for what, why in outcome.undelivered.items():
+        yield f"  not delivered: {what}: {why}"
+    if outcome.page:
+        yield f"  page: {outcome.page}"
+
+
+def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
+    """How a nightly evaluation stands, for scripts."""
+    nightly = reading.nightly
+    schedule = Schedule(nightly.schedule, nightly.timezone)
+    current = schedule.night_at(now)
+    return {
+        "version": OUTPUT_VERSION,
+        "nightly": nightly.name,
+        "schedule": nightly.schedule,
+        "timezone": nightly.timezone,
+        "night": current,
+        "state": night_state(records, current),
+        "next": schedule.next_after(now).isoformat(),
+        "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
+        "series": [_series_json(s) for s in reading.series],
+        "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
+        "undelivered": {
+            a["id"]: whys for a in reading.alerts if (whys := records.not_told(a["id"]))
+        },
+    }
+
+
+def night_state(records: NightlyRecords, night: str) -> str:
+    """``done``, ``running``, ``incomplete`` (begun, and nobody works on it) or ``not begun``."""
+    if records.ended(night) is not None:
+        return "done"
+    who = records.worker_of(night)
+    if who is None:
+        return "not begun"
+    return "running" if who.works else "incomplete"
+
+
+def _series_json(series: Any) -> dict[str, Any]:
+    key, last = series.key, series.rows[-1]
+    return {
+        "checkpoint": key.checkpoint,
+        "canary": series.canary,
+        "metric": key.metric,
+        "decoding": key.decoding,
+        "protocol": key.protocol,
+        "protocol_name": series.protocol_name,
+        "protocol_set": last.protocol_set,
+        "nights": len(series.rows),
+        "night": last.night,
+        "source": last.source,
+        **{k: last.numbers[key.metric].get(k) for k in ("value", "low", "high", "n")},
+    }
+
+
+def status_rows(status: dict[str, Any]) -> list[list[str]]:
+    """A table: checkpoint, metric, protocol file, value with interval, night, weights."""
+    return [
+        [
+            s["checkpoint"] + (" (canary)" if s["canary"] else ""),
+            f"{s['metric']} ({s['decoding']})",
+            s["protocol_set"] or "(the recipe's)",
+            _value(s),
+            s["night"],
+            str(s["nights"]),
+            s["source"],
+        ]
+        for s in status["series"]
+    ]
+
+
+def _value(number: dict[str, Any]) -> str:
+    low, high = number.get("low"), number.get("high")
+    bounds = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{number['value']:.3f}{bounds}"

@@ -14,8 +14,7 @@ from typing import Any
 from flows.nightly.files import shipped_nightlies, workspace_of
 from infra.store.nightly_records import NightlyRecords
 from infra.store.workspace import Workspace
-from refiner_core.nightly.schedule import Schedule
-from refiner_core.nightly.values import Nightly
+from refiner_core.nightly.definition import Nightly, Schedule
 
 #: The flow's former name, under which deployments of earlier versions stand.
 _FORMER = "refiner-nightly"

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from infra.host.environment import environment
-from refiner_core.contract.alarms import VARIABLE, Alarm
+from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.steering_config import VARIABLE, Alarm
 
 _COMMAND_S = 60.0
 _TRIES, _PAUSE_S = 3, 1.0

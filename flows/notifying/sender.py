@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.notifying.channels import ChannelFailed, send
-from infra.host.environment import environment
-from infra.store.record_files import now_text
-from refiner_core.contract.alarms import Alarm, alarms_of
+from infra.host.processes import environment
+from infra.store.records import now_text
 from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.steering_config import Alarm, alarms_of
 
 log = logging.getLogger(__name__)
 NOT_TOLD = "not_told"

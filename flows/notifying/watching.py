@@ -1,6 +1,9 @@
-"""Sees what is worth a message in the views of a run: pauses, how the run ends.
+"""Watchers of runs and sweeps: pauses, a trial that fails, limits, the end become messages.
 
-In: views, again and again, as a terminal gets them. Out: messages.
+In: views, again and again, as a terminal gets them. Out: messages. A watcher never raises and never
+waits, except in ``close``, and there only for so long: telling somebody is no part of the work. A
+trial of a sweep sends no message of its own: the first one that fails is told of, with the others
+at the end, however many there are.
 """
 
 from __future__ import annotations
@@ -9,25 +12,49 @@ import contextlib
 import logging
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from flows.evaluations import evaluations_of
-from flows.notifying import words
-from flows.notifying.hears import Hears, Nobody
-from flows.notifying.pauses import Pauses, Sight
+from flows.notifying import messages as words
+from flows.notifying.messages import Message, Pauses, Sight, Topic
 from flows.notifying.sender import Sender
-from flows.notifying.words import Message, Topic
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import paused_after
+from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
-from refiner_core.contract.alarms import alarms_of
 from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import RunRecord
-from refiner_core.contract.views import StageView
+from refiner_core.contract.records import RunRecord, SweepRecord
+from refiner_core.contract.steering_config import alarms_of
+from refiner_core.contract.types import StageView
+
+
+class Hears:
+    """What is asked of who tells somebody; this one tells nobody."""
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """How all stages are now."""
+
+    def asked_to_stop(self, why: str) -> None:
+        """Somebody wants it to end."""
+
+    def over(self, views: Mapping[str, StageView]) -> None:
+        """Nothing more will happen."""
+
+    def broke(self, error: BaseException) -> None:
+        """The work on it has ended with an error."""
+
+    def close(self) -> None:
+        """Wait a while for what is on its way."""
+
+
+#: Where no channel is named.
+Nobody = Hears
+
 
 log = logging.getLogger(__name__)
 
@@ -212,3 +239,105 @@ def common_of(
     sender = Sender(notify, began_at, workspace.layout.run(topic.call).events, say)
     known = {"topic": topic, "notify": notify, "workspace": workspace}
     return {**known, "sender": sender, "before": before}
+
+
+#: A trial that fails when the sweep is about to end is told of with its end.
+_TRIAL_WAIT_S = 5.0
+
+
+class SweepAtWork(Protocol):
+    """What is asked of a sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
+
+    held: str
+
+    def standing(self) -> Mapping[str, Any]:
+        """How every trial stands: ``state`` in a word, and the ``reason``."""
+        ...
+
+    def working(self) -> Mapping[str, Mapping[str, StageView]]:
+        """The stages of the trials at work."""
+        ...
+
+
+class SweepWatching(Watching):
+    """Watches one sweep."""
+
+    def __init__(self, sweep: SweepAtWork, *, resumed: bool, **common: Any) -> None:
+        super().__init__(**common)
+        self._sweep, self._resumed, self._worked = sweep, resumed, False
+        self._told_held = self._told_trial = False
+        self._failed_at: float | None = None
+        self._was_wrong: frozenset[str] | None = None
+
+    def _look(self, _: Mapping[str, StageView]) -> None:
+        trials = self._sweep.standing()
+        working = self._sweep.working()
+        self._worked = self._worked or bool(working)
+        self._watch_pauses(
+            {
+                f"{t} {name}": sight_of(v)
+                for t, found in working.items()
+                for name, v in found.items()
+            }
+        )
+        if self._sweep.held:
+            self._tell_held()
+        self._watch_trials(trials)
+
+    def _tell_held(self) -> None:
+        if not self._told_held:
+            self._tell(words.held(self.topic, self._sweep.held))
+        self._told_held = True
+
+    def _watch_trials(self, trials: Mapping[str, Any]) -> None:
+        """Tell of the first one that fails while this call works on it."""
+        wrong = frozenset(name for name, word in trials.items() if word.state == "failed")
+        if self._was_wrong is None:
+            self._was_wrong = wrong
+        new = [name for name in trials if name in wrong - self._was_wrong]
+        if not new or self._told_trial:
+            return
+        now = self._clock()
+        self._failed_at = now if self._failed_at is None else self._failed_at
+        if now - self._failed_at >= _TRIAL_WAIT_S:
+            first, self._told_trial = new[0], True
+            counts = counted(trials)
+            self._tell(words.trial_failed(self.topic, first, trials[first].reason, counts))
+
+    def _end(self, _: Mapping[str, StageView]) -> None:
+        trials = self._sweep.standing()
+        wrong = {n: w.reason for n, w in trials.items() if w.state == "failed"}
+        halted = {n: w.reason for n, w in trials.items() if w.state == "interrupted"}
+        if not wrong and (why := self._why_stopped()):
+            self._tell(words.stopped(self.topic, why))
+        elif self._sweep.held and not wrong:
+            self._tell_held()
+        elif wrong or halted:
+            self._tell(words.sweep_ended(self.topic, {**wrong, **halted}, counted(trials)))
+        elif self._worked or (self._resumed and not self._was_over):
+            self._tell(words.sweep_ended(self.topic, {}, counted(trials)))
+
+
+def counted(trials: Mapping[str, Any]) -> str:
+    """``7 trials done, 1 failed``."""
+    found = Counter(word.state for word in trials.values())
+    return f"{len(trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items())
+
+
+def hears_of_sweep(
+    sweep: SweepAtWork,
+    record: SweepRecord,
+    notify: NotifyConfig,
+    workspace: Workspace,
+    before: Orchestrator,
+    *,
+    resumed: bool,
+    say: Callable[[str], None],
+) -> Hears:
+    """Who tells somebody of a sweep that this process has just taken up; nobody, where no channel
+    is named."""
+    if not alarms_of(notify):
+        return Nobody()
+    topic = Topic(sweep_call(record.name), record.recipe, str(workspace.root), host_name())
+    common = common_of(topic, notify, workspace, record.started_at, before, say)
+    return SweepWatching(sweep, resumed=resumed, **common)

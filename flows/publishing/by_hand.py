@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flows.checking.sources import resolve_sources
-from flows.running.calls import check_hub_access, check_supported, with_room
-from flows.running.recording import record_run
-from flows.running.which import find_run, newest_runs
+from flows.running.calls import check_hub_access, check_supported, record_run, with_room
+from flows.running.status import find_run, newest_runs
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
@@ -24,9 +23,16 @@ from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.plan import OF_A_PROTOCOL, Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import (
+    Plan,
+    final_model,
+    make_plan,
+    published_steps,
+    publishes_final,
+)
+from refiner_core.contract.plan_builder import OF_A_PROTOCOL
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import protocol_name, under
-from refiner_core.contract.publications import final_model, published_steps, publishes_final
 from refiner_core.contract.records import RunRecord, from_json
 
 #: What may be different from how the run was begun: where it goes, and how jobs run.

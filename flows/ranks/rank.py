@@ -51,9 +51,8 @@ def main() -> int:
 
 
 def _train_as(rank: int) -> None:
-    from flows.stages.judge_prompts import planned_prompts
-    from flows.stages.rubric_sets import planned_rubrics
-    from infra.attempt.logs import set_up_logging
+    from flows.stages.work import planned_prompts, planned_rubrics
+    from infra.attempt.stage_io import set_up_logging
     from refiner_core.training.ranks import open_ranks
 
     order = json.loads(os.environ[ORDER])

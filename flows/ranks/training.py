@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flows.stages.environments import as_planned
-from infra.jobs.restart import AttemptClosed, job_of
+from flows.stages.work import as_planned
+from infra.jobs.signals import AttemptClosed, job_of
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.nodes import OtherNodes
 from infra.store import atomic

@@ -19,23 +19,22 @@ import numpy as np
 
 from flows.reporting.questions import questions_of
 from flows.reporting.samples import SamplesReader
-from flows.sweeping.reading import SweepReader, TrialStanding
-from infra.orchestrator.history import run_events, stage_history
-from infra.orchestrator.timeline import Incident, incidents_of
+from flows.sweeping.status import SweepReader, TrialStanding
+from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace, now_text
-from infra.tracking.tracker import tracked_address
+from infra.tracking import tracked_address
 from refiner_core.contract.errors import ConfigurationError, DataError, WorkspaceError
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.protocols import protocol_name
-from refiner_core.contract.sweep_records import SweepRecord, TrialRecord
+from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
-from refiner_core.report.curves import SHOWN
+from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.report.sweep.document import IncidentRow, TrialRow
 from refiner_core.report.sweep.evidence import (
     Evaluation,

@@ -1,6 +1,6 @@
 """Samples files straight into arrays: a report reads thousands of them.
 
-In: Parquet files of evaluations (:mod:`refiner_core.evaluation.samples`). Out: means per prompt,
+In: Parquet files of evaluations (:mod:`refiner_core.evaluation.metrics`). Out: means per prompt,
 credit per rubric, rows of a few prompts. Columns go from Parquet to NumPy; no row becomes a Python
 object but those that are shown.
 """
@@ -20,7 +20,7 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from refiner_core.contract.errors import DataError
-from refiner_core.evaluation.samples import metric_columns
+from refiner_core.evaluation.metrics import metric_columns
 from refiner_core.report.sweep.evidence import PromptMeans, RubricScores
 
 Floats = npt.NDArray[np.float64]

@@ -1,25 +1,37 @@
-"""Files of a report: ``report.html``, ``report.md``, ``report.csv``, ``trials.csv``,
-``report.json``.
+"""Files of a sweep's report (``report.html``, ``report.md``, ``report.csv``, ``trials.csv``,
+``report.json``), and its tables in W&B.
 
 In: a workspace and the name of a sweep. Out: the report, and its files below
 ``WORKSPACE/reports/SWEEP`` or another folder, each there completely or not at all. Whoever watches
-the page of a running sweep sees it load itself again; that of one that is over stays.
+the page of a running sweep sees it load itself again; that of one that is over stays. In W&B a
+report is a run of its own, in the sweep's group.
 """
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.store import atomic
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
-from refiner_core.report.sweep.document import SweepReport
-from refiner_core.report.sweep.files import NUMBERS, PAGE, TEXT, TRIALS, VALUES
+from infra.tracking import Table, TrackedRun, log_tables
+from refiner_core.contract.config import TrackingConfig
+from refiner_core.contract.records import from_json
+from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
+from refiner_core.report.sweep.exports import (
+    TRIAL_HEADER,
+    document,
+    markdown,
+    number_header,
+    number_rows,
+    numbers_csv,
+    trial_rows,
+    trials_csv,
+)
 from refiner_core.report.sweep.html import page
-from refiner_core.report.sweep.markdown import markdown
-from refiner_core.report.sweep.table import document, numbers_csv, trials_csv
 
 #: Seconds after which the page of a running sweep loads itself again.
 RELOAD_S = 15
@@ -85,3 +97,54 @@ def write_files(written: Written, *, reload_s: int = RELOAD_S) -> None:
         atomic.write_text(folder / TRIALS, trials_csv(report))
         atomic.write_text(folder / TEXT, markdown(report))
         atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
+
+
+FOLDER = "tracking"
+
+
+def log_report(workspace: Workspace, written: Written) -> str:
+    """Log two tables, ``arms`` and ``trials``; says where they are.
+
+    Raises
+    ------
+    UnsupportedError
+        W&B does not take them.
+    NoSpaceError
+        There is no room for its files.
+    """
+    report = written.report
+    tables = {
+        "arms": Table(number_header(report), list(number_rows(report))),
+        "trials": Table(TRIAL_HEADER, list(trial_rows(report))),
+    }
+    folder = written.folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    return log_tables(tracking_of(workspace, report), _run(written), tables)
+
+
+def _run(written: Written) -> TrackedRun:
+    report = written.report
+    return TrackedRun(
+        run_id=f"report-{secrets.token_hex(6)}",
+        name=f"report of {report.sweep}",
+        group=report.sweep,
+        job_type="report",
+        folder=written.folder / FOLDER,
+        config={
+            "sweep": report.sweep,
+            "recipe": report.recipe,
+            "baseline": report.baseline,
+            "state": report.state,
+            "made_at": report.made_at,
+        },
+    )
+
+
+def tracking_of(workspace: Workspace, report: SweepReport) -> TrackingConfig:
+    """``tracking`` of the newest trial that has begun; the default where none has."""
+    runs = sorted(filter(None, (trial.run for trial in report.trials)))
+    for run in reversed(runs):
+        found = workspace.read_run(run).config.get("tracking")
+        if isinstance(found, dict):
+            return from_json(TrackingConfig, found)
+    return TrackingConfig()

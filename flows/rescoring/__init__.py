@@ -6,6 +6,6 @@ what would be asked, ``asking`` asks it of ``judges``, ``work`` makes scores and
 """
 
 from flows.rescoring.planning import Planned, Wanted, plan_rescore
-from flows.rescoring.work import Done, carry_out
+from flows.rescoring.results import Done, carry_out
 
 __all__ = ["Done", "Planned", "Wanted", "carry_out", "plan_rescore"]

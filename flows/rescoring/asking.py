@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from flows.stages.judging import judge_by_hand, stored
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import (
     Judge,
@@ -23,7 +26,8 @@ from refiner_core.contract.types import (
     PendingJudgements,
     StreamingJudge,
 )
-from refiner_core.rescoring.questions import Key, is_batched, keys_of
+from refiner_core.judges import build_judge
+from refiner_core.rescoring.rollouts import Key, is_batched, keys_of
 
 #: Questions that are handed to a judge at once are this many times what it asks at a time.
 _DEEP = 4
@@ -226,3 +230,34 @@ def _wholes(unknown: Mapping[Key, JudgeRequest]) -> list[list[JudgeRequest]]:
                 company = {answer: key[1]}
         lists[-1].append(request)
     return lists
+
+
+_WRITER = "rescore"
+
+
+@contextmanager
+def judge_for(
+    plan: JudgePlan, workspace: Workspace, on_pause: Callable[[str], None]
+) -> Iterator[Judge]:
+    """The judge of a plan; what it scores is kept as it comes.
+
+    Raises
+    ------
+    ConfigurationError
+        There are calls to make, and it is served nowhere that is known.
+    """
+    if plan.served:
+        by_hand = judge_by_hand(
+            plan.config, workspace, writer=_WRITER, on_pause=on_pause, calls=plan.calls > 0
+        )
+        with by_hand as judge:
+            yield judge
+    else:
+        yield build_judge(plan.config)
+
+
+@contextmanager
+def store_of(plan: JudgePlan, workspace: Workspace) -> Iterator[JudgementStore | None]:
+    """The judgements that the workspace keeps; None where it keeps none."""
+    with stored(plan.config, workspace, _WRITER) as store:
+        yield store

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.store.marks import reclaimed_text
+from infra.store.checkpoints import reclaimed_text
 from infra.store.traces import list_rollouts, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -24,7 +24,7 @@ from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import RunRecord, StageSpec, from_json
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import load_prompts
-from refiner_core.evaluation.samples import load_samples
+from refiner_core.evaluation.metrics import load_samples
 from refiner_core.rescoring.rollouts import (
     StoredRollout,
     from_evaluation,

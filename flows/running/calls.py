@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from flows.checking.model_checks import check_model_files
-from flows.checking.server_programs import check_server_programs
+from flows.checking.models import check_model_files
+from flows.checking.resources import check_server_programs
 from flows.checking.sources import resolve_sources
-from flows.running.recording import record_run
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
@@ -31,12 +30,110 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import stage_changes
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.records import RunRecord, from_json
-from refiner_core.contract.views import StageView
+from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
+from refiner_core.contract.types import StageView
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
     from flows.running.showing import Shows
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """The code as it was when somebody began to work, for all runs that are begun then.
+
+    Attributes
+    ----------
+    code
+        Id of the snapshot.
+    command
+        The command line, masked.
+    provenance
+        What each run's record says of code, versions and machine.
+    diff
+        What is not committed, as long as a record may be; empty where all is.
+    """
+
+    code: str
+    command: tuple[str, ...]
+    provenance: Mapping[str, object]
+    diff: str = ""
+
+
+def pin_code(workspace: Workspace) -> Pinned:
+    """A snapshot of the code as it is now, and where it comes from.
+
+    Raises
+    ------
+    NoSpaceError
+        The snapshot did not fit.
+    """
+    from infra.store.provenance import (
+        checkout_of,
+        limited_diff,
+        run_provenance,
+        snapshot_code,
+        this_command,
+    )
+
+    code = snapshot_code(workspace)
+    checkout, command = checkout_of(), this_command()
+    return Pinned(
+        code=code.id,
+        command=tuple(command),
+        provenance=run_provenance(command, code.id, checkout),
+        diff=limited_diff(checkout.diff) if checkout.diff else "",
+    )
+
+
+def record_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    **more: object,
+) -> RunRecord:
+    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
+    provenance. It is not written yet."""
+    from infra.store import atomic
+
+    pinned = pin_code(workspace)
+    run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
+    if pinned.diff:
+        atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
+    return run
+
+
+def record_pinned_run(
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned,
+    more: Mapping[str, object],
+) -> RunRecord:
+    """As :func:`record_run`, with code that was pinned before; to keep its ``diff`` is up to the
+    caller."""
+    from infra.store.workspace import now_text
+
+    return RunRecord(
+        version=RECORD_VERSION,
+        run=workspace.new_run_id(plan.recipe),
+        recipe=plan.recipe,
+        overrides=tuple(overrides),
+        command=pinned.command,
+        config=to_json(plan.config),
+        stages={s.name: s.id for s in plan.stages},
+        code=pinned.code,
+        started_at=now_text(),
+        provenance={
+            **pinned.provenance,
+            "folder": str(Path.cwd()),
+            "recipe": recipe,
+            **more,
+        },
+    )
+
 
 T = TypeVar("T")
 
@@ -183,7 +280,7 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
 
 def _say_notes(plan: Plan) -> None:
     """Say what is worth knowing of how the run will train; it goes through all the same."""
-    from flows.checking.memory import planning_notes
+    from flows.checking.resources import planning_notes
 
     for note in planning_notes(plan):
         say(note)
@@ -192,7 +289,7 @@ def _say_notes(plan: Plan) -> None:
 def warn_of_silence(config: RecipeConfig) -> None:
     """Say beforehand that nobody will be told by an address; the run goes on all the same."""
     from flows.notifying.channels import addresses
-    from refiner_core.contract.alarms import alarms_of
+    from refiner_core.contract.steering_config import alarms_of
 
     for alarm in alarms_of(config.notify):
         if alarm.channel == "url" and not addresses(alarm.what):
@@ -212,7 +309,7 @@ def with_room(config: RecipeConfig, action: Callable[[], T]) -> T:
         There was none for ``disk.wait_min``.
     """
     from infra.disk.keeper import DiskKeeper
-    from infra.orchestrator.room_keeping import when_there_is_room
+    from infra.orchestrator.waiting import when_there_is_room
 
     keeper = DiskKeeper(Workspace.read_only(config.workspace), config.disk)
     return when_there_is_room(action, keeper, config.disk, say)
@@ -323,11 +420,10 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
         Another process works on it.
     """
     from flows.notifying.watching import hears_of_run
-    from flows.running.attaching import attach
+    from flows.running.background import attach
     from flows.running.console import Console
     from flows.running.showing import orchestrate
-    from infra.orchestrator.member import Member
-    from infra.orchestrator.sources import Given
+    from infra.orchestrator.members import Given, Member
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
@@ -374,7 +470,7 @@ def check_hub_access(config: RecipeConfig) -> None:
     """
     if config.publish.target != "hub" or "publish" not in config.stages:
         return
-    from infra.hub.preflight import check_hub
+    from infra.hub.target import check_hub
 
     for warning in check_hub(config):
         say(warning)

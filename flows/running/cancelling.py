@@ -21,11 +21,15 @@ from infra.jobs.dispatch import Router, make_router
 from infra.jobs.failures import is_outage, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.orchestrator.observe import Observer, Patience
-from infra.orchestrator.outage import Trouble
 from infra.orchestrator.reconcile import Seen
 from infra.orchestrator.timeline import first_line
-from infra.store.leases import held_by_others
-from infra.store.orchestrators import Orchestrator, orchestrator_of, wanted_by_others
+from infra.orchestrator.waiting import Trouble
+from infra.store.orchestrators import (
+    Orchestrator,
+    held_by_others,
+    orchestrator_of,
+    wanted_by_others,
+)
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError

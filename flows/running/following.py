@@ -1,7 +1,7 @@
 """Follows what the orchestrator of a run or a sweep records. No Prefect import.
 
 In: a call's event log (append-only, one writer) and, of stages at work, their heartbeats. Out: the
-newest :class:`~refiner_core.contract.views.StageView` of each stage (of a large sweep: of each
+newest :class:`~refiner_core.contract.types.StageView` of each stage (of a large sweep: of each
 trial), and what else has happened. Only new lines are read, so following costs no scan of the
 workspace. A ``begin`` line says that another process has taken the call up: what stood before it
 is history.
@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from infra.host.reading import again
+from infra.host.files import again
 from infra.store.layout import sweep_call
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import from_json
-from refiner_core.contract.sweep_records import SweepRecord
-from refiner_core.contract.types import Progress
-from refiner_core.contract.views import TERMINAL, StageView, ViewState
+from refiner_core.contract.records import SweepRecord, from_json
+from refiner_core.contract.types import TERMINAL, Progress, StageView, ViewState
 
 #: Lines of the event log that are of use to somebody who is not looking at the run.
 TOLD = (

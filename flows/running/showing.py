@@ -1,26 +1,89 @@
 """Orchestrates a call to its end, with its progress on the terminal.
 
 In: a source of members, a console. Out: every stage's last view. Work begins at once; what shows it
-elsewhere (:mod:`flows.running.attaching`) comes after, and is never waited for.
+elsewhere (:mod:`flows.running.background`) comes after, and is never waited for.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Protocol
 
-from flows.notifying.hears import Hears, Nobody
-from flows.running.stop_signals import StopSignals
-from infra.disk.keeper import DiskKeeper
-from infra.disk.watch import DiskEvent, DiskWatch
+from flows.notifying.watching import Hears, Nobody
+from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
 from infra.jobs.dispatch import Router
+from infra.orchestrator.members import Source
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.sources import Source
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
+
+#: Signals closer together than this are one wish: a shell and a scheduler may send several.
+_ONE_WISH_S = 1.0
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """Signals that would raise ``KeyboardInterrupt`` are noted while the context lasts. Outside of
+    the main thread, which alone gets any, it does nothing."""
+
+    def __init__(self) -> None:
+        self._old: dict[int, Callable[[int, FrameType | None], object]] = {}
+        self._came: list[tuple[int, float]] = []
+        self._first_at: float | None = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in _NUMBERS:
+                old = signal.getsignal(number)
+                if callable(old):  # else it is ignored, or ends the process
+                    self._old[number] = old
+                    signal.signal(number, self.note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Put the old handlers back. More than once does no harm."""
+        for number, old in self._old.items():
+            signal.signal(number, old)
+        self._old = {}
+
+    def note(self, number: int, _frame: FrameType | None = None) -> None:
+        """Note that a signal came."""
+        self._came.append((number, time.monotonic()))
+
+    def wait(self, seconds: float) -> None:
+        """Sleep for so long, or until a signal comes."""
+        until = time.monotonic() + seconds
+        while not self._came and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.2))
+
+    def asked(self) -> str:
+        """What has asked to stop, the first time that it is looked for after that; else empty.
+
+        Raises
+        ------
+        KeyboardInterrupt
+            It was asked again, and not in the same breath: somebody wants to leave.
+        """
+        while self._came:
+            number, at = self._came.pop(0)
+            try:
+                self._old.get(number, signal.default_int_handler)(number, None)
+            except KeyboardInterrupt:
+                if self._first_at is None:
+                    self._first_at = at
+                    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+                if at - self._first_at > _ONE_WISH_S:
+                    raise
+        return ""
+
 
 _REFRESH_S = 0.5
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from flows.stages.environments import as_planned
-from flows.stages.work import StageWork
+from flows.stages.work import StageWork, as_planned
 
 
 def run_evaluate(work: StageWork) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flows.stages.work import StageWork
 from infra.store import atomic
-from infra.store.room import is_no_space, no_space_error
+from infra.store.atomic import is_no_space, no_space_error
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import infra
-from infra.attempt.attempt import AttemptClosed
 from infra.attempt.stage_io import AttemptIO
 from infra.disk.keeper import DiskKeeper
-from infra.foreign.calling import Call, fill
+from infra.foreign.checkpoints import work_folder
 from infra.foreign.exports import find_export, make_model
-from infra.foreign.layout import work_folder
+from infra.foreign.process import Call, fill
 from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
 from infra.jobs.protocol import AttemptRef
+from infra.jobs.signals import AttemptClosed
+from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.plan import uses
 
 if TYPE_CHECKING:
     from flows.stages.work import StageWork

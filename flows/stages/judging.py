@@ -1,24 +1,37 @@
-"""The one place where a judge is put together from what surrounds it.
+"""A judge put together from what surrounds it, and the judge as a service.
 
 In: a stage's work, or a configuration and a workspace. Out: the judge, for the time of a block. It
 asks the workspace's store before it asks a server, so that a step that is repeated after a crash
 costs no calls; while all servers are gone it says so, and ends when somebody wants the stage to
 end. That prompts and rubrics are those of the plan is the worker's business; keys stay in the
 environment, where the judge looks for them itself.
+
+:func:`run_serve` is the worker that serves a judge, as long as somebody holds a lease;
+:func:`judge_endpoints` says where to ask, while a lease is held. Where refiner starts no server,
+the addresses are those of the recipe.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flows.stages.work import StageWork
+from infra.jobs.protocol import AttemptRef
+from infra.jobs.signals import AttemptClosed
+from infra.services.registry import live_endpoints, service_key, write_endpoint
+from infra.services.server import Order, Server, node_address
+from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.services import asks_judge
+from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
+from refiner_core.contract.plan_builder import judge_service
+from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.contract.types import (
     Endpoint,
     FreshJudge,
@@ -27,15 +40,161 @@ from refiner_core.contract.types import (
     SavedCheckpoint,
     StageIO,
 )
+from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flows.stages.work import StageWork
     from infra.judgements.store import WorkspaceStore
     from refiner_core.judges.surroundings import Surroundings
 
+
+log = logging.getLogger(__name__)
+
 Endpoints = Callable[[], Sequence[Endpoint]]
+_LOOK_S = 0.25
+_ASK_EVERY_S = 5.0
+_LEASES_EVERY_S = 2.0
+
+
+def run_serve(work: StageWork) -> dict[str, Any]:
+    """Start the judge's server, say where it answers, and keep it while it is needed.
+
+    Returns
+    -------
+    dict
+        ``ended``: why nobody needs it any more, in words. A service has no result: its attempt
+        ends, and the next one that wants it starts another.
+
+    Raises
+    ------
+    RefinerError
+        It could not be started, or has ended by itself; or somebody wanted it to.
+    """
+    judge, ref = work.config.judge, AttemptRef(work.stage_id, work.attempt)
+    folder = work.workspace.layout.service(work.stage_id)
+    key, source = "", "none"
+    if engine_of(judge) != "transformers":
+        key, source = service_key(folder)
+    order = Order(
+        judge=judge,
+        mark=folder,
+        key=key,
+        host=_host(work),
+        weights=_weights(judge.model),
+        log=str(work.workspace.layout.attempt(*ref).log),
+    )
+
+    def tell(seconds: float) -> None:
+        work.io.progress(Progress(0, 0, "starting", {"seconds": round(seconds)}))
+
+    work.io.progress(Progress(0, 0, "starting"))
+    with Server(order, should_stop=work.io.should_stop, tell=tell) as server:
+        process = str(server.process or "")
+        named = {"model": judge.model, "process": process, "key_from": source}
+        write_endpoint(work.workspace, ref, server.endpoint, **named)
+        idle_s = _serve(work, server)
+    why = f"nobody needed it for {idle_s:.0f} s"
+    log.info("the server has ended: %s", why)
+    return {"ended": why}
+
+
+def _host(work: StageWork) -> str:
+    """Where it listens: jobs on a cluster are on other nodes."""
+    return node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1"
+
+
+def _weights(model: str) -> str | None:
+    return resolve_ref(model) if model.startswith(BUILTIN_PREFIX) else None
+
+
+def _serve(work: StageWork, server: Server) -> float:
+    """Watch the server and its leases; returns for how long nobody has held one, seconds."""
+    limit_s = work.config.judge.serve.idle_timeout_s
+    leases = LeaseWatch(work.workspace, work.stage_id)
+    looked = asked = time.monotonic()
+    held = leases.look()
+    while True:
+        now = time.monotonic()
+        if work.workspace.is_stale(work.stage_id, work.attempt):
+            raise AttemptClosed(
+                f"Attempt {work.attempt} of {work.stage_id} was given up",
+                fix="nothing; whoever gave it up goes on",
+            )
+        if work.io.should_stop():
+            raise Interrupted(
+                "The judge's server was asked to end",
+                fix="nothing; who needs it next starts it again",
+            )
+        server.check_alive(ask=now - asked >= _ASK_EVERY_S)
+        asked = now if now - asked >= _ASK_EVERY_S else asked
+        if now - looked >= min(_LEASES_EVERY_S, limit_s / 4):
+            looked, held = now, leases.look()
+        values = {"leases": float(len(held)), "idle_s": round(leases.idle_s, 1)}
+        if held:
+            values["idle_s"] = 0.0
+        work.io.progress(Progress(0, 0, "serving", values))
+        if not held and leases.idle_s > limit_s:
+            return leases.idle_s
+        time.sleep(_LOOK_S)
+
+
+# ---------------------------------------------------------------- those who ask
+
+
+@contextlib.contextmanager
+def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
+    """Where a stage asks its judge, for as long as it works; None where refiner serves none.
+
+    A shared server is kept by a lease, and looked up anew at each call: it may have been replaced
+    elsewhere, and while it is there is no address. One beside the stage is started here and ended
+    afterwards.
+
+    Raises
+    ------
+    RefinerError
+        A server beside the stage could not be started.
+    """
+    judge = work.config.judge
+    service = judge_service(work.config)
+    if service is not None:
+        folder = work.workspace.layout.service(service.id)
+        with HeldLease(Lease(folder, attempt_holder(work.stage_id, work.attempt))):
+            yield functools.partial(live_endpoints, work.workspace, service.id)
+    elif serves(judge):
+        with _server_beside(work) as server:
+            yield functools.partial(_endpoint_of, server)
+    else:
+        yield None
+
+
+def _server_beside(work: StageWork) -> Server:
+    judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
+    key = ""
+    if engine_of(judge) != "transformers":
+        key, _ = service_key(paths.control)
+    order = Order(
+        judge=judge,
+        mark=paths.control,
+        key=key,
+        weights=_weights(judge.model),
+        log=str(paths.log),
+        prefix="[judge] ",
+    )
+
+    def tell(seconds: float) -> None:
+        work.io.progress(Progress(0, 0, "starting the judge", {"seconds": round(seconds)}))
+
+    return Server(order, should_stop=work.io.should_stop, tell=tell)
+
+
+def _endpoint_of(server: Server) -> list[Endpoint]:
+    """The server's address. One that has died ends the attempt: the next one starts another, which
+    is sooner than to wait for this one with the GPUs held."""
+    server.check_alive(ask=False)
+    return [server.endpoint]
+
+
 _GIB = 2**30
 #: What `refiner status` shows of a stage while all servers are gone.
 WAITING = "waits for the judge"
@@ -61,8 +220,7 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
     RefinerError
         Its server could not be started.
     """
-    from flows.stages.serving import judge_endpoints
-    from refiner_core.judges.build import build_judge
+    from refiner_core.judges import build_judge
     from refiner_core.judges.surroundings import Surroundings
 
     io = _NotedIO(work.io)
@@ -133,14 +291,12 @@ def endpoints_by_hand(
     ConfigurationError
         No such server runs, and there will be ``calls``.
     """
-    from refiner_core.contract.plan import judge_service
 
     service = judge_service(replace(RecipeConfig(), judge=config))
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.services.registry import live_endpoints
-    from infra.store.leases import HeldLease, Lease, hand_holder
+    from infra.store.orchestrators import HeldLease, Lease, hand_holder
 
     if not live_endpoints(workspace, service.id):
         if not calls:
@@ -174,7 +330,7 @@ def stored(
 
 @contextlib.contextmanager
 def _built(config: JudgeConfig, around: Surroundings) -> Iterator[Judge]:
-    from refiner_core.judges.build import build_judge
+    from refiner_core.judges import build_judge
 
     judge = build_judge(config, around)
     close: Callable[[], None] = getattr(judge, "close", lambda: None)

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from flows.stages.environments import as_planned
-from flows.stages.work import StageWork
+from flows.stages.work import StageWork, as_planned
 from refiner_core.contract.types import Generator, Progress
 
 

@@ -1,21 +1,27 @@
-"""The work of a stage, and how it is carried out.
+"""The work of a stage, how it is carried out, and what it was planned with.
 
 A stage function gets a :class:`StageWork` (what it is, where its inputs lie, where to write) and
 returns a JSON-ready report; outputs are whatever files it leaves in ``output_dir``. No stage calls
 another. Each kind names its function, and a function imports what it needs, so that a publish job
 does not pay for torch.
+
+An environment, rubrics or prompts of one's own are files that may be edited between plan and job:
+they are those of the plan from a stage's beginning to its end, or the stage is refused. Half a run
+under other rules is worse than none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import StageIO
@@ -56,3 +62,64 @@ def run_stage(work: StageWork) -> dict[str, Any]:
     module, _, function = KINDS[work.spec.kind].run.partition(":")
     report: dict[str, Any] = getattr(importlib.import_module(module), function)(work)
     return report
+
+
+def as_planned(sources: Mapping[str, str], config: RecipeConfig) -> str:
+    """The digest of a stage's environment; empty where it has none. ``sources`` are the stage's.
+
+    Raises
+    ------
+    ConfigurationError
+        Its tasks or rules are not those that the stage was planned with.
+    """
+    if not config.environment.name:
+        return ""
+    from refiner_core.environments.registry import environment_digest
+
+    planned, found = sources.get("environment", ""), environment_digest(config)
+    if found != planned:
+        raise ConfigurationError(
+            f"The environment {config.environment.name} is not what this stage was planned with: "
+            f"its digest is {found[:24]}, and was {planned[:24]}.",
+            expected="the same tasks and rules from the plan to the last attempt",
+            fix="put the file back as it was, or run the recipe again, which plans it anew",
+        )
+    return found
+
+
+@contextlib.contextmanager
+def planned_rubrics(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
+    """Judge by the rubrics of the plan. Stages that judge by no static ones are left alone.
+
+    Raises
+    ------
+    ConfigurationError
+        The set's file is gone, or says something else than when the stage was planned.
+    """
+    digest = spec.sources.get("rubrics")
+    if digest is None:
+        yield
+        return
+    from refiner_core.rubrics import hold_rubrics
+
+    with hold_rubrics(config.reward.static_rubrics, digest):
+        yield
+
+
+@contextlib.contextmanager
+def planned_prompts(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
+    """Ask the judge as planned. Stages that ask none are left alone.
+
+    Raises
+    ------
+    ConfigurationError
+        The prompts' folder is gone, or says something else than when the stage was planned.
+    """
+    digest = spec.sources.get("judge_prompt")
+    if digest is None:
+        yield
+        return
+    from refiner_core.judges.prompting import hold_judge_prompts
+
+    with hold_judge_prompts(config.judge.prompt, config.judge.form, digest):
+        yield

@@ -15,8 +15,7 @@ from typing import Any
 from refiner_core.contract.field_facts import FieldFacts, facts_of
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.origins import Setting, settings
+from refiner_core.contract.loading import Setting, load_recipe, settings
 from refiner_core.contract.protocols import configs_under
 from refiner_core.contract.records import to_json
 

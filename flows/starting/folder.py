@@ -1,6 +1,7 @@
-"""Makes a folder of one's own: all of its files or none, and only if its recipe can be planned.
+"""A folder of one's own from answers: all of its files or none, if its recipe can be planned.
 
-In: a folder and the texts of its files. Out: the files, and the plan of the recipe among them.
+In: what was typed; a folder and the texts of its files. Out: :class:`Asked` with an answer to every
+question that applies; the files, and the plan of the recipe among them. Ctrl-C leaves nothing.
 """
 
 from __future__ import annotations
@@ -9,15 +10,88 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from flows.running.calls import make_recipe_plan
-from flows.starting.texts import CLUSTER, RECIPE, SWEEP
-from infra.store.room import no_space_guard
-from refiner_core.contract.errors import ConfigurationError
+from flows.starting.drafting import CLUSTER, RECIPE, SWEEP
+from flows.starting.questions import QUESTIONS, Asked, Question, Surroundings
+from infra.store.atomic import no_space_guard
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.field_facts import SCHEMA_FILE
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.schema import SCHEMA_FILE
+
+#: Asks one question; ``None`` where nobody can be asked.
+Ask = Callable[[Question, Asked], str] | None
+
+
+def all_answers(
+    given: Mapping[str, str],
+    around: Surroundings,
+    folder: Path,
+    ask: Ask,
+    *,
+    take_defaults: bool,
+) -> Asked:
+    """An answer to every question that applies.
+
+    Raises
+    ------
+    RefinerError
+        A flag's value does not fit, or belongs to another kind of recipe; or nobody can be asked
+        what no flag says.
+    """
+    asked = Asked({}, around, folder)
+    missing: list[Question] = []
+    for question in QUESTIONS:
+        if not question.applies(asked):
+            continue
+        if question.name in given:
+            answer = _checked(question, given[question.name], asked)
+        elif take_defaults or ask is None:
+            answer = question.default(asked)
+            if not take_defaults:
+                missing.append(question)
+        else:
+            answer = ask(question, asked)
+        asked = replace(asked, answers={**asked.answers, question.name: answer})
+    _refuse_idle(given, asked)
+    if missing:
+        raise _nobody_to_ask(missing)
+    return asked
+
+
+def _checked(question: Question, answer: str, asked: Asked) -> str:
+    try:
+        return question.check(answer, asked)
+    except RefinerError as error:
+        error.what = f"{question.flag}: {error.what}"
+        error.fix = f"correct {question.flag}" if error.fix == "answer again" else error.fix
+        error.args = (error.paragraph(),)
+        raise
+
+
+def _refuse_idle(given: Mapping[str, str], asked: Asked) -> None:
+    """A flag that nothing comes of is a mistake."""
+    idle = [q for q in QUESTIONS if q.name in given and q.name not in asked.answers]
+    if idle:
+        kind = ", ".join(f"--{name} {value}" for name, value in asked.answers.items() if value)
+        raise ConfigurationError(
+            f"{', '.join(q.flag for q in idle)} would change nothing here.",
+            expected=f"flags that go with {kind}",
+            fix="leave it out, or change the others",
+        )
+
+
+def _nobody_to_ask(missing: list[Question]) -> ConfigurationError:
+    flags = " ".join(f"{q.flag} …" for q in missing)
+    return ConfigurationError(
+        f"There is no terminal to ask on, and no answer to: {'; '.join(q.text for q in missing)}",
+        expected=f"the flags {flags}",
+        fix="give them, or take the defaults of all of them with --yes",
+    )
+
 
 #: Whatever may be made.
 NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")

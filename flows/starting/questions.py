@@ -5,17 +5,188 @@ In: earlier answers and what the machine offers. Out: checked answers, as texts 
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from flows.starting.rows import NONE, look_at_rows
-from flows.starting.surroundings import Surroundings
+from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
+from refiner_core.data.rows import parse_row
+from refiner_core.data.sources import SYNTHETIC as BUILTIN_ROWS
+from refiner_core.data.sources import Source, Which, read_rows, resolve_source
+
+_TIMEOUT_S = 10
+_GPU = re.compile(r"\bgpu:(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
+_LIMIT = re.compile(r"(?:(?:(?P<days>\d+)-)?(?P<hours>\d+):)?(?P<minutes>\d+):\d\d")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition; ``gpus`` of its largest node, ``max_time_min`` where it has a limit."""
+
+    name: str
+    is_default: bool
+    gpus: int
+    gpu_type: str = ""
+    max_time_min: int | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is there. ``partitions`` are empty where no Slurm answers."""
+
+    partitions: tuple[Partition, ...] = ()
+    accounts: tuple[str, ...] = ()
+    gpus: int = 0
+
+    @property
+    def has_slurm(self) -> bool:
+        """Whether a Slurm answers."""
+        return bool(self.partitions)
+
+    def partition(self, name: str) -> Partition | None:
+        """The partition of that name."""
+        return next((p for p in self.partitions if p.name == name), None)
+
+    def best_partition(self) -> str:
+        """The cluster's default where it has GPUs, else the first that has, else the default."""
+        ordered = sorted(self.partitions, key=lambda p: (p.gpus == 0, not p.is_default))
+        return ordered[0].name if ordered else ""
+
+
+def look_around() -> Surroundings:
+    """Ask what is installed; a command that is not there, or does not answer, says nothing."""
+    partitions = read_partitions(_said("sinfo", "-h", "-o", "%P|%G|%l"))
+    accounts: tuple[str, ...] = ()
+    if partitions:
+        user = os.environ.get("USER", "")
+        told = _said("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
+        accounts = tuple(dict.fromkeys(line.strip() for line in told.splitlines() if line.strip()))
+    return Surroundings(partitions, accounts, _said("nvidia-smi", "-L").count("GPU "))
+
+
+def read_partitions(text: str) -> tuple[Partition, ...]:
+    """The partitions that ``sinfo -h -o '%P|%G|%l'`` lists, in its order."""
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        name, gres, limit = (*line.strip().split("|"), "", "")[:3]
+        if not name:
+            continue
+        match = _GPU.search(gres)
+        gpus = int(match["count"]) if match else 0
+        plain = name.removesuffix("*")
+        known = found.get(plain)
+        if known is None or gpus > known.gpus:
+            kind = (match["type"] or "") if match else ""
+            found[plain] = Partition(plain, name.endswith("*"), gpus, kind, _minutes(limit))
+    return tuple(found.values())
+
+
+def _minutes(limit: str) -> int | None:
+    match = _LIMIT.fullmatch(limit)
+    if match is None:  # `infinite`, or nothing
+        return None
+    return (int(match["days"] or 0) * 24 + int(match["hours"] or 0)) * 60 + int(match["minutes"])
+
+
+def _said(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # what does not answer offers nothing
+    return done.stdout if done.returncode == 0 else ""
+
+
+#: Rows that are read: a form that is wrong is wrong from the first row on.
+_READ = 200
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What was found.
+
+    Attributes
+    ----------
+    path, revision
+        As a recipe names them; a path is whole.
+    said
+        In a line.
+    """
+
+    path: str | None
+    revision: str | None
+    said: str
+
+    @property
+    def own(self) -> bool:
+        """Whether they are somebody's own, and not made up."""
+        return self.path not in (None, BUILTIN_ROWS)
+
+
+def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
+    """Read the first rows that ``answer`` names.
+
+    Parameters
+    ----------
+    of_refiner
+        Whether they have to have a form of the refiner's rows; an agent's demonstrations have
+        others.
+
+    Raises
+    ------
+    DataError, ConfigurationError
+        There are none, they cannot be read, or one has no known form.
+    """
+    if answer == NONE:
+        return Rows(None, None, "none")
+    if answer == BUILTIN_ROWS:
+        return Rows(BUILTIN_ROWS, None, "made up by refiner")
+    source = _rows_source(answer, which)
+    if source.kind == "hub":
+        said = "on the Hub: read when the run fetches them"
+        return Rows(source.path, source.revision, said)
+    count, forms = 0, dict[str, int]()
+    for raw in itertools.islice(read_rows(source), _READ):
+        count += 1
+        form = "conversations" if raw.row.get("conversations") is not None else "messages"
+        forms[form] = forms.get(form, 0) + 1
+        if of_refiner:
+            parse_row(raw, which)
+    named = " and ".join(f"`{form}`" for form in forms)
+    said = f"{'the first ' * (count == _READ)}{count} rows can be read, of the form {named}"
+    return Rows(str(Path(source.path).expanduser().resolve()), None, said)
+
+
+def _rows_source(answer: str, which: Which) -> Source:
+    """``OWNER/NAME@COMMIT`` is a data set on the Hub, at a commit."""
+    local = Path(answer).expanduser()
+    path, _, revision = answer.rpartition("@") if not local.exists() else ("", "", "")
+    if not path and "/" in answer and not local.exists() and not local.parent.is_dir():
+        raise ConfigurationError(
+            f"There is no file or folder {answer}; taken as a data set on the Hub, it has no "
+            "commit.",
+            expected="a file, or OWNER/NAME@COMMIT of a data set on the Hub",
+            fix=f"correct the path, or write {answer}@COMMIT",
+        )
+    named: dict[str, Any] = {
+        f"{which}_path": path or answer,
+        f"{which}_revision": revision if path else None,
+    }
+    return resolve_source(replace(DataConfig(), **named), which, pinned=False)
+
 
 TINY, DESK, TAU2, SYNTHETIC = "tiny", "desk", "tau2", "builtin:synthetic"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"

@@ -4,7 +4,7 @@ In: a planned sweep, trials that can be begun, a budget. Out: members for an orc
 may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
 shows it. Trials begin in the plan's order, as many at a time as may; what is all done is not begun
 at all. One trial goes ahead alone until it has shown what training takes
-(:mod:`flows.sweeping.canary`). A trial that fails stops no other; a shared stage that fails stops
+(:mod:`flows.sweeping.trials`). A trial that fails stops no other; a shared stage that fails stops
 those that need it.
 """
 
@@ -16,24 +16,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flows.sweeping.canary import Canary, failed_by_its_arm, measured_canary
-from flows.sweeping.limits import Budget
+from flows.sweeping.budget import Budget
 from flows.sweeping.live import LivePage
-from flows.sweeping.trials import Trials
-from flows.sweeping.words import OVER, TrialWord, how, word_of_error, word_of_views
+from flows.sweeping.trials import (
+    OVER,
+    Canary,
+    Trials,
+    TrialWord,
+    failed_by_its_arm,
+    how,
+    measured_canary,
+    word_of_error,
+    word_of_views,
+)
 from infra.host.processes import ProcessId
 from infra.jobs.failures import is_outage
-from infra.orchestrator.diary import Diary
-from infra.orchestrator.member import Member
-from infra.orchestrator.outage import Outage, with_patience
-from infra.orchestrator.sources import RequestStop
+from infra.orchestrator.members import Diary, Member, RequestStop
 from infra.orchestrator.timeline import first_line
+from infra.orchestrator.waiting import Outage, with_patience
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
@@ -71,7 +77,7 @@ class Outlook:
 
 @dataclass
 class Admission:
-    """Admits the trials of a sweep; a :class:`infra.orchestrator.sources.Source`.
+    """Admits the trials of a sweep; a :class:`infra.orchestrator.members.Source`.
 
     Parameters
     ----------

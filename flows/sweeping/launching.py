@@ -1,54 +1,227 @@
-"""Launches a sweep and works on it to its end: recorded, taken up, orchestrated, shown.
+"""Launches a sweep and works on it to its end, or ends it; the versions that it was launched as.
 
-In: a :class:`SweepPlan` and the version that it is recorded as. Out: a :class:`SweepOutcome`. What
-a sweep is stands in its record, so another process can go on with it: in the background, in a job,
-from any shell. What is done is never done again.
+In: a :class:`SweepPlan`. Out: a :class:`SweepRecord`, written only where something is different
+from the newest one; a :class:`SweepOutcome`. What a sweep is stands in its record, so another
+process can go on with it: in the background, in a job, from any shell. What is done is never done
+again. To who ends it a sweep is one call that has the stages of all its trials.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from flows.checking.server_programs import check_server_programs
+from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
-from flows.notifying.hears import Hears
-from flows.notifying.watching_sweeps import hears_of_sweep
-from flows.running.attaching import attach
+from flows.notifying.watching import Hears, hears_of_sweep
+from flows.running.background import attach
 from flows.running.calls import (
+    Pinned,
     check_hub_access,
     check_supported,
+    pin_code,
     refuse_what_never_fits,
     say,
     warn_of_silence,
     with_room,
 )
+from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
 from flows.running.showing import orchestrate
 from flows.sweeping.admission import Admission, Outlook
-from flows.sweeping.canary import find_canary
+from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_of, passed_by
-from flows.sweeping.limits import Budget
 from flows.sweeping.live import LivePage
-from flows.sweeping.reading import last_words, use_file
-from flows.sweeping.trials import Trials
-from flows.sweeping.use import UseReader
-from flows.sweeping.versions import in_folder, pin_for, plan_of_record
-from flows.sweeping.words import TrialWord
-from infra.host.processes import ProcessId
+from flows.sweeping.status import last_words, use_file
+from flows.sweeping.trials import Trials, TrialWord, find_canary
+from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import Router, make_router
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import orchestrator_of, take_up
-from infra.store.sweep_records import read_sweep
-from infra.store.workspace import Workspace
+from infra.store.orchestrators import orchestrator_of, require_idle, take_up
+from infra.store.provenance import snapshot_code
+from infra.store.sweep_records import (
+    read_sweep,
+    sweep_folder,
+    sweep_versions,
+    trial_run,
+    write_sweep,
+)
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import (
+    RECORD_VERSION,
+    SWEEP_VERSION,
+    ArmRecord,
+    RunRecord,
+    SweepRecord,
+    TrialRecord,
+    from_json,
+    to_json,
+)
 from refiner_core.contract.services import is_service
-from refiner_core.contract.sweep_records import SweepRecord
 from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
+
+#: What may differ between two records of one version.
+_OF_THE_LAUNCH = ("number", "folder", "forecast", "code", "started_at", "provenance")
+
+
+def record_version(
+    plan: SweepPlan,
+    workspace: Workspace,
+    overrides: Sequence[str],
+    forecast: Mapping[str, Any],
+    *,
+    take_over: bool = False,
+) -> SweepRecord:
+    """The newest version of the sweep, written now if anything is different from the last one.
+
+    Raises
+    ------
+    ConfigurationError
+        Another process works on the sweep.
+    """
+    name = plan.sweep.name
+    require_idle(workspace, sweep_call(name), regardless=take_over)
+    while True:
+        versions = sweep_versions(workspace, name)
+        newest = read_sweep(workspace, name) if versions else None
+        record = _record_of(plan, workspace, overrides, forecast, (versions or [0])[-1] + 1)
+        if newest is not None and _same(newest, record):
+            return newest
+        code = pin_for(workspace, name)
+        record = replace(
+            record, code=code.code, provenance={**code.provenance, **record.provenance}
+        )
+        if write_sweep(workspace, record):
+            return record
+
+
+def _record_of(
+    plan: SweepPlan,
+    workspace: Workspace,
+    overrides: Sequence[str],
+    forecast: Mapping[str, Any],
+    number: int,
+) -> SweepRecord:
+    sweep = plan.sweep
+    return SweepRecord(
+        version=SWEEP_VERSION,
+        number=number,
+        name=sweep.name,
+        recipe=sweep.recipe,
+        folder=str(Path.cwd()),
+        text=sweep.text,
+        arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
+        baseline=plan.baseline,
+        seeds=tuple(sweep.seeds),
+        trials=tuple(
+            TrialRecord(t.arm, t.seed, t.overrides, {s.name: s.id for s in t.plan.stages})
+            for t in plan.trials
+        ),
+        limits=to_json(sweep.limits),
+        question=_question_of(plan),
+        forecast=forecast,
+        code="",
+        started_at=now_text(),
+        provenance={"overrides": list(overrides), "origin": sweep.origin},
+    )
+
+
+def _question_of(plan: SweepPlan) -> dict[str, Any]:
+    """The question; ``measured_as`` names the protocol whose numbers answer it, where the one that
+    it names measures as that does (empty: the recipe's own), and so has no stages of its own."""
+    asked: dict[str, Any] = to_json(plan.sweep.question)
+    first, named = plan.trials[0].plan, plan.sweep.question.protocol
+    models = dict.fromkeys(s.model for s in first.stages if s.kind == "evaluate")
+    found = (first.evaluation(model, named) for model in models)
+    stage = next(filter(None, found), None)
+    if named and stage is not None and stage.protocol != named:
+        asked["measured_as"] = stage.protocol
+    return asked
+
+
+def _same(one: SweepRecord, other: SweepRecord) -> bool:
+    """Whether two versions are the same sweep, whenever and from wherever they were launched."""
+    texts = []
+    for record in (one, other):
+        what = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
+        for trial in what["trials"]:  # the workspace may be mounted elsewhere by now
+            trial["overrides"] = [o for o in trial["overrides"] if not o.startswith("workspace=")]
+        texts.append(json.dumps(what, sort_keys=True, default=str))
+    return texts[0] == texts[1]
+
+
+def pin_for(workspace: Workspace, name: str) -> Pinned:
+    """The code as it is now, and where it comes from, kept beside the sweep: who works on it in the
+    background imports the snapshot, and knows nothing of a checkout."""
+    code = snapshot_code(workspace)
+    path = sweep_folder(workspace, name) / "pinned" / f"{code.id}.json"
+    if (found := workspace.read_control(path)) is not None:
+        return from_json(Pinned, found)
+    pinned = pin_code(workspace)
+    with no_space_guard(workspace.root, "pinning the code"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, to_json(pinned))
+    return pinned
+
+
+def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
+    """The plan of a recorded version, from its text.
+
+    Raises
+    ------
+    ConfigurationError
+        What its trials are made from is not what it was; says which.
+    """
+    from flows.sweeping.planning import plan_of
+    from sweeps.definition import parse_sweep
+
+    overrides = [str(text) for text in record.provenance.get("overrides") or ()]
+    origin = str(record.provenance.get("origin") or "")
+    place = f"workspace={workspace.root}"
+    plan = plan_of(parse_sweep(record.text, record.name, origin), [*overrides, place])
+    now = {t.name: {s.name: s.id for s in t.plan.stages} for t in plan.trials}
+    other = [t.name for t in record.trials if now.get(t.name) != dict(t.stages)]
+    if other:
+        shown = ", ".join(other[:5]) + (f" and {len(other) - 5} more" if len(other) > 5 else "")
+        raise ConfigurationError(
+            f"Sweep {record.name} cannot be resumed as it was: what {len(other)} of its "
+            f"{len(record.trials)} trials are made from has changed since ({shown}).",
+            expected="the recipe, rows, weights, rubrics and protocols that it was launched with",
+            fix="bring these back, or launch it as it is now: refiner sweep "
+            f"{origin or record.name}",
+        )
+    return plan
+
+
+@contextlib.contextmanager
+def in_folder(folder: str) -> Iterator[None]:
+    """Work where the sweep was launched, if that folder is still there: paths may be relative."""
+    if not folder or not Path(folder).is_dir():
+        yield
+        return
+    with contextlib.chdir(folder):
+        yield
+
+
+def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
+    """The ``dispatch`` section of a recorded sweep's recipe."""
+    with in_folder(record.folder):
+        plan = plan_of_record(workspace, record)
+    value: dict[str, Any] = to_json(plan.trials[0].plan.config.dispatch)
+    return value
+
 
 log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
@@ -272,3 +445,57 @@ def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcom
         check_arms(plan)
         room = workspace_of(plan, to_write=True)
         return work_on_sweep(plan, room, record, replace(launch, resumed=True))
+
+
+def cancel_sweep(
+    workspace: Workspace,
+    name: str,
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Callable[[str], None] = lambda message: None,
+) -> CancelOutcome:
+    """End all trials of a sweep; what is saved is kept. See :func:`flows.api.cancel_run`."""
+    sweep = read_sweep(workspace, name)
+    known = {t.name: trial_run(workspace, name, t.name) for t in sweep.trials}
+    runs = {trial: run for trial, run in known.items() if run is not None}
+    stages: dict[str, str] = {}
+    for trial in sweep.trials:
+        if trial.name in runs:
+            new = {n: i for n, i in trial.stages.items() if i not in stages.values()}
+            stages |= {f"{trial.name}/{n}": i for n, i in new.items()}
+    config = next((workspace.read_run(run).config for run in runs.values()), {})
+    call = RunRecord(
+        version=RECORD_VERSION,
+        run=sweep_call(name),
+        recipe=sweep.recipe,
+        overrides=(),
+        command=(),
+        config=config,
+        stages=stages,
+        code=sweep.code,
+        started_at=sweep.started_at,
+    )
+    outcome = cancel(
+        workspace, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values())
+    )
+    return replace(outcome, run=name, stages=())
+
+
+def suspend_sweep(workspace: Workspace, name: str) -> None:
+    """Let a sweep begin no further trial, and its trials at work no further stage. What runs goes
+    on to its end; `refiner resume` goes on with the rest.
+
+    Raises
+    ------
+    OSError, NoSpaceError
+        It could not be recorded.
+    """
+    sweep, by = read_sweep(workspace, name), f"{user_name()} on {host_name()}"
+    workspace.ask_cancel(sweep_call(name), by, [t.name for t in sweep.trials])
+    for trial in sweep.trials:
+        run = trial_run(workspace, name, trial.name)
+        if run is None or not orchestrator_of(workspace, run).works:
+            continue
+        if waiting := waiting_stages(workspace, workspace.read_run(run)):
+            workspace.ask_cancel(run, by, waiting)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.host.environment import environment
+from infra.host.processes import environment
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 

@@ -1,31 +1,49 @@
-"""A sweep planned with what lies on this machine: its recipe, its rows, its weights.
+"""A sweep planned with what lies on this machine: what it would do, take, and can show.
 
-In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`.
-Reads files, writes nothing, needs neither network nor torch. The recipe is merged once, and what
-several trials are made from is hashed once.
+In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`;
+of one and its workspace, which need not exist, tables of arms and stages, what is shared, what is
+there already, and a :class:`Before`: forecast, limits that it would pass, smallest detectable
+effect, warnings; as lines for people and as JSON. Reads files, writes nothing, needs neither
+network nor torch. The recipe is merged once, and what several trials are made from is hashed once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from flows.checking.model_checks import asked_of_model, check_model_files
+from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
+from flows.sweeping.evidence import read_evidence
+from flows.sweeping.forecasting import (
+    forecast_json,
+    forecast_lines,
+    forecast_of,
+    passed_by,
+    read_history,
+)
+from infra.disk.keeper import DiskKeeper
+from infra.orchestrator.observe import StageForecast, observe_stages
+from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.interpolations import what_follows
-from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.overrides import whole_paths
+from refiner_core.contract.loading import load_recipe, what_follows, whole_paths
+from refiner_core.contract.records import to_json
+from refiner_core.evaluation.metrics import is_number
 from sweeps.checks import varied_fields
-from sweeps.definition import load_sweep
+from sweeps.definition import KEYS, load_sweep, shipped_sweeps
+from sweeps.forecast import Passed, SweepForecast, held_out_prompts
+from sweeps.history import History
 from sweeps.planning import plan_sweep
-from sweeps.reading import KEYS
-from sweeps.values import SweepFile, SweepPlan
+from sweeps.power import Detectable, aim_of, detectable, evaluation_of
+from sweeps.values import Arm, SweepFile, SweepPlan
 
 
 def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPlan:
@@ -116,3 +134,307 @@ def _remembered(
         return known[key]
 
     return sources
+
+
+@dataclass(frozen=True)
+class Before:
+    """What is known before the launch."""
+
+    forecast: SweepForecast
+    passed: tuple[Passed, ...]
+    detectable: Detectable
+    free_bytes: int | None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why the sweep may not answer its question."""
+        return self.detectable.warnings
+
+    def lines(self) -> list[str]:
+        """For people: the forecast, then what can be seen, then warnings."""
+        lines = forecast_lines(self.forecast, self.passed, free_bytes=self.free_bytes)
+        return lines + detectable_lines(self.detectable)
+
+    def json(self) -> dict[str, Any]:
+        """``forecast`` and ``detectable``, for ``--json``."""
+        return {
+            "forecast": {
+                **forecast_json(self.forecast, self.passed),
+                "free_bytes": self.free_bytes,
+            },
+            "detectable": detectable_json(self.detectable),
+        }
+
+
+def look_before(plan: SweepPlan, workspace: Workspace) -> Before:
+    """Everything that is said before a launch. A missing workspace is an empty one."""
+    history = read_history(workspace, plan)
+    forecast = forecast_of(plan, workspace, history=history)
+    found = detectable_of(plan, workspace, history)
+    passed = passed_by(forecast, plan, workspace)
+    return Before(forecast, passed, found, _free(plan, workspace))
+
+
+def detectable_of(
+    plan: SweepPlan, workspace: Workspace, history: History | None = None
+) -> Detectable:
+    """The smallest effect that the sweep can see, by what the workspace knows (``history``, where
+    it has been read already)."""
+    aim = aim_of(plan)
+    stage = evaluation_of(plan, aim.model, aim.protocol)
+    prompts = None
+    if stage is not None:
+        history = read_history(workspace, plan) if history is None else history
+        prompts = held_out_prompts(plan.trials[0].plan, stage, history)
+    return detectable(plan, prompts, read_evidence(workspace, aim))
+
+
+def _free(plan: SweepPlan, workspace: Workspace) -> int | None:
+    if not plan.trials:
+        return None
+    room = DiskKeeper(workspace, plan.trials[0].plan.config.disk).room()
+    return max(0, room.free_bytes)
+
+
+# ---------------------------------------------------------------- for people
+
+
+def detectable_lines(found: Detectable) -> list[str]:
+    """The smallest effect, what it rests on, and warnings, a line each."""
+    aim = found.aim
+    number = f"{aim.metric} ({aim.decoding}) of {aim.model or 'no model'}"
+    if aim.protocol:
+        number += f" under {aim.protocol}"
+    lines = [f"Smallest effect that can be seen on {number}: {_effect_text(found)}"]
+    if found.if_seeds_spread and (found.effect or 0.0) <= 1:
+        supposed = ", ".join(
+            f"{effect:.3f} if they differ by {deviation:g}"
+            for deviation, effect in found.if_seeds_spread
+        )
+        lines.append(f"  that is, if seeds do not matter; {supposed} (standard deviation)")
+    if found.effect_range is not None and found.evidence.components is not None:
+        low, high = found.effect_range
+        lines.append(
+            f"  likely between {low:.3f} and {high:.3f}: {found.evidence.components.seeds} seeds "
+            "say little of how far seeds differ"
+        )
+    lines.append(f"  by {found.evidence.text}")
+    return lines + [f"Warning: {text}." for text in found.warnings]
+
+
+def _effect_text(found: Detectable) -> str:
+    prompts = "an unknown number of" if found.prompts is None else str(found.prompts)
+    seeds = f"{found.seeds} seed{'' if found.seeds == 1 else 's'}"
+    design = f"{seeds} x {prompts} prompts, {found.arms} against the baseline"
+    if found.effect is None:
+        if found.prompts is None:
+            return f"unknown before the data are made ({design})"
+        return f"unknown ({design})"
+    if found.effect > 1 and not is_number(found.aim.metric):
+        return f"none: a share cannot change by as much as it would take ({design})"
+    return f"{found.effect:.3f} in 80 of 100 such sweeps ({design})"
+
+
+# ---------------------------------------------------------------- for scripts and records
+
+
+def detectable_json(found: Detectable) -> dict[str, Any]:
+    """All of it; numbers that nobody knows are null."""
+    known = found.evidence.components
+    return {
+        "model": found.aim.model,
+        "metric": found.aim.metric,
+        "decoding": found.aim.decoding,
+        "protocol": found.aim.protocol,
+        "effect": found.effect,
+        "effect_alone": found.effect_alone,
+        "effect_range": None if found.effect_range is None else list(found.effect_range),
+        "power": 0.8,
+        "alpha": 0.05,
+        "if_seeds_spread": [
+            {"seed_sd": deviation, "effect": effect} for deviation, effect in found.if_seeds_spread
+        ],
+        "seeds": found.seeds,
+        "prompts": found.prompts,
+        "arms": found.arms,
+        "basis": found.evidence.basis,
+        "basis_text": found.evidence.text,
+        "components": None if known is None else known._asdict(),
+        "mean": found.evidence.mean,
+        "wanted": found.wanted,
+        "power_for_wanted": found.power_for_wanted,
+        "would_do": None if found.remedy is None else asdict(found.remedy),
+        "warnings": list(found.warnings),
+    }
+
+
+#: Version of the JSON that `sweep --dry-run --json` prints.
+OUTPUT_VERSION = 1
+#: Arms that are shown one by one; of more, so many and a line that says so.
+MOST_ARMS = 40
+
+
+@dataclass(frozen=True)
+class SweepLook:
+    """A planned sweep beside what its workspace has: stages by id, and what is said beforehand."""
+
+    plan: SweepPlan
+    stages: dict[str, StageForecast]
+    before: Before
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Of the plan, and of what it can show."""
+        return (*self.plan.warnings, *self.before.warnings)
+
+    def counts(self) -> dict[str, int]:
+        """Stages of all trials, each for itself and each once; of those what is to be done."""
+        actions = Counter(found.action for found in self.stages.values())
+        return {
+            "planned": sum(len(trial.plan.stages) for trial in self.plan.trials),
+            "unique": len(self.stages),
+            "to_run": actions["run"],
+            "running": actions["reattach"],
+            "done": actions["skip"],
+        }
+
+
+def look_at_sweep(plan: SweepPlan, workspace: Workspace | None = None) -> SweepLook:
+    """What a launch of the sweep would do now. Writes nothing."""
+    workspace = workspace or Workspace.read_only(plan.trials[0].plan.config.workspace)
+    stages = observe_stages([trial.plan for trial in plan.trials], workspace)
+    return SweepLook(plan, stages, look_before(plan, workspace))
+
+
+def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
+    """What a sweep would do, as lines: arms, seeds, stages, what it takes and what it can show."""
+    look = look or look_at_sweep(plan)
+    lines = [*_what_it_is(look), ""]
+    lines += _table(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
+    if len(plan.arms) > MOST_ARMS:
+        lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
+    header = ("stage", "in trials", "once", "to run", "runs", "done")
+    lines += ["", *_table(_stage_rows(look), header), "", *look.before.lines()]
+    return lines + [f"Warning: {warning}" for warning in plan.warnings]
+
+
+def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
+    ]
+
+
+def _what_it_is(look: SweepLook) -> list[str]:
+    """What the sweep is, a line each."""
+    plan, counts = look.plan, look.counts()
+    sweep = plan.sweep
+    lines = [f"sweep {sweep.name} of {sweep.recipe}: {sweep.question.text}".strip().rstrip(":")]
+    lines.append(f"workspace: {plan.trials[0].plan.config.workspace}")
+    lines += [f"for every trial: {shlex.join(sweep.overrides)}"] * bool(sweep.overrides)
+    lines.append(
+        f"{_count(len(plan.arms), 'arm')} x {_count(len(sweep.seeds), 'seed')} = "
+        f"{_count(len(plan.trials), 'trial')}; baseline {plan.baseline}"
+    )
+    saved = counts["planned"] - counts["unique"]
+    shared = f", since {saved} are shared" if saved else ""
+    lines.append(
+        f"{_count(counts['planned'], 'stage')}, {counts['unique']} to make{shared}: "
+        f"{counts['to_run']} to run, {counts['running']} running, {counts['done']} done"
+    )
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
+    plan = look.plan
+    left: Counter[str] = Counter()
+    for trial in plan.trials:
+        actions = (look.stages[stage.id].action for stage in trial.plan.stages)
+        left[trial.arm] += any(action != "skip" for action in actions)
+    rows: list[tuple[str, ...]] = []
+    for arm in plan.arms[:MOST_ARMS]:
+        name = f"{arm.name} (baseline)" if arm.name == plan.baseline else arm.name
+        todo = "done" if not left[arm.name] else _count(left[arm.name], "trial")
+        rows.append((name, str(len(plan.sweep.seeds)), todo, _changes(plan, arm)))
+    return rows
+
+
+def _changes(plan: SweepPlan, arm: Arm) -> str:
+    """What an arm sets, as overrides; the recipe as it is says so."""
+    found = next(t.overrides for t in plan.trials if t.arm == arm.name)
+    own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
+    return shlex.join(own) or "(the recipe as it is)"
+
+
+def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:
+    """Stages by name: in how many trials, how many of them differ, and how these stand."""
+    planned: Counter[str] = Counter()
+    once: dict[str, dict[str, str]] = {}
+    for trial in look.plan.trials:
+        for stage in trial.plan.stages:
+            planned[stage.name] += 1
+            once.setdefault(stage.name, {})[stage.id] = look.stages[stage.id].action
+    rows = []
+    for name, stages in once.items():
+        actions = Counter(stages.values())
+        numbers = (planned[name], len(stages), *(actions[a] for a in ("run", "reattach", "skip")))
+        rows.append((name, *map(str, numbers)))
+    return rows
+
+
+def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:
+    """What a sweep would do, for scripts (`refiner sweep FILE --dry-run --json`)."""
+    look = look or look_at_sweep(plan)
+    sweep = plan.sweep
+    return {
+        "version": OUTPUT_VERSION,
+        "sweep": sweep.name,
+        "recipe": sweep.recipe,
+        "workspace": plan.trials[0].plan.config.workspace,
+        "overrides": list(sweep.overrides),
+        "baseline": plan.baseline,
+        "question": asdict(sweep.question),
+        "seeds": list(sweep.seeds),
+        "limits": asdict(sweep.limits),
+        "arms": [
+            {"name": a.name, "levels": dict(a.levels), "changes": to_json(dict(a.changes))}
+            for a in plan.arms
+        ],
+        "trials": [
+            {
+                "name": trial.name,
+                "arm": trial.arm,
+                "seed": trial.seed,
+                "overrides": list(trial.overrides),
+                "stages": [
+                    _stage_json(stage.name, look.stages[stage.id]) for stage in trial.plan.stages
+                ],
+            }
+            for trial in plan.trials
+        ],
+        "stages": look.counts(),
+        **look.before.json(),
+        "warnings": list(look.warnings),
+    }
+
+
+def _stage_json(name: str, found: StageForecast) -> dict[str, str]:
+    return {
+        "stage": found.stage.kind,
+        "name": name,
+        "id": found.stage.id,
+        "fingerprint": found.stage.fingerprint,
+        "action": found.action,
+        "reason": found.reason,
+    }
+
+
+def shipped_rows() -> list[tuple[str, str, str]]:
+    """The sweeps that come with refiner: name, recipe, question."""
+    found = ((name, load_sweep(name)) for name in shipped_sweeps())
+    return [(name, sweep.recipe, sweep.question.text) for name, sweep in found]

@@ -1,7 +1,12 @@
-"""How a sweep stands: a row per arm, a cell per seed, totals, and what to do next.
+"""How a sweep and its trials stand, from records alone: rows per arm, totals, what to do next.
 
-In: a workspace and a sweep's name. Out: a :class:`SweepStatus`, as lines and as JSON, for `refiner
-status`, scripts and the end of `refiner sweep`. Reads records only and asks no scheduler.
+In: a workspace and a sweep's name. Out: a :class:`TrialStanding` per trial, for reports and limits;
+a :class:`SweepStatus`, as lines and as JSON, for `refiner status`, scripts and the end of `refiner
+sweep`. Reads only, asks no scheduler, needs neither torch nor the recipe: it works from any shell,
+on a full disk, and long after.
+
+What is done follows from the stages' results. Why a trial is not (failed, held, stopped) was told
+by the sweep's orchestrator in its event log, one line for each change.
 """
 
 from __future__ import annotations
@@ -10,20 +15,193 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flows.notifying.untold import not_told_lines
-from flows.running.status import orchestrator_text
-from flows.sweeping.reading import SweepReader, TrialStanding
-from flows.sweeping.use import NOTHING, Use
-from infra.orchestrator.timeline import device_time, first_line, rough
-from infra.store.layout import sweep_call
+from flows.notifying.delivery import not_told_lines
+from flows.running.status import eta_s, metric_text, orchestrator_text
+from flows.sweeping.budget import NOTHING, Use, UseReader
+from infra.orchestrator.timeline import device_time, first_line, read_events, rough
+from infra.store.layout import is_sweep, sweep_call
 from infra.store.orchestrators import Orchestrator, orchestrator_of
-from infra.store.sweep_records import read_sweep
+from infra.store.sweep_records import (
+    read_sweep,
+    sweep_folder,
+    sweep_names,
+    sweep_versions,
+    trial_run,
+)
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import to_json
-from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord, to_json, trial_of
+from refiner_core.contract.services import is_service
 from refiner_core.report.sweep.document import TrialState
+
+
+def sweep_named(workspace: Workspace, word: str) -> str | None:
+    """The sweep of that name (``NAME``, or ``sweep:NAME`` where a run's name is as long)."""
+    name = word.removeprefix(sweep_call("")) if is_sweep(word) else word
+    if not name or "/" in name or name.startswith("."):
+        return None
+    return name if sweep_versions(workspace, name) else None
+
+
+def newest_sweep(workspace: Workspace, newest: RunRecord | None) -> str | None:
+    """The sweep that a workspace was last used for; None where that was a run of its own."""
+    if newest is not None and (trial := trial_of(newest.provenance)) is not None:
+        return trial[0] if sweep_versions(workspace, trial[0]) else None
+    names = sweep_names(workspace)
+    if not names:
+        return None
+    launched = {name: read_sweep(workspace, name).started_at for name in names}
+    last = max(names, key=lambda name: launched[name])
+    return last if newest is None or launched[last] > newest.started_at else None
+
+
+#: What an orchestrator last said of trials counts only while it works, but for these.
+_ENDS = ("failed", "interrupted", "held")
+
+
+@dataclass(frozen=True)
+class TrialStanding:
+    """One trial.
+
+    Attributes
+    ----------
+    run
+        Id of the run that works, or has worked, on it; empty before it has begun.
+    state, reason
+        How it stands, and why where that needs saying.
+    stage, step, total, metric, eta_s
+        The stage that runs, and its progress by the last heartbeat.
+    stages_done, stages
+        Counts; servers are none of them.
+    use
+        Of its own stages: those that no trial before it has, too.
+    shared
+        Names of the stages that are counted with an earlier trial.
+    """
+
+    arm: str
+    seed: int
+    run: str
+    state: TrialState
+    reason: str = ""
+    stage: str = ""
+    step: int | None = None
+    total: int | None = None
+    metric: str = ""
+    eta_s: float | None = None
+    stages_done: int = 0
+    stages: int = 0
+    use: Use = NOTHING
+    shared: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """``ARM/seedN``."""
+        return f"{self.arm}/seed{self.seed}"
+
+    @property
+    def progress(self) -> str:
+        """``grpo 3/70, reward 0.41``; empty where nothing runs."""
+        if not self.stage:
+            return ""
+        count = f"{self.step}/{self.total}" if self.total else str(self.step or "")
+        return ", ".join(filter(None, [f"{self.stage} {count}".strip(), self.metric]))
+
+
+class SweepReader:
+    """Looks at a sweep, once or again and again; what cannot change is read once, or not at all
+    where the name of the ``sweep`` says where somebody has left it."""
+
+    def __init__(self, workspace: Workspace, sweep: str = "") -> None:
+        self.workspace = workspace
+        self.use = UseReader(workspace, use_file(workspace, sweep) if sweep else None)
+        self._done: set[str] = set()
+
+    def standings(self, sweep: SweepRecord, *, with_use: bool = True) -> list[TrialStanding]:
+        """Every trial of a version, in its order."""
+        told = last_words(self.workspace, sweep.name)
+        works = orchestrator_of(self.workspace, sweep_call(sweep.name)).works
+        seen: set[str] = set()
+        found = []
+        for trial in sweep.trials:
+            own = {n: i for n, i in trial.stages.items() if i not in seen}
+            seen.update(own.values())
+            state, reason = self._state(trial, told.get(trial.name), works)
+            found.append(
+                TrialStanding(
+                    arm=trial.arm,
+                    seed=trial.seed,
+                    run=trial_run(self.workspace, sweep.name, trial.name) or "",
+                    state=state,
+                    reason=reason,
+                    **(self._running(trial) if state == "running" else {}),
+                    stages_done=sum(self.done(i) for i in _working(trial)),
+                    stages=len(_working(trial)),
+                    use=self.use.total(own.values()) if with_use else NOTHING,
+                    shared=tuple(n for n in trial.stages if n not in own),
+                )
+            )
+        return found
+
+    def done(self, stage_id: str) -> bool:
+        """Whether a stage is done."""
+        if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():
+            self._done.add(stage_id)
+        return stage_id in self._done
+
+    def _state(
+        self, trial: TrialRecord, told: Mapping[str, Any] | None, works: bool
+    ) -> tuple[TrialState, str]:
+        if all(self.done(i) for i in _working(trial)):
+            return "done", ""
+        state = str((told or {}).get("state") or "waiting")
+        reason = str((told or {}).get("reason") or "")
+        if state in _ENDS:
+            return state, reason  # type: ignore[return-value]
+        if state == "running" and works:
+            return "running", ""
+        return (
+            ("interrupted", "its orchestrator is gone") if state == "running" else ("waiting", "")
+        )
+
+    def _running(self, trial: TrialRecord) -> dict[str, Any]:
+        """Which stage of a trial is at work, and how far it is."""
+        for name, stage_id in trial.stages.items():
+            if is_service(stage_id) or self.done(stage_id):
+                continue
+            numbers = self.workspace.layout.stage(stage_id).attempt_numbers()
+            beat = numbers and self.workspace.read_heartbeat(stage_id, numbers[-1])
+            if not beat:
+                continue
+            progress = beat.get("progress") or {}
+            paths = self.workspace.layout.attempt(stage_id, numbers[-1])
+            resumed = self.workspace.part(paths, "resumed")
+            return {
+                "stage": name,
+                "step": progress.get("done"),
+                "total": progress.get("total") or None,
+                "metric": metric_text(progress.get("values") or {}),
+                "eta_s": eta_s(beat, resumed.get("step")),
+            }
+        return {}
+
+
+def use_file(workspace: Workspace, sweep: str) -> Path:
+    """Where a sweep's orchestrator leaves what done stages have used."""
+    return sweep_folder(workspace, sweep) / "use.json"
+
+
+def last_words(workspace: Workspace, sweep: str) -> dict[str, Mapping[str, Any]]:
+    """Trial -> what the sweep's orchestrators last said of it (``state``, ``reason``, ``run``)."""
+    events = read_events(workspace.layout.run(sweep_call(sweep)).events)
+    return {str(e["trial"]): e for e in events if e.get("event") == "trial"}
+
+
+def _working(trial: TrialRecord) -> list[str]:
+    return [i for i in trial.stages.values() if not is_service(i)]
+
 
 STATUS_VERSION = 1
 #: Columns of seeds that a terminal has room for.

@@ -9,7 +9,7 @@ In: a number as it was printed, or names (`citation_f1 grpo greedy`); a workspac
 the ``refiner.json`` beside it. Out: everything behind it, each with the file that it lies in.
 """
 
-from flows.why.evidence import Explanation, explain
+from flows.why.explanation import Explanation, explain
 from flows.why.figures import Figure, Query, figures_of_card, figures_of_stages, parse_query
 
 __all__ = [

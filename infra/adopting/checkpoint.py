@@ -23,12 +23,13 @@ from infra.foreign.exports import copy, link, model_files, open_file
 from infra.foreign.sightings import Sighting
 from infra.host.processes import ProcessId
 from infra.store import atomic
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
-from refiner_core.contract.plan import PlannedStage, make_plan
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RECORD_VERSION, Outcome, OutputFile, StageResult
 
 log = logging.getLogger(__name__)

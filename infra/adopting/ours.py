@@ -16,16 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.foreign.checkpoints import CheckpointRule, find_checkpoints
+from infra.foreign.checkpoints import CheckpointRule, files_below, find_checkpoints, work_folder
 from infra.foreign.exports import link_or_copy
-from infra.foreign.layout import work_folder
-from infra.foreign.weights import files_below
 from infra.host.processes import ProcessId
 from infra.store import atomic
+from infra.store.atomic import no_space_guard
 from infra.store.checkpoints import Complete, read_checkpoint
 from infra.store.layout import Layout, StagePaths
-from infra.store.record_files import RecordFiles
-from infra.store.room import no_space_guard
+from infra.store.records import RecordFiles
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError

@@ -1,4 +1,4 @@
-"""What a running stage writes besides its output: metrics, rollouts, checkpoints, progress.
+"""What a running stage writes besides its output: log, heartbeat, metrics, rollouts, checkpoints.
 
 In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
 ``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the
@@ -9,34 +9,192 @@ files always tell the whole story, with no step twice and none missing.
 Log a step *before* its checkpoint is saved: all that was logged is fsynced before the marker. One
 other thread may be saving a checkpoint while this one logs: what is logged meanwhile may be durable
 with it or later.
+
+The sign of life is ``heartbeat.json``, every few seconds, and at once when the phase changes or a
+save begins:
+
+    counter            moves while the process lives
+    told               moves while the stage says anything, or saves
+    moved, moved_at_s  how often what it says was new, and when it last was, by ``seconds``
+    saving, save_s     whether a checkpoint is being written; seconds that the longest one took
+    seconds            since the worker began
+
+Observers look at whether the counters move; the times are for people. A heartbeat that cannot be
+written is one warning, never an error.
+
+Libraries log whole addresses (a signed one is a credential for an hour) and, in detail, whole
+answers; people share logs. So every line of ``log.txt``, with its traceback, is masked as it is
+written: values of this process's own secrets, and whatever looks like one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.host.reading import again, files_within, make_folder
+from infra.host.files import again, files_within, make_folder
+from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
+from infra.store.atomic import no_space_guard
 from infra.store.checkpoints import CheckpointStore, Complete, hash_of, saved, step_name
 from infra.store.layout import StagePaths
-from infra.store.room import no_space_guard
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.contract.records import OutputFile
+from refiner_core.contract.records import OutputFile, to_json
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+#: Bytes on the wire and each request are of use to nobody who reads what a stage did.
+_WIRES = ("httpcore2", "httpx2", "httpcore", "httpx", "urllib3", "filelock")
+
+
+def set_up_logging(config: RecipeConfig) -> None:
+    """Let this process log to standard error, masked, from ``config.log_level`` on."""
+    mask_keys_of(config)
+    handler = logging.StreamHandler()
+    handler.setFormatter(MaskingFormatter(_FORMAT))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    for name in _WIRES:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def redirect_output(path: Path) -> None:
+    """Let all that this process and its children print go to the end of a file."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+class MaskingFormatter(logging.Formatter):
+    """Formats as usual, and masks what must not be read."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line with its traceback."""
+        return masked(super().format(record))
+
+
 log = logging.getLogger(__name__)
+
+INTERVAL_S = 2.0
+_CALL = "what each heartbeat looks for could not be looked for; it is at the next one"
+
+
+class Heartbeat:
+    """Writes from a thread of its own, so that a long step is no silence."""
+
+    def __init__(
+        self,
+        path: Path,
+        began: float,
+        interval_s: float = INTERVAL_S,
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._path, self._began, self._interval_s = path, began, interval_s
+        self._on_beat = on_beat
+        self._counter = 0
+        self.progress: Progress | None = None
+        self._told = self._moved = 0
+        self._moved_at_s = 0.0
+        self._saving = False
+        self._save_s: float | None = None
+        self._warned = self._call_failed = False
+        #: Why the newest one could not be written; None if it could.
+        self.refused: Exception | None = None
+        self._wake, self._ended = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first one, and go on."""
+        self._write()
+        self._thread.start()
+
+    def tell(self, progress: Progress) -> None:
+        """Take the stage's progress. Cheap: the thread writes it."""
+        before, self.progress = self.progress, progress
+        self._told += 1
+        if before is None or (before.phase, before.done) != (progress.phase, progress.done):
+            self._moved += 1
+            self._moved_at_s = self._seconds()
+        if before is None or before.phase != progress.phase:
+            self._wake.set()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the save of a checkpoint; one that comes to its end is measured."""
+        began = time.monotonic()
+        self._saving, self._told = True, self._told + 1
+        self._wake.set()
+        try:
+            yield
+            self._save_s = max(self._save_s or 0.0, time.monotonic() - began)
+        finally:
+            self._saving, self._told = False, self._told + 1
+
+    def stop(self) -> None:
+        """Write the last one, and end. More than one call does no harm."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._write()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            if not self._ended.is_set():
+                self._write()
+                self._call()
+
+    def _call(self) -> None:
+        try:
+            self._on_beat()
+        except Exception:  # a heart that stops has a healthy stage killed as hung
+            log.log(logging.DEBUG if self._call_failed else logging.WARNING, _CALL, exc_info=True)
+            self._call_failed = True
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._began, 3)
+
+    def _write(self) -> None:
+        self._counter += 1
+        value: dict[str, Any] = {
+            "counter": self._counter,
+            "told": self._told,
+            "moved": self._moved,
+            "moved_at_s": self._moved_at_s,
+            "saving": self._saving,
+            "save_s": None if self._save_s is None else round(self._save_s, 3),
+            "seconds": self._seconds(),
+            "progress": atomic.finite(to_json(self.progress)),
+        }
+        try:
+            atomic.write_json(self._path, value, sync=False)
+            self.refused = None
+        except (OSError, ValueError, TypeError) as error:
+            self.refused = error
+            if not self._warned:
+                log.warning("the heartbeat cannot be written: %s", error)
+            self._warned = True
+
 
 #: What the log shows of a step, where the step has it.
 _IN_LOG = (

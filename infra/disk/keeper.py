@@ -3,12 +3,21 @@
 In: a workspace and the ``disk`` section. Out: a :class:`DiskKeeper`. What quota tools say, what
 others have reserved and a probe write are put together: where the tools are blind, the write has
 the last word. Looking never raises; only :meth:`DiskKeeper.reserve` does, when nothing fits.
+
+Room that saves in progress will need is reserved by one small file per attempt that saves, in
+``disk/reservations/``, or in a folder that several workspaces on one quota share; each has one
+writer. An entry whose attempt can no longer make anything visible (closed, superseded, its stage
+done) counts for nothing and is swept: no clock decides.
+
+:class:`DiskWatch` looks while something runs, for the orchestrator and for jobs alike: it warns,
+reclaims, and says when there is room again, each once per crossing and not once per look.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import random
@@ -17,30 +26,144 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from infra.disk.caches import find_caches
-from infra.disk.copies import FreshLook
-from infra.disk.figures import Room
-from infra.disk.history import SCRIPT
-from infra.disk.ledger import Ledger, Need
-from infra.disk.modelsize import STATE_BYTES, model_size
-from infra.disk.probe import Prober, Used
+from infra.disk.history import SCRIPT, STATE_BYTES, model_size
+from infra.disk.inventory import FreshLook, Stock, read_stock
+from infra.disk.probe import Prober, Room, Used
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
-from infra.disk.stock import Stock, read_stock
-from infra.disk.usage import Item, measure, size_of
-from infra.foreign.recorded import recorded_checkpoints
-from infra.host.mounts import existing, sync_file_system
+from infra.disk.usage import Item, find_caches, measure, size_of
+from infra.foreign.checkpoints import recorded_checkpoints
+from infra.host.files import existing, exists, make_folder, names_in, sync_file_system
 from infra.jobs.protocol import AttemptRef
+from infra.store import atomic
+from infra.store.atomic import PROBE_BYTES, no_space_error, refusal
 from infra.store.checkpoints import CheckpointStore
-from infra.store.ownership import doubtful_folder
-from infra.store.room import PROBE_BYTES, no_space_error, refusal
-from infra.store.workspace import Workspace
+from infra.store.workspace import Workspace, doubtful_folder
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError, RefinerError
 from refiner_core.contract.placement import STAGES
 
 log = logging.getLogger(__name__)
+
+
+class Need(NamedTuple):
+    """Room that is asked for."""
+
+    bytes: int
+    inodes: int = 0
+
+
+class Reservation(NamedTuple):
+    """One entry: whose, how much, and how much of it has been written already (bytes)."""
+
+    path: Path
+    workspace: Path
+    ref: AttemptRef
+    need: Need
+    written: int
+
+    @property
+    def outstanding(self) -> int:
+        """Bytes that are still to come."""
+        return max(0, self.need.bytes - self.written)
+
+
+class Ledger:
+    """The reservations of one folder, as one workspace sees them.
+
+    Parameters
+    ----------
+    workspace
+        Whose attempts this process writes entries for.
+    folder
+        Where entries lie; the workspace's own ``disk/reservations`` by default.
+    """
+
+    def __init__(self, workspace: Workspace, folder: Path | None = None) -> None:
+        self.workspace = workspace
+        self.folder = folder or workspace.layout.disk / "reservations"
+
+    def write(self, ref: AttemptRef, need: Need) -> None:
+        """Announce what the attempt is about to write; replaces what it announced before.
+
+        Raises
+        ------
+        OSError
+            Not even that fits, or the folder refuses.
+        """
+        make_folder(self.folder)
+        layout = self.workspace.layout
+        value = {
+            "workspace": str(layout.control),
+            "data": str(layout.data),
+            "stage_id": ref.stage_id,
+            "attempt": ref.number,
+            "bytes": need.bytes,
+            "inodes": need.inodes,
+        }
+        atomic.write_json(self._path(ref), value)
+
+    def remove(self, ref: AttemptRef) -> None:
+        """It is written, or was given up."""
+        atomic.remove_quietly(self._path(ref))
+
+    def others(self, ref: AttemptRef | None = None) -> list[Reservation]:
+        """Entries that count, all but that of ``ref``."""
+        own = None if ref is None else self._path(ref)
+        return [r for r in self._entries() if r.path != own and not self._is_stale(r)]
+
+    def sweep(self) -> list[Path]:
+        """Delete entries that count for nothing any more; which they were."""
+        gone = [r.path for r in self._entries() if self._is_stale(r)]
+        for path in gone:
+            atomic.remove_quietly(path)
+        return gone
+
+    def _path(self, ref: AttemptRef) -> Path:
+        root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]
+        return self.folder / f"{ref.stage_id}-{ref.number:04d}-{root}.json"
+
+    def _entries(self) -> Iterator[Reservation]:
+        try:
+            paths = [self.folder / n for n in names_in(self.folder) if n.endswith(".json")]
+        except OSError:
+            return
+        for path in paths:
+            if path.name.startswith(atomic.TEMPORARY):
+                continue
+            try:
+                value = atomic.read_json(path)
+                if value is not None:
+                    yield _reservation(path, value)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                log.warning("the reservation %s cannot be read and is left out: %s", path, error)
+
+    def _is_stale(self, entry: Reservation) -> bool:
+        own = self.workspace
+        owner = own if entry.workspace == own.layout.control else Workspace(entry.workspace)
+        paths = owner.layout.stage(entry.ref.stage_id)
+        try:
+            if exists(paths.result) or not exists(paths.attempt(entry.ref.number).intent):
+                return True
+            return owner.is_stale(*entry.ref)
+        except OSError as error:  # somebody else's workspace, closed to us
+            log.debug("%s counts: %s", entry.path, error)
+            return False
+
+
+def _reservation(path: Path, value: dict[str, Any]) -> Reservation:
+    ref = AttemptRef(str(value["stage_id"]), int(value["attempt"]))
+    folder = Path(value["data"]) / "stages" / ref.stage_id / "checkpoints"
+    written = 0
+    try:
+        for part in folder.glob(f"{atomic.TEMPORARY}step-*-a{ref.number}"):
+            written += size_of(part).bytes
+    except OSError as error:  # it has just become visible, or was swept
+        log.debug("%s: %s", folder, error)
+    need = Need(int(value["bytes"]), int(value["inodes"]))
+    return Reservation(path, Path(value["workspace"]), ref, need, written)
+
 
 _GIB = 2**30
 #: What a save needs of which nothing is known yet.
@@ -408,3 +531,98 @@ def _known_tools(workspace: Workspace, config: DiskConfig) -> DiskConfig:
 
 def _folder(text: str | None) -> Path | None:
     return None if text is None else Path(text).expanduser().absolute()
+
+
+EventKind = Literal[
+    "warn",  # more than `disk.warn_share` is used
+    "reclaimed",  # something was deleted to make room
+    "short",  # the next saves do not fit, and nothing more may be deleted
+    "room",  # they fit again
+]
+
+
+class DiskEvent(NamedTuple):
+    """Something that a person, or an event log, wants to know."""
+
+    kind: EventKind
+    message: str
+    room: Room
+    bytes: int = 0  # reclaimed, or missing
+
+
+class DiskWatch:
+    """Looks every ``watch_s``.
+
+    Parameters
+    ----------
+    keeper
+        Knows the room, and the ``disk`` section.
+    need
+        Bytes that the next saves of what runs will need.
+    on_event
+        Takes events, from the watching thread.
+    """
+
+    def __init__(
+        self, keeper: DiskKeeper, need: Callable[[], int], on_event: Callable[[DiskEvent], None]
+    ) -> None:
+        self.keeper, self._need, self._on_event = keeper, need, on_event
+        self._warned = self._short = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk watch", daemon=True)
+
+    def __enter__(self) -> DiskWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End. More than one call does no harm."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def look(self) -> None:
+        """Look once, and act on it."""
+        room = self.keeper.room(fresh=True)
+        self._warn_once(room)
+        need = self._need()
+        if need <= 0:
+            return
+        missing = self.keeper.shortage(need)
+        if missing and self.keeper.config.reclaim:
+            done = self.keeper.reclaim(need)
+            if done.items:
+                text = f"{gib(done.bytes)} reclaimed ({len(done.items)} things)"
+                self._tell("reclaimed", text, done.bytes)
+            missing = self.keeper.shortage(need)
+        if bool(missing) == self._short:
+            return
+        self._short = bool(missing)
+        if missing:
+            what = gib(missing)
+            if room.inodes_are_scarcer:
+                what = self.keeper.lacking(need)
+            self._tell("short", f"{what} are missing for the next saves", missing)
+        else:
+            self._tell("room", f"there is room again: {self.keeper.status_line()}", 0)
+
+    def _warn_once(self, room: Room) -> None:
+        above = room.share >= self.keeper.config.warn_share
+        if above and not self._warned:
+            self._tell("warn", f"{room.share:.0%} used: {self.keeper.status_line()}", 0)
+        self._warned = above
+
+    def _tell(self, kind: EventKind, message: str, size: int) -> None:
+        log.log(logging.INFO if kind == "room" else logging.WARNING, "disk: %s", message)
+        self._on_event(DiskEvent(kind, message, self.keeper.room(), size))
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.look()
+            except Exception:  # a watcher that dies would be missed only when it is too late
+                log.exception("looking at the disk failed")
+            self._ended.wait(self.keeper.config.watch_s)

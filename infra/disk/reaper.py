@@ -1,6 +1,6 @@
 """What may be deleted when room is short, in which order, and deleting it.
 
-In: a :class:`~infra.disk.stock.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
+In: a :class:`~infra.disk.inventory.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
 candidates, cheapest loss first; :func:`carry_out` deletes them.
 
 =====================  ============================================================================
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.disk.copies import FreshLook
-from infra.disk.stock import (
+from infra.disk.inventory import (
+    FreshLook,
     StageFacts,
     Stock,
     Weights,
@@ -42,13 +42,20 @@ from infra.disk.stock import (
     spare_of,
 )
 from infra.disk.usage import Item
-from infra.foreign.layout import work_folder
+from infra.foreign.checkpoints import work_folder
 from infra.judgements.segments import SEALED
 from infra.store import atomic
-from infra.store.checkpoints import MARKER, CheckpointStore, Complete, damage_of
-from infra.store.holds import held_steps
-from infra.store.marks import Reason, pins, write_reclaimed
-from infra.store.room import is_no_space
+from infra.store.atomic import is_no_space
+from infra.store.checkpoints import (
+    MARKER,
+    CheckpointStore,
+    Complete,
+    Reason,
+    damage_of,
+    held_steps,
+    pins,
+    write_reclaimed,
+)
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 

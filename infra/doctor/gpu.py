@@ -14,8 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, ask, doubtful, last_json
+from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, last_json
 from infra.doctor.packages import asked_for, install, installed
 
 _AREA = "gpu"

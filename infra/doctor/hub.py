@@ -2,7 +2,7 @@
 
 In: the environment (``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME``) and what the recipe publishes. Out:
 findings that name the token's owner and role, never the token. What publishing would be refused
-for is asked by :mod:`infra.hub.preflight`, as before a run.
+for is asked by :mod:`infra.hub.target`, as before a run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, doubtful
+from infra.doctor.check import Check, Finding, Look, absent, doubtful
 from infra.host.secrets import masked
 from infra.hub.client import endpoint_now, open_hub
-from infra.hub.preflight import check_hub
+from infra.hub.target import check_hub
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 
 _AREA = "hub"

@@ -18,11 +18,9 @@ from pathlib import Path
 
 import psutil
 
-from infra.disk.modelsize import model_size
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, ask, doubtful, gib
-from infra.doctor.scratch import scratch_in
-from infra.doctor.slurm_config import slurm_settings
+from infra.disk.history import model_size
+from infra.doctor.check import Check, Finding, Look, ask, doubtful, gib, scratch_in
+from infra.doctor.slurm import slurm_settings
 from infra.host.secrets import masked
 from infra.hub.client import endpoint_now
 from refiner_core.contract.config import RecipeConfig

@@ -10,11 +10,10 @@ import socket
 import urllib.parse
 from collections.abc import Iterator
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look
+from infra.doctor.check import Check, Finding, Look
 from infra.host.secrets import masked
 from infra.hub.client import endpoint_now
-from infra.tracking.sync import shown_address
+from infra.tracking import shown_address
 
 _AREA = "network"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")

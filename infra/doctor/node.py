@@ -1,6 +1,6 @@
 """A look from a compute node: one tiny job, through the same profile and code snapshot as stages.
 
-In: a :class:`~infra.doctor.look.Look` of the machine that submits. Out: findings of area ``node``,
+In: a :class:`~infra.doctor.check.Look` of the machine that submits. Out: findings of area ``node``,
 made there by this module's own :func:`main` and read back through the workspace. The job runs what
 a worker would run: the profile's interpreter on a code snapshot, in the profile's setup. Its folder
 below the workspace is removed at the end, and a job that has not started by then is cancelled.
@@ -23,16 +23,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, ask
+from infra.doctor.check import Check, Finding, Look, ask, scratch_in
 from infra.doctor.runner import run_checks
-from infra.doctor.scratch import scratch_in
-from infra.doctor.slurm_config import SLURM_S
-from infra.jobs.protocol import JobRequest
-from infra.jobs.worker_command import WorkerCommand
+from infra.doctor.slurm import SLURM_S
+from infra.jobs.protocol import JobRequest, WorkerCommand
 from infra.slurm.submission import Submission, Submitter
 from infra.store import atomic
-from infra.store.snapshot import snapshot_code
+from infra.store.provenance import snapshot_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import RefinerError

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look
+from infra.doctor.check import Check, Finding, Look
 
 _AREA = "python"
 

@@ -13,12 +13,16 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look
+from infra.doctor.check import Check, Finding, Look
 from infra.doctor.packages import installed
 from infra.host.secrets import masked
-from infra.prefect_server.server import ServerInfo, ServerStatus, server_status
-from infra.prefect_server.state import is_network_file_system, state_dir
+from infra.prefect_server.server import (
+    ServerInfo,
+    ServerStatus,
+    is_network_file_system,
+    server_status,
+    state_dir,
+)
 from infra.prefect_server.usable import KeyRefused, check_server
 from refiner_core.contract.errors import RefinerError
 

@@ -1,6 +1,6 @@
 """All checks at once, none waited for longer than its limit.
 
-In: checks and a :class:`~infra.doctor.look.Look`. Out: findings, in the order of the checks. A
+In: checks and a :class:`~infra.doctor.check.Look`. Out: findings, in the order of the checks. A
 check that hangs (a dead NFS server, a Slurm controller or a Hub that takes calls and never answers)
 becomes a finding that says so; its thread is left behind, which keeps no process from ending.
 """
@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from infra.doctor.finding import Finding, State
-from infra.doctor.look import Check, Look
+from infra.doctor.check import Check, Finding, Look, State
 from refiner_core.contract.errors import RefinerError
 
 #: The order in which areas are shown.

@@ -10,9 +10,8 @@ import shlex
 import shutil
 from collections.abc import Iterator
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, ask, doubtful, last_json
-from infra.services.program import ServerProgram
+from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, last_json
+from infra.services.process import ServerProgram
 
 _AREA = "vllm"
 #: Importing vLLM and torch from a cold network file system.
@@ -106,7 +105,7 @@ def _make(look: Look, field: str, engine: str) -> str:
 
 
 def _text(program: ServerProgram, *, short: bool = False) -> str:
-    """As a server is started (:mod:`infra.rollouts.command`), with a question in its place."""
+    """As a server is started (:mod:`infra.rollouts.servers`), with a question in its place."""
     if program.python is None:
         words = [program.engine, "--version" if program.engine == "vllm" else "version"]
     elif short:

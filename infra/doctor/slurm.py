@@ -6,20 +6,64 @@ here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is as
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, ask, doubtful
-from infra.doctor.scratch import scratch_in
-from infra.doctor.slurm_config import SLURM_S, slurm_settings
+from infra.doctor.check import Answer, Check, Finding, Look, absent, ask, doubtful, scratch_in
 from infra.host.processes import user_name
 from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Place
 from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import RefinerError
+
+#: How long a command of Slurm may take. `scontrol` itself tries for much longer.
+SLURM_S = 8.0
+_LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
+_AT = re.compile(r"Configuration data as of (\S+)")
+
+
+@dataclass(frozen=True)
+class SlurmSettings:
+    """``values`` by name as `scontrol show config` prints them; ``at`` the controller's clock,
+    seconds since 1970; ``answer`` what it said where it gave none."""
+
+    values: Mapping[str, str]
+    at: float | None
+    answer: Answer
+
+    def get(self, name: str) -> str:
+        """A value; empty where it is not set."""
+        value = self.values.get(name, "")
+        return "" if value in ("(null)", "N/A") else value
+
+
+def slurm_settings(look: Look) -> SlurmSettings:
+    """The controller's settings, asked by whoever needs them first."""
+    with look.one:
+        if "slurm" not in look.kept:
+            look.kept["slurm"] = _ask_controller()
+        settings: SlurmSettings = look.kept["slurm"]
+        return settings
+
+
+def _ask_controller() -> SlurmSettings:
+    answer = ask(["scontrol", "show", "config"], SLURM_S)
+    found = (_LINE.match(line) for line in answer.out.splitlines())
+    values = {m["name"]: m["value"] for m in found if m}
+    stamp = _AT.search(answer.out)
+    at = None
+    if stamp is not None:
+        try:
+            at = datetime.fromisoformat(stamp[1]).astimezone().timestamp()
+        except ValueError:
+            at = None  # another version's way of writing times
+    return SlurmSettings(values, at, answer)
+
 
 _AREA = "slurm"
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")

@@ -15,10 +15,9 @@ import urllib.request
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, absent, doubtful
+from infra.doctor.check import Check, Finding, Look, absent, doubtful
 from infra.store.workspace import Workspace
-from infra.tracking.sync import check_server, offline_runs, server_address, shown_address
+from infra.tracking import check_server, offline_runs, server_address, shown_address
 from refiner_core.contract.errors import RefinerError
 
 _AREA = "wandb"

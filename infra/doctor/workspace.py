@@ -16,16 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infra.disk.figures import UNLIMITED, Room, ToolFailed
-from infra.disk.probe import Prober, Used, run_tool
+from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, Used, run_tool
 from infra.disk.usage import size_of
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look, ask, doubtful, gib
-from infra.doctor.scratch import scratch_in
-from infra.host.mounts import existing, mount_of
+from infra.doctor.check import Check, Finding, Look, ask, doubtful, gib, scratch_in
+from infra.host.files import existing, mount_of
 from infra.store import atomic
-from infra.store.ownership import refuse_doubtful
-from infra.store.workspace import FORMAT, Workspace
+from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
 
 _AREA = "workspace"
 _HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"

@@ -1,8 +1,19 @@
 """Checkpoints in somebody else's layout: found by pattern, ordered by number, whole or not.
 
-In: a folder that another trainer writes into, and a :class:`CheckpointRule`. Out: its checkpoints,
-oldest step first, each with what is wrong with it, and which of them may go. Looking writes
-nothing, but for the one small file by which ``quiet:SECONDS`` asks the file server for the time.
+In: a folder that another trainer writes into, and a :class:`CheckpointRule`; or a stage whose
+records say both. Out: its checkpoints, oldest step first, each with what is wrong with it, and
+which of them may go. Looking writes nothing, but for the one small file by which ``quiet:SECONDS``
+asks the file server for the time.
+
+Files are judged by their headers; nothing is loaded, and torch is not needed:
+
+============================ ==============================================================
+``*.safetensors``            the header can be read, and the data it describes fills the file
+``*.index.json``             every shard that it names is there
+``*.pt *.pth *.bin *.ckpt``  a zip (as torch writes it) with its directory, which comes last;
+                             older pickles have no such sign and only must not be empty
+``*.json`` (up to 16 MiB)    is JSON
+============================ ==============================================================
 
 A trainer that dies in a save leaves whole weights and no optimizer: so a checkpoint must have what
 most of its siblings have, by name (any number stands for any other: steps, ranks, times) and, for
@@ -14,16 +25,132 @@ from __future__ import annotations
 import fnmatch
 import json
 import logging
+import os
 import re
-from collections.abc import Mapping
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from infra.foreign import weights
-from infra.host.mounts import sync_file_system
+from infra.host.files import sync_file_system
 from infra.store import atomic
+from infra.store.layout import StagePaths
+from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.records import from_json
+
+_ZIPPED = (".pt", ".pth", ".bin", ".ckpt", ".npz")
+_JSON_LIMIT = 16 * 2**20
+_HEADER_LIMIT = 100_000_000  # safetensors' own
+_LEGACY_PICKLE = b"\x80"
+
+
+def damage(path: Path, *, need_weights: bool = True) -> str | None:
+    """What is wrong with a checkpoint (a file, or a folder with all below it); None if nothing is.
+
+    ``need_weights`` makes a folder without any file of weights a damaged one.
+    """
+    if not path.is_dir():
+        return file_damage(path)
+    found = False
+    for file in files_below(path):
+        if wrong := file_damage(file) or _missing_shard(file):
+            return f"{file.relative_to(path)}: {wrong}"
+        found |= is_weights(file)
+    if need_weights and not found:
+        return "there is no file of weights in it"
+    return None
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a file is of a kind that holds tensors."""
+    return path.suffix == ".safetensors" or path.suffix in _ZIPPED
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Every file below ``folder`` in name order; links to folders are not followed."""
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        yield from (Path(root) / name for name in sorted(names))
+
+
+def file_damage(path: Path) -> str | None:
+    """What is wrong with one file; None for what is whole, or of a kind that says nothing."""
+    try:
+        size = path.stat().st_size
+        if path.suffix == ".safetensors":
+            return _safetensors_damage(path, size)
+        if path.suffix in _ZIPPED:
+            return _zip_damage(path, size)
+        if path.suffix == ".json" and size <= _JSON_LIMIT:
+            return _json_damage(path, size)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return None
+
+
+def _safetensors_damage(path: Path, size: int) -> str | None:
+    if size < 8:
+        return f"cut short: {size} bytes"
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _HEADER_LIMIT:
+            return "no safetensors header"
+        header = file.read(length)
+    if len(header) < length:
+        return f"cut short in its header: {size} bytes"
+    try:
+        entries = json.loads(header)
+        ends = [e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "no safetensors header"
+    if size != expected:
+        return f"cut short: {size} of {expected} bytes" if size < expected else "bytes at its end"
+    return None
+
+
+def _zip_damage(path: Path, size: int) -> str | None:
+    if size == 0:
+        return "empty"
+    with path.open("rb") as file:
+        first = file.read(2)
+    if first != b"PK":
+        legacy_or_tar = first[:1] == _LEGACY_PICKLE or path.suffix in (".ckpt", ".bin")
+        return None if legacy_or_tar else "neither a zip nor a pickle"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return f"cut short: {size} bytes without the directory of a zip"
+    return None if members else "an empty zip"
+
+
+def _json_damage(path: Path, size: int) -> str | None:
+    if size == 0:
+        return "empty"
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return "no whole JSON"
+    return None
+
+
+def _missing_shard(path: Path) -> str | None:
+    if not path.name.endswith(".index.json"):
+        return None
+    try:
+        names = set(json.loads(path.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "an index without a `weight_map`"
+    for name in sorted(map(str, names)):
+        if not (path.parent / name).is_file():
+            return f"shard {name} is missing"
+    return None
+
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +258,7 @@ def _remove(gone: list[ForeignCheckpoint]) -> int:
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a folder."""
-    files = weights.files_below(path) if path.is_dir() else iter((path,))
+    files = files_below(path) if path.is_dir() else iter((path,))
     return sum(_size(f) for f in files)
 
 
@@ -139,7 +266,7 @@ def signature(path: Path) -> tuple[int, int, int]:
     """Number, size and newest change of a file, or of all below a folder: differs once one is
     written."""
     count = total = newest = 0
-    for file in weights.files_below(path) if path.is_dir() else (path,):
+    for file in files_below(path) if path.is_dir() else (path,):
         try:
             found = file.stat()
         except OSError:
@@ -151,7 +278,7 @@ def signature(path: Path) -> tuple[int, int, int]:
 
 def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
     rule, _, value = complete.partition(":")
-    wrong = weights.damage(path, need_weights=rule == "weights")
+    wrong = damage(path, need_weights=rule == "weights")
     if wrong:
         return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
     if rule == "file":
@@ -250,10 +377,10 @@ def _contents(path: Path) -> dict[str, _File]:
     if not path.is_dir():
         return {"": _File(path.name, _size(path))}
     found: dict[str, _File] = {}
-    for file in weights.files_below(path):
+    for file in files_below(path):
         name = file.relative_to(path).as_posix()
         shape = re.sub(r"\d+", "#", name)
-        counts = weights.is_weights(file) and not any(
+        counts = is_weights(file) and not any(
             fnmatch.fnmatch(file.name, pattern) for pattern in _OF_RANKS
         )
         before = found[shape].bytes if shape in found else 0
@@ -264,7 +391,7 @@ def _contents(path: Path) -> dict[str, _File]:
 def _age_s(path: Path) -> float:
     """Seconds since the last change, by the clock of whoever keeps the files: a node's own clock
     may differ from it."""
-    files = [path, *weights.files_below(path)] if path.is_dir() else [path]
+    files = [path, *files_below(path)] if path.is_dir() else [path]
     newest = max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
     probe = atomic.temporary_name(path.parent / "clock")
     try:
@@ -282,3 +409,33 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def work_folder(stage: StagePaths) -> Path:
+    """The trainer's ``{output}``: one folder for all attempts, since it goes on from what lies
+    there. Once the stage has a result, it holds nothing that the result needs."""
+    return stage.data / "work"
+
+
+class Recorded(NamedTuple):
+    """Checkpoints, oldest step first, and ``command.keep``."""
+
+    found: list[ForeignCheckpoint]
+    keep: int
+
+
+def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
+    """What lies there; nothing of a stage of another kind, or whose records cannot be read."""
+    stage = workspace.layout.stage(stage_id)
+    numbers = stage.attempt_numbers() if stage_id.startswith("command-") else []
+    if not numbers:
+        return Recorded([], 1)
+    try:
+        recorded = workspace.part(stage.attempt(numbers[-1]), "config")
+        command = from_json(CommandConfig, recorded["command"])
+        return Recorded(
+            find_checkpoints(work_folder(stage), CheckpointRule.of(command)), command.keep
+        )
+    except (RefinerError, OSError, KeyError, TypeError, ValueError) as error:
+        log.warning("the checkpoints of %s cannot be told: %s", stage_id, error)
+        return Recorded([], 1)

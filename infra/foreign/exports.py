@@ -15,8 +15,7 @@ import shutil
 from io import BufferedReader
 from pathlib import Path
 
-from infra.foreign.checkpoints import ForeignCheckpoint, newest_complete
-from infra.foreign.weights import damage
+from infra.foreign.checkpoints import ForeignCheckpoint, damage, newest_complete
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 
 #: What only goes on from; not part of a model.

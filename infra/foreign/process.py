@@ -1,22 +1,126 @@
-"""One run of another trainer as a process: started, read, asked to stop, never left behind.
+"""One run of another trainer as a process: its command, its output, and why it ended.
 
-In: a command and its environment. Out: its lines as they come, and its exit code.
+In: a recipe's ``command`` section, and where things lie. Out: a text for ``/bin/sh`` and the
+environment that the trainer's user would have; its lines as they come, with the progress and
+metrics that they tell; a bounded log of them; and, from its exit code, last words, the disk and
+the kernel, the error that :func:`infra.jobs.failures.classify` makes the right class of.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import queue
+import re
+import shlex
 import signal
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from infra.process.child import ChildProcess
+from infra.jobs.failures import class_of_text
+from infra.process.child import MARK, ChildProcess
+from infra.store.atomic import has_room, is_no_space, no_space_error
+from refiner_core.contract.config import PLACEHOLDER, CommandConfig
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    KilledError,
+    NotFiniteError,
+    ScriptFailed,
+)
+from refiner_core.contract.types import Progress
+
+#: Settings that we make for our own worker.
+OURS = (
+    *("PYTHONSAFEPATH", "OMP_WAIT_POLICY", "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+    *("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a trainer is called with.
+
+    ``data`` and ``model`` are None where the recipe gives none; ``checkpoint`` is None at the first
+    start.
+    """
+
+    output: Path
+    workdir: Path
+    seed: int
+    stage_id: str
+    attempt: int
+    data: Path | None = None
+    model: str | None = None
+    checkpoint: Path | None = None
+
+    def values(self) -> dict[str, str]:
+        """Placeholder -> value, without ``resume``; those that have no value are empty."""
+        return {
+            "output": str(self.output),
+            "workdir": str(self.workdir),
+            "seed": str(self.seed),
+            "data": "" if self.data is None else str(self.data),
+            "model": self.model or "",
+            "checkpoint": "" if self.checkpoint is None else str(self.checkpoint),
+        }
+
+
+def command_text(config: CommandConfig, call: Call) -> str:
+    """The shell command, with every value quoted."""
+    values = {name: shlex.quote(value) for name, value in call.values().items()}
+    resume = fill(config.resume_arguments, values) if call.checkpoint is not None else ""
+    return fill(config.run, {**values, "resume": resume})
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """``text`` with ``{name}`` replaced; ``{{`` and ``}}`` are single braces, ``${…}`` stays."""
+
+    def replaced(match: object) -> str:
+        whole = match.group(0)  # type: ignore[attr-defined]
+        name = match.group("name")  # type: ignore[attr-defined]
+        if name is None:
+            return whole[0] if whole in ("{{", "}}") else str(whole)
+        return values.get(name, str(whole))
+
+    return PLACEHOLDER.sub(replaced, text)
+
+
+def environment(
+    config: CommandConfig,
+    call: Call,
+    ours: Path | None = None,
+    base: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
+    """The trainer's environment.
+
+    ``ours`` is the folder that this worker imports refiner from, which is no business of the
+    trainer's.
+    """
+    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
+    paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
+    if paths:
+        kept["PYTHONPATH"] = os.pathsep.join(paths)
+    values = call.values()
+    names = ("seed", "data", "model", "checkpoint", "workdir")
+    settings = {f"REFINER_{name.upper()}": values[name] for name in names}
+    own = (setting.partition("=") for setting in config.env)
+    return {
+        **kept,
+        "PYTHONUNBUFFERED": "1",
+        **settings,
+        "REFINER_STAGE": call.stage_id,
+        "REFINER_ATTEMPT": str(call.attempt),
+        **{name: fill(value, values) for name, _, value in own},
+        MARK: values["output"],
+    }
+
 
 #: A line without an end is cut after this many bytes.
 _LINE_LIMIT = 1 << 16
@@ -117,3 +221,236 @@ def _lines(text: bytes) -> list[Line]:
 
 def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip()
+
+
+PHASE = "train"
+_NOTHING = Progress(0, 0, PHASE)
+#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
+_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
+_BAR = re.compile(r"\b(\d+)/\d+ \[")
+
+
+class Reading(NamedTuple):
+    """What a line says; ``metrics`` is empty where it has none that is new."""
+
+    progress: Progress
+    step: int
+    metrics: dict[str, float]
+
+
+class LineReader:
+    """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
+
+    def __init__(self, pattern: str, told: Progress = _NOTHING) -> None:
+        self._pattern = re.compile(pattern)
+        self._logged_step = told.done + 1 if told.done else 0
+        self.progress = told
+
+    def read(self, line: str) -> Reading | None:
+        """What the line says of the training; None if nothing."""
+        match = self._pattern.search(line)
+        if match is None:
+            return None
+        groups = {name: text for name, text in match.groupdict().items() if text is not None}
+        step = _number(groups.pop("step", ""))
+        total = _number(groups.pop("total", ""))
+        metrics = {
+            name: value for name, text in groups.items() if (value := _number(text)) is not None
+        }
+        done = self.progress.done if step is None else int(step)
+        self.progress = Progress(
+            done,
+            self.progress.total if total is None else int(total),
+            PHASE,
+            {**self.progress.values, **metrics},
+        )
+        if step is None or done < self._logged_step:
+            return Reading(self.progress, done, {})
+        if metrics:
+            self._logged_step = done
+        return Reading(self.progress, done, metrics)
+
+
+def says_that_it_moves(line: str, first_step: int) -> bool:
+    """Whether a line is of a training that has got beyond ``first_step``, whatever its pattern."""
+    bar = _BAR.search(line)
+    return bool(_NUMBERS.search(line)) or (bar is not None and int(bar.group(1)) > first_step)
+
+
+def _number(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return float(text.replace(",", "").rstrip("%"))
+    return None
+
+
+#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
+_AT_ONCE, _EACH_S = 16 << 20, 8 << 10
+_MOST_LINES_WAITING = 400
+
+
+class TrainerLog:
+    """Lines on their way to the log. ``clock``: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began = clock, clock()
+        self._waiting: deque[str] = deque()
+        self._left_out = self._written = 0
+
+    def write(self, text: str) -> None:
+        """Take a line."""
+        self._waiting.append(text)
+        if len(self._waiting) > _MOST_LINES_WAITING:
+            self._waiting.popleft()
+            self._left_out += 1
+        self.flush()
+
+    def flush(self, *, last: bool = False) -> None:
+        """Write what waits, as far as it goes in; the ``last`` lines go in always."""
+        while self._waiting and (last or self._written < self._allowed()):
+            line = f"{self._waiting[0]}\n"
+            if self._left_out:
+                line = f"[{self._left_out:,} lines are left out here]\n{line}"
+            try:
+                sys.stdout.write(line)
+                sys.stdout.flush()
+            except OSError:  # a full disk; they wait
+                return
+            self._written += len(line)
+            self._left_out = 0
+            self._waiting.popleft()
+
+    def _allowed(self) -> float:
+        return _AT_ONCE + _EACH_S * (self._clock() - self._began)
+
+
+#: Lines from the end that are looked at: what went well long before says nothing about the end.
+_LINES = 60
+_SHOWN = 6
+_NOT_FINITE = re.compile(
+    r"(FloatingPointError|loss (is|became|was) (nan|inf)|(nan|inf)(inity)? (loss|grad)"
+    r"|(loss|gradients?|grad_?norm)\b.{0,40}\b(nan|inf|not finite|non-?finite)\b)",
+    re.IGNORECASE,
+)
+_ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
+_NOT_FOUND, _NOT_RUNNABLE = 127, 126
+
+
+class TrainerKilled(KilledError):
+    """The trainer was ended from outside, or crashed: another try may well get further."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a trainer ended.
+
+    ``code`` is that of a shell (128 + signal), ``lines`` are its last ones, ``oom_kills`` counts
+    what the kernel has killed for lack of memory while it ran.
+    """
+
+    code: int
+    lines: Sequence[str]
+    output: Path
+    oom_kills: int = 0
+
+
+def error_of(ending: Ending) -> Exception:
+    """The error to raise; the message holds the trainer's own words."""
+    lines = [line.strip() for line in ending.lines if line.strip()][-_LINES:]
+    for line in reversed(lines):
+        failure = class_of_text(line)
+        if failure == "disk_full":
+            return no_space_error(ending.output, "the trainer was writing", OSError(line))
+        if failure == "out_of_memory":
+            return MemoryError(f"The trainer ran out of memory: {line}")
+        if failure is not None:  # of the GPU: whoever classifies goes by the text
+            return _failed(ending, line, lines)
+    if _no_room(ending, lines):
+        return no_space_error(ending.output, "the trainer was writing", OSError(_last(lines)))
+    if ending.oom_kills and ending.code in (128 + signal.SIGKILL, 1):
+        return MemoryError(f"The kernel killed {ending.oom_kills} processes for lack of memory")
+    for line in reversed(lines):
+        if _NOT_FINITE.search(line):
+            return NotFiniteError(
+                f"The trainer gave up on a number: {line}",
+                expected="finite losses and gradients",
+                fix="lower its learning rate, or look at its data",
+            )
+    if ending.code in (_NOT_FOUND, _NOT_RUNNABLE):
+        return ConfigurationError(
+            f"The trainer could not be started (exit code {ending.code}): {_last(lines)}",
+            expected="a command that can be run where the job runs",
+            fix="correct command.run, or command.workdir",
+        )
+    if ending.code > 128 and ending.code != 128 + signal.SIGINT:
+        name = _signal_name(ending.code - 128)
+        return TrainerKilled(
+            f"The trainer was ended by {name}; its last line: {_last(lines)}",
+            fix="nothing, if that was an accident: the next attempt goes on from its last "
+            "checkpoint",
+        )
+    return _failed(ending, _last(lines), lines)
+
+
+def kernel_oom_kills(root: Path = Path("/")) -> int:
+    """How many processes the kernel has killed for lack of memory: of our control group, where it
+    counts them, for a neighbour's job on the same node is none of ours; else of this machine.
+
+    Parameters
+    ----------
+    root
+        Where ``proc`` and ``sys`` lie.
+    """
+    for path in (*_counts_of_groups(root), root / "proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in path.read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
+def _counts_of_groups(root: Path) -> list[Path]:
+    """Where our control group's count may stand: of version 2, then of version 1."""
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            inside = group.strip("/")
+            if not inside:  # the root group counts nothing of its own
+                continue
+            if not controllers:
+                found.append(root / "sys/fs/cgroup" / inside / "memory.events")
+            elif "memory" in controllers.split(","):
+                found.append(root / "sys/fs/cgroup/memory" / inside / "memory.oom_control")
+    return found
+
+
+def _failed(ending: Ending, line: str, lines: Sequence[str]) -> ScriptFailed:
+    tail = "\n".join(lines[-_SHOWN:])
+    error = ScriptFailed(
+        f"The trainer ended with exit code {ending.code}: {line}",
+        expected="exit code 0",
+        fix=f"look at its log (`refiner logs STAGE`). Its last lines:\n{tail}",
+    )
+    error.signature = hashlib.sha256(line.encode()).hexdigest()[:16]
+    return error
+
+
+def _no_room(ending: Ending, lines: Sequence[str]) -> bool:
+    """Writers that say only that a write failed, and those that a full disk kills (SIGBUS from a
+    mapped file): a probe decides."""
+    if ending.code == 128 + signal.SIGBUS:
+        return not has_room(ending.output)
+    return any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
+
+
+def _last(lines: Sequence[str]) -> str:
+    """The line that names the error."""
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    return (errors or list(lines) or ["(it printed nothing)"])[-1]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

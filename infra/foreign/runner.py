@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra.foreign.calling import Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
     ForeignCheckpoint,
@@ -38,20 +37,29 @@ from infra.foreign.checkpoints import (
     size_of,
     steps_to_take,
 )
-from infra.foreign.endings import Ending, error_of, kernel_oom_kills
-from infra.foreign.process import Line, TrainerProcess
-from infra.foreign.reading import PHASE, LineReader, says_that_it_moves
-from infra.foreign.trainer_log import TrainerLog
-from infra.process.leftovers import kill_leftovers
+from infra.foreign.process import (
+    PHASE,
+    Call,
+    Ending,
+    Line,
+    LineReader,
+    TrainerLog,
+    TrainerProcess,
+    command_text,
+    environment,
+    error_of,
+    kernel_oom_kills,
+    says_that_it_moves,
+)
+from infra.process.child import kill_leftovers
 from infra.store.checkpoints import Complete
-from refiner_core.contract.config import CommandConfig
+from refiner_core.contract.config import CommandConfig, uses
 from refiner_core.contract.errors import (
     ConfigurationError,
     Interrupted,
     NoSpaceError,
     ScriptFailed,
 )
-from refiner_core.contract.plan import uses
 from refiner_core.contract.types import Progress, SavedCheckpoint
 
 if TYPE_CHECKING:
@@ -114,7 +122,7 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
     Interrupted
         Somebody asked to stop; the trainer was told, and has ended.
     NoSpaceError, MemoryError, NotFiniteError, ConfigurationError, ScriptFailed
-        Why it ended otherwise (:mod:`infra.foreign.endings`).
+        Why it ended otherwise (:mod:`infra.foreign.process`).
     """
     _check_workdir(job.call.workdir)
     job.call.output.mkdir(parents=True, exist_ok=True)

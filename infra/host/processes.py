@@ -1,8 +1,8 @@
-"""Processes, and whether one is still the same one.
+"""Processes: the environment of this one, whether one is still the same, who listens at a port.
 
 In: process numbers. Out: :class:`ProcessId` values that can be written down, read on any node and
-asked later. A number alone is not enough (they are used again), so the start time goes with it:
-in the kernel's ticks since a boot that has a name, which no step of the clock changes. Where the
+asked later. A number alone is not enough (they are used again), so the start time goes with it: in
+the kernel's ticks since a boot that has a name, which no step of the clock changes. Where the
 kernel does not say (and in what older versions have recorded), it is a time of the clock.
 """
 
@@ -14,12 +14,22 @@ import os
 import pwd
 import signal
 import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import psutil
+
+
+def environment() -> dict[str, str]:
+    """All variables as they are now. ``{**os.environ}`` raises where another thread deletes one
+    meanwhile, as submitting a job does with the settings of the job that we run in."""
+    known = ((name, os.environ.get(name)) for name in list(os.environ))
+    return {name: value for name, value in known if value is not None}
+
 
 log = logging.getLogger(__name__)
 
@@ -187,3 +197,75 @@ def user_name() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return f"user {os.getuid()}"
+
+
+Holder = Literal["nobody", "ours", "another"]
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENS = "0A"
+
+
+def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
+    """The holder of a port: ``ours`` where all who listen there descend from process ``top``.
+
+    ``by_daemon`` is for servers that a container's daemon starts (docker): they descend from
+    nothing of ours, and it is enough that they are this user's or root's.
+    """
+    if not _TABLES[0].exists():  # another system than Linux tells only of what one has started
+        return "ours" if _listen(_family(top), port) else "nobody"
+    sockets = _listening(port)
+    if not sockets:
+        return "nobody"
+    own = _open_in(_family(top))
+    others = {uid for inode, uid in sockets.items() if inode not in own}
+    return "ours" if not others or (by_daemon and others <= {0, os.getuid()}) else "another"
+
+
+def _listening(port: int) -> dict[int, int]:
+    """Sockets that listen at a port, on any address: their numbers, and whose they are."""
+    found = {}
+    for table in _TABLES:
+        with suppress(FileNotFoundError):  # no IPv6
+            for line in table.read_text().splitlines()[1:]:
+                fields = line.split()
+                at = int(fields[1].rpartition(":")[2], 16)
+                if (at, fields[3]) == (port, _LISTENS):
+                    found[int(fields[9])] = int(fields[7])
+    return found
+
+
+def _family(top: int) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(top)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _open_in(processes: list[psutil.Process]) -> set[int]:
+    """Numbers of the sockets that processes have open."""
+    found = set()
+    for process in processes:
+        with suppress(OSError):  # it has ended
+            for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(OSError):
+                    kind, _, number = str(entry.readlink()).partition(":[")
+                    if kind == "socket":
+                        found.add(int(number.rstrip("]")))
+    return found
+
+
+def _listen(processes: list[psutil.Process], port: int) -> bool:
+    for process in processes:
+        with suppress(psutil.Error):
+            for socket in process.net_connections(kind="tcp"):
+                if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port:
+                    return True
+    return False
+
+
+def wait_for(ended: threading.Event) -> None:
+    """Return once ``ended`` is set.
+
+    Not ``Thread.join``: a Ctrl-C in it makes Python take the thread for ended (bpo-45274).
+    """
+    while not ended.wait(1.0):
+        pass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from infra.host.environment import environment
+from infra.host.processes import environment
 from refiner_core.contract.checks.secrets import given_secrets, is_secret_name, key_variables
 from refiner_core.contract.config import RecipeConfig
 

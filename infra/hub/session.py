@@ -30,8 +30,7 @@ from huggingface_hub.utils import (
 )
 from huggingface_hub.utils._http import default_client_factory
 
-from infra.hub.errors import in_our_words, outage
-from infra.hub.patience import Patience
+from infra.hub.errors import Patience, in_our_words, outage
 
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 #: The client asks this by the way, for words in its user agent, and does without an answer. It must

@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from infra.hub.errors import stopped
-from infra.publishing.rules import bytes_of
-from infra.publishing.targets import FileToPublish
+from infra.publishing.targets import FileToPublish, bytes_of
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Progress
 

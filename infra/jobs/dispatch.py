@@ -1,21 +1,186 @@
-"""Which dispatcher a stage's job goes to, and all of them looked at as one.
+"""Dispatching of jobs: this machine's own, and which dispatcher a stage's job goes to.
 
 In: a recipe's ``dispatch`` section. Out: a :class:`Router`: this machine alone, or this machine for
 what the cluster's profile keeps here (CPU stages, stages that need the network) and Slurm for the
 rest. An attempt says for good by which executor it was submitted, so whoever looks later asks the
 right one.
+
+Jobs of this machine are processes in sessions of their own: workers that outlive the orchestrator,
+for Ctrl-C in its terminal does not reach them, nor does its end. Liveness is judged from processes.
+If the orchestrator is killed before it has noted a job down, the attempt is given up by the next
+one, and the worker, which has to take it first, finds that and leaves. Those that only move bytes,
+or evaluate while training goes on, give way to the trainer (:mod:`infra.jobs.give_way`).
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.protocol import AttemptRef, Dispatcher, JobRequest, JobSight, OpenAttempt
+from infra.host.processes import ProcessId, environment
+from infra.jobs import give_way
+from infra.jobs.failures import classify_silent_end
+from infra.jobs.protocol import (
+    AttemptRef,
+    Dispatcher,
+    JobRequest,
+    JobSight,
+    OpenAttempt,
+    Sight,
+    WorkerCommand,
+    job_settings,
+    tail_of,
+)
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+
+
+class LocalDispatcher:
+    """Runs jobs as processes of this host; see :class:`~infra.jobs.protocol.Dispatcher`."""
+
+    executor = "local"
+
+    def __init__(self, workspace: Workspace, worker: WorkerCommand | None = None) -> None:
+        self.workspace = workspace
+        self.worker = worker or WorkerCommand(workspace.root)
+        self._children: dict[AttemptRef, subprocess.Popen[bytes]] = {}
+        self._codes: dict[AttemptRef, int] = {}
+
+    # ------------------------------------------------------------ submitting
+
+    def check(self, stage: PlannedStage) -> None:
+        """This machine is asked for what it has when the job runs."""
+
+    def submit(self, requests: Sequence[JobRequest]) -> dict[AttemptRef, Exception]:
+        """Start each job; what went wrong, by attempt."""
+        failed: dict[AttemptRef, Exception] = {}
+        for request in requests:
+            try:
+                self._submit(request)
+            except Exception as error:  # one job's trouble is told with it, not with the others
+                failed[request.ref] = error
+        return failed
+
+    def _submit(self, request: JobRequest) -> None:
+        paths = self.workspace.layout.attempt(request.stage_id, request.attempt)
+        command = self.worker.arguments(request)
+        if request.nice:
+            command = [self.worker.python, "-P", give_way.__file__, str(request.nice), *command]
+        settings = job_settings(request.threads, request.code)
+        visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
+        with paths.printed.open("ab") as printed:
+            worker = subprocess.Popen(
+                command,
+                env={**environment(), **settings, **visible},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                start_new_session=True,
+            )
+        self._children[request.ref] = worker
+        note = {"job_id": str(worker.pid), "executor": "local", "comment": request.comment}
+        atomic.write_json(paths.job, {**note, "process": str(ProcessId.of(worker.pid))})
+
+    # ------------------------------------------------------------ looking and stopping
+
+    def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
+        """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
+        not, else ``unknown`` (another host, or not submitted yet)."""
+        sights = {a.ref: self._sight(a) for a in attempts}
+        # Afterwards, so that of whatever was seen dead the exit code is known.
+        for ref, child in tuple(self._children.items()):
+            if (code := child.poll()) is not None:
+                self._codes[ref] = code
+                del self._children[ref]
+        return {a.ref: self._look_at(a, sights[a.ref]) for a in attempts}
+
+    def _look_at(self, attempt: OpenAttempt, sight: Sight) -> JobSight:
+        here = ProcessId.parse(attempt.attempt.owner).here
+        if sight != "dead":
+            return JobSight(sight, local=here)
+        started = attempt.started is not None and not attempt.started.get("void")
+        code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
+        end = classify_silent_end(started, self._printed(attempt.ref), code)
+        return JobSight(sight, local=here, end=end)
+
+    def _sight(self, attempt: OpenAttempt) -> Sight:
+        known = self._processes(attempt)
+        if any(p.alive for p in known):
+            return "live"
+        return "dead" if known and all(p.here for p in known) else "unknown"
+
+    def _printed(self, ref: AttemptRef) -> str:
+        """The end of what the worker printed; earlier versions started it through submitit."""
+        paths = self.workspace.layout.attempt(*ref)
+        return tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
+
+    def stop(self, attempt: OpenAttempt) -> bool:
+        """SIGTERM to the worker alone, so that it can save."""
+        worker = self._worker(attempt)
+        return worker is not None and worker.terminate()
+
+    def kill(self, attempt: OpenAttempt) -> bool:
+        """SIGKILL to the job's process group. True also for one of another host, which nobody here
+        can reach: its fence must do."""
+        for process in self._processes(attempt):
+            if process.here:
+                process.kill_group()
+        return True
+
+    def release(self, attempt: OpenAttempt) -> None:
+        """Nothing holds a local job back."""
+
+    def _processes(self, attempt: OpenAttempt) -> list[ProcessId]:
+        found = (self._worker(attempt), self._process(attempt.ref, "job"))
+        return [p for p in found if p is not None]
+
+    def _worker(self, attempt: OpenAttempt) -> ProcessId | None:
+        known = (attempt.started or {}).get("process")
+        return ProcessId.parse(known) if known else self._process(attempt.ref, "started")
+
+    def _process(self, ref: AttemptRef, name: str) -> ProcessId | None:
+        path: Path = getattr(self.workspace.layout.attempt(*ref), name)
+        process = (self.workspace.read_control(path) or {}).get("process")
+        return None if process is None else ProcessId.parse(process)
+
+
+def _visible_gpus(count: int) -> str:
+    """The first of the GPUs that the caller may use.
+
+    Raises
+    ------
+    StageFailed
+        There are fewer.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",")] if given else list(map(str, range(count)))
+    if len(names) < count:
+        raise StageFailed(
+            f"{count} GPUs are asked for, and CUDA_VISIBLE_DEVICES names {len(names)}",
+            expected="as many as the stage's `resources.gpus`",
+            fix="ask for fewer, or let this process see more",
+        )
+    return ",".join(names[:count])
+
+
+_KINDS = ("fetch", "export", "publish", "card")
+
+
+def gives_way(plan: Plan, stage: PlannedStage) -> bool:
+    """Whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that was
+    exported while training goes on."""
+    if stage.kind in _KINDS:
+        return True
+    source = plan.by_name.get(stage.inputs.get("weights", ""))
+    return stage.kind == "evaluate" and source is not None and source.kind == "export"
+
 
 #: Names the executor that a stage's job goes to.
 Choice = Callable[[PlannedStage], str]

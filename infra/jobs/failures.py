@@ -18,7 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.store.room import chain_of, is_no_space, says_no_space
+from infra.store.atomic import chain_of, is_no_space, says_no_space
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -42,7 +42,7 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.records import Attempt, Decision, FailureClass, Outcome
-from refiner_core.contract.views import ViewState
+from refiner_core.contract.types import ViewState
 
 #: Messages in records are for tables; the whole traceback is in the log.
 MESSAGE_LIMIT = 2000

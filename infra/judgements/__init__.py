@@ -6,9 +6,9 @@ workspace read and add to, without a lock.
 =========================================  =======================================================
 :mod:`~infra.judgements.segments`          the files: names, header, records; what they hold
 :mod:`~infra.judgements.table`             records in memory: sorted arrays, looked up many at once
-:mod:`~infra.judgements.reading`           what is new in the files
-:mod:`~infra.judgements.writing`           the one file that this process writes
-:mod:`~infra.judgements.upkeep`            oldest files go, small ones are merged
+:mod:`~infra.judgements.table`           what is new in the files
+:mod:`~infra.judgements.segments`           the one file that this process writes
+:mod:`~infra.judgements.store`            oldest files go, small ones are merged
 :mod:`~infra.judgements.store`             all of it as a store
 =========================================  =======================================================
 

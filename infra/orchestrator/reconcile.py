@@ -1,9 +1,10 @@
 """Given what should be, what is recorded and what lives: what to do next.
 
-In: the union of plans, the records of its stages, a look at the world and the rules of this call.
-Out: one action per stage, by id. :func:`reconcile` is pure and level-triggered: it has no memory,
-so whoever runs it next, after a crash or beside another orchestrator, comes to the same decisions;
-applied until nothing but terminal actions is left, it changes nothing more.
+In: the union of plans (each stage once, by id: what two trials share is decided on and launched
+once), the records of its stages, a look at the world and the rules of this call. Out: one action
+per stage, by id, which others carry out and show. :func:`reconcile` is pure and level-triggered: it
+has no memory, so whoever runs it next, after a crash or beside another orchestrator, comes to the
+same decisions; applied until nothing but terminal actions is left, it changes nothing more.
 
 A service (kind ``serve``) is never done. It is *wanted* while a stage that asks it runs, or could
 run but for it; *ready* when its live attempt answers. Only then are those stages launched, so that
@@ -12,30 +13,166 @@ no trainer holds GPUs while a server loads its weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from infra.jobs.failures import CLASSES, budget_left, classify_silent_end, outcome_of
 from infra.jobs.protocol import Sight
-from infra.orchestrator.actions import (
-    Action,
-    Block,
-    CloseAttempt,
-    Done,
-    Fail,
-    Launch,
-    Pause,
-    Release,
-    Rest,
-    Serve,
-    Wait,
-)
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.union import Union
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
 from refiner_core.contract.services import is_service
+from refiner_core.contract.types import ViewState
+
+
+def stages_by_id(plan: Plan) -> tuple[dict[str, PlannedStage], dict[str, PlannedStage]]:
+    """Stages of a plan and those that it is given, by id; ``inputs`` and ``after`` hold ids."""
+
+    def keyed(stage: PlannedStage) -> PlannedStage:
+        inputs = {role: plan.by_name[name].id for role, name in stage.inputs.items()}
+        return replace(stage, inputs=inputs, after=tuple(plan.by_name[n].id for n in stage.after))
+
+    return {s.id: keyed(s) for s in plan.stages}, {s.id: keyed(s) for s in plan.given}
+
+
+@dataclass(frozen=True)
+class Union:
+    """Stages by id, in an order in which those of an earlier plan come first.
+
+    ``given`` are stages that no plan begins: they are read only. Of a stage that several plans name
+    differently, ``name`` is the first one's.
+    """
+
+    stages: Mapping[str, PlannedStage]
+    given: Mapping[str, PlannedStage]
+
+    @classmethod
+    def of(
+        cls, plans: Iterable[tuple[Mapping[str, PlannedStage], Mapping[str, PlannedStage]]]
+    ) -> Union:
+        """The union of what :func:`stages_by_id` says of each plan."""
+        stages: dict[str, PlannedStage] = {}
+        given: dict[str, PlannedStage] = {}
+        for mine, theirs in plans:
+            for stage_id, stage in mine.items():
+                stages.setdefault(stage_id, stage)
+            given |= theirs
+        return cls(stages, {i: s for i, s in given.items() if i not in stages})
+
+    def __getitem__(self, stage_id: str) -> PlannedStage:
+        """A stage, planned or given."""
+        return self.stages[stage_id] if stage_id in self.stages else self.given[stage_id]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The stage has its result."""
+
+    stage: PlannedStage
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Claim the attempt after ``after`` and submit it."""
+
+    stage: PlannedStage
+    after: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
+
+    ``unseen``: nobody can say just now how the attempt is; ``short``: its worker waits for room.
+    """
+
+    stage: PlannedStage
+    reason: str
+    attempt: int = 0
+    queued: bool = False
+    unseen: bool = False
+    short: bool = False
+
+
+@dataclass(frozen=True)
+class Serve(Wait):
+    """A service that lives, or may do so: ``ready`` if it answers, ``wanted`` if a stage of this
+    call needs it now."""
+
+    ready: bool = False
+    wanted: bool = False
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Nobody in this call needs the service any more; ``live``: it still runs, and ends by itself
+    when nobody else needs it either."""
+
+    stage: PlannedStage
+    live: bool
+
+
+@dataclass(frozen=True)
+class CloseAttempt:
+    """Write the outcome of an attempt that ended without one; a hung one is killed first."""
+
+    stage: PlannedStage
+    attempt: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Release:
+    """Let an attempt's job go on that the scheduler holds back after a failed start."""
+
+    stage: PlannedStage
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Wait for room: nothing is lost, and it goes on by itself."""
+
+    stage: PlannedStage
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fail:
+    """Nothing more happens to the stage in this call; ``state`` is how it ends."""
+
+    stage: PlannedStage
+    outcome: Outcome
+    state: ViewState
+
+
+@dataclass(frozen=True)
+class Block:
+    """An input cannot be had in this call."""
+
+    stage: PlannedStage
+    by: str
+    state: ViewState
+
+
+Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block | Rest
+
+
+@dataclass(frozen=True)
+class StopWish:
+    """Who wants a job to end, and how.
+
+    ``everybody``: also jobs that another call has started.
+    """
+
+    reason: str
+    failure: Literal["interrupted", "cancelled"] = "interrupted"
+    grace_s: float = 60.0
+    everybody: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What went wrong in a run, when, what it cost, and how it went on. Pure: records in, values out.
+"""Incidents of a run: what went wrong, when, what it cost, and how it went on.
 
-In: a :class:`StageHistory` for each stage (record, last heartbeats, devices) and the run's events.
-Out: :class:`Incident` values in the order of time, for terminals, Prefect, reports and cards.
+In: a workspace and a run, of which records, last heartbeats and the event log are read, or a
+:class:`StageHistory` for each stage and the run's events. Out: :class:`Incident` values in the
+order of time, for terminals, Prefect, reports and cards.
 
     03:12 EDQUOT (errno 122) while saving step 100 on n3; 56.0 GB reclaimed; resumed from step 99
     after 4 min; 14 GPU-minutes lost
@@ -9,19 +10,24 @@ Out: :class:`Incident` values in the order of time, for terminals, Prefect, repo
 *Lost* are the steps between the last one that an attempt finished and the one that the next attempt
 went on from, and the same share of the attempt's time, times its devices. Times are those that the
 writers' own clocks gave: they are shown, and nothing is decided by them. Which disk event belongs
-to which attempt goes by the order of lines in the event log, not by the clock.
+to which attempt goes by the order of lines in the event log, not by the clock. A line that was cut
+off by a crash, and a stage that nobody has begun, are left out.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
-from refiner_core.contract.records import Attempt, FailureClass, Outcome, StageRecord
+from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import section_name
+from refiner_core.contract.records import Attempt, FailureClass, Outcome, RunRecord, StageRecord
 
 Event = Mapping[str, Any]
 
@@ -349,3 +355,55 @@ def size_text(size: int) -> str:
             return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.1f} {unit}"
         number /= 1000
     return f"{number:.1f} TB"
+
+
+def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
+    """What went wrong in the stages of a run, oldest first."""
+    return incidents_of(run_histories(workspace, run), run_events(workspace, run.run))
+
+
+def run_histories(workspace: Workspace, run: RunRecord) -> list[StageHistory]:
+    """Every stage of the run that has been begun, in the run's order."""
+    found = (stage_history(workspace, run, name) for name in run.stages)
+    return [history for history in found if history is not None]
+
+
+def stage_history(workspace: Workspace, run: RunRecord, name: str) -> StageHistory | None:
+    """One stage of a run; None if nobody has begun it."""
+    stage_id = run.stages[name]
+    record = workspace.read_record(stage_id)
+    if record is None:
+        return None
+    numbers = [attempt.number for attempt in record.attempts]
+    beats = {n: workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
+    gpus = devices_of(run.config, record.spec.kind)
+    return StageHistory(name, stage_id, record, beats, max(gpus, 1), "GPU" if gpus else "CPU")
+
+
+def devices_of(config: Mapping[str, Any], kind: str) -> int:
+    """GPUs of all nodes that a recipe gives to a kind of stage; 0 for one on CPUs."""
+    section = config.get(section_name(kind))
+    resources = (section or {}).get("resources") or {}
+    return int(resources.get("gpus") or 0) * int(resources.get("nodes") or 1)
+
+
+def run_events(workspace: Workspace, run_id: str) -> list[dict[str, Any]]:
+    """The event log of a run, oldest first."""
+    return read_events(workspace.layout.run(run_id).events)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a log, oldest first; none where there is no log."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except json.JSONDecodeError:  # its writer was killed in the middle of it
+            continue
+        if isinstance(event, dict):
+            found.append(event)
+    return found

@@ -1,13 +1,13 @@
 """One local Prefect server per user and node: found, or started once, and reused by every run.
 
-In: the state folder (:mod:`infra.prefect_server.state`). Out: a :class:`ServerInfo` whose
+In: the state folder (:mod:`infra.prefect_server.server`). Out: a :class:`ServerInfo` whose
 ``client_env`` lets a process that has *not yet imported Prefect* talk to it. Nothing here imports
 Prefect.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
 a file of mode 0600, in the environment of the processes that need it, and in the link that a
-terminal is shown (:mod:`infra.prefect_server.opening`), never in an argument list, a log or
+terminal is shown (:mod:`infra.prefect_server.server`), never in an argument list, a log or
 ``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
 
 Files in the state folder: ``server.json`` (which process, where), ``auth`` (the key),
@@ -21,6 +21,7 @@ import fcntl
 import os
 import secrets
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -31,14 +32,79 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
+from urllib.parse import quote
 
 import psutil
 
-from infra.host.processes import ProcessId
-from infra.prefect_server.state import state_dir
+from infra.host.processes import ProcessId, host_name
+from infra.store import atomic
 from infra.store.atomic import read_json, write_json
-from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.errors import RefinerError, WorkspaceError
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "panfs", "wekafs"}
+)
+
+
+def state_dir(env: Mapping[str, str] | None = None) -> Path:
+    """This user's state folder on this node; made with mode 0700 where it is missing.
+
+    Raises
+    ------
+    WorkspaceError
+        It cannot be made, or it belongs to somebody else.
+    """
+    env = os.environ if env is None else env
+    base = _base_dir(env)
+    folder = base / host_name()
+    try:
+        for path in (base, folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        # Whoever owns the parent could put another folder in the place of ours.
+        if found.st_uid != os.getuid() or base.stat().st_uid not in (os.getuid(), 0):
+            raise PermissionError("it or its parent belongs to another user")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise WorkspaceError(
+            f"The state folder {folder} cannot be used: {error}.",
+            expected="a folder of your own on a disk of this node",
+            fix="set REFINER_STATE_DIR to one",
+        ) from error
+    return folder
+
+
+def _base_dir(env: Mapping[str, str]) -> Path:
+    if named := env.get("REFINER_STATE_DIR"):
+        return Path(named).expanduser().absolute()
+    if xdg := env.get("XDG_STATE_HOME"):
+        base = Path(xdg) / "refiner"
+    else:
+        base = Path("~/.local/state/refiner").expanduser()
+    if is_network_file_system(base):
+        return Path(f"/var/tmp/refiner-{os.getuid()}")
+    return base
+
+
+def is_network_file_system(path: Path) -> str:
+    """The type of the file system that holds ``path`` where that is one of the network; else
+    empty."""
+    kind = file_system_of(path)
+    return kind if kind in _NETWORK_FILE_SYSTEMS else ""
+
+
+def file_system_of(path: Path) -> str:
+    """Type of the file system that holds ``path`` (or will), such as ``ext4`` or ``nfs4``."""
+    path = path.absolute()
+    best, kind = "", ""
+    for partition in psutil.disk_partitions(all=True):
+        mount = partition.mountpoint
+        if path.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, partition.fstype
+    return kind.lower()
+
 
 #: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
 UI = "ui"
@@ -357,3 +423,43 @@ def _exclusive(path: Path, deadline: float) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+_NAME = "open.html"
+#: Prefect's UI takes the key from this place of its origin's storage.
+_PAGE = """<!DOCTYPE html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<title>refiner</title>
+<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
+<script>
+const said = location.hash.slice(1).split(",").map(decodeURIComponent);
+history.replaceState(null, "", location.pathname);
+const target = new URL(said[1] || "/", location.origin);
+if (said[0] && target.origin === location.origin) {
+  localStorage.setItem("prefect-password", btoa(said[0]));
+  location.replace(target);
+}
+</script>
+"""
+
+
+def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
+    """The address of a page of the UI, with the key only where ``stream`` is a terminal.
+
+    Parameters
+    ----------
+    info
+        The server.
+    path
+        Such as ``/runs/flow-run/ID``.
+    stream
+        Where the link will be printed.
+    """
+    folder = Path(info.home) / UI / "v1"
+    if not (info.ours and info.auth and stream.isatty() and folder.is_dir()):
+        return f"{info.url}{path}"
+    page = folder / _NAME
+    if not page.is_file() or page.read_text() != _PAGE:  # the server copies its files afresh
+        atomic.write_text(page, _PAGE)
+    return f"{info.url}/{_NAME}#{quote(info.auth, safe=':')},{quote(path)}"

@@ -18,20 +18,23 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infra.publishing.rules import (
+from infra.publishing.targets import (
+    FileToPublish,
+    Publication,
+    Published,
+    Target,
     all_files,
     bytes_of,
     check_replaced,
     check_same_run,
     check_update,
     moves_main,
+    step_revision,
 )
-from infra.publishing.targets import FileToPublish, Publication, Published, step_revision
 from infra.store import atomic
-from infra.store.published import CARD, EVIDENCE, MARKER, Lying, lying_at
-from infra.store.room import no_space_guard
-from infra.store.swap import put_back, swap_in
-from refiner_core.contract.config import PublishConfig
+from infra.store.atomic import no_space_guard, put_back, swap_in
+from infra.store.stage_records import CARD, EVIDENCE, OLD_MANIFEST, Lying, lying_at
+from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress
@@ -225,7 +228,7 @@ def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
 
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
     """What others have put into a folder of ours goes along."""
-    ours = {MARKER, *(before.names if before else ())}
+    ours = {OLD_MANIFEST, *(before.names if before else ())}
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         name = path.relative_to(place)
         at = temporary / name
@@ -260,3 +263,14 @@ def _linked(old: Path, new: Path) -> bool:
             raise
         return False
     return True
+
+
+def make_target(config: RecipeConfig, published: Path) -> Target:
+    """The target that a recipe names; ``published`` is the workspace's own folder for it."""
+    if config.publish.target == "hub":
+        from infra.hub.target import HubTarget  # the Hub client only where it is used
+
+        return HubTarget(config.publish)
+    path = config.publish.path
+    root = Path(path).expanduser().absolute() if path else published
+    return FolderTarget(root, config.publish)

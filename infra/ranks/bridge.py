@@ -12,22 +12,75 @@ travels in the environment.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from pathlib import Path
 from typing import Any
 
-from infra.ranks.errors import decode, encode
-from infra.ranks.handshake import greet, is_own, shut
+from infra.ranks.events import decode, encode
 from refiner_core.contract.errors import KilledError, NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+
+#: How long the other end may take for each of its words, seconds.
+PATIENCE_S = 30.0
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+def greet(connection: Connection, key: bytes) -> None:
+    """Let both ends prove that they have the key, as ``Client(…, authkey=key)`` expects.
+
+    Raises
+    ------
+    AuthenticationError, EOFError, OSError
+        The other end does not, is gone, or says nothing.
+    """
+    _limit(connection, PATIENCE_S)
+    deliver_challenge(connection, key)
+    answer_challenge(connection, key)
+    _limit(connection, 0.0)
+
+
+def is_own(connection: Connection) -> bool:
+    """Whether the process at the other end of a Unix socket is this user's."""
+    with _socket(connection) as other:
+        raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
+
+
+def shut(connection: Connection) -> None:
+    """Wake the thread that reads from it; it closes the connection itself."""
+    with contextlib.suppress(OSError), _socket(connection) as other:
+        other.shutdown(socket.SHUT_RDWR)
+
+
+def _limit(connection: Connection, seconds: float) -> None:
+    """End reads and writes with an error after this time; 0 for never."""
+    whole, part = divmod(seconds, 1.0)
+    value = struct.pack("ll", int(whole), int(part * 1e6))
+    with _socket(connection) as other:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            other.setsockopt(socket.SOL_SOCKET, option, value)
+
+
+def _socket(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
 
 log = logging.getLogger(__name__)
 

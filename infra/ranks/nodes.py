@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess
-from infra.host.environment import environment
+from infra.host.processes import environment
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
-from infra.ranks.handshake import greet, shut
+from infra.ranks.bridge import greet, shut
 from infra.ranks.settings import node_settings
 from infra.services.server import node_address
 from infra.store import atomic

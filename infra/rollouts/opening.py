@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.process.leftovers import kill_leftovers
-from infra.ranks.gpus import visible
-from infra.rollouts.command import Place
-from infra.rollouts.memory import memory_folder
-from infra.rollouts.servers import LocalRolloutServers
+from infra.process.child import kill_leftovers
+from infra.ranks.settings import visible
+from infra.rollouts.servers import LocalRolloutServers, Place, memory_folder
 from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.placement import placement_of, sampling_servers
 from refiner_core.generation.vllm import extension
-from refiner_core.generation.vllm.canary import tolerance_of
+from refiner_core.generation.vllm.admin import tolerance_of
 from refiner_core.generation.vllm.client import VllmGenerator
 from refiner_core.generation.vllm.sync import WeightSync
 from refiner_core.generation.vllm.transfer import open_transfer

@@ -3,7 +3,12 @@
 In: the recipe and what each server has for itself. Out: addresses on loopback, once they answer.
 Each runs under :mod:`infra.process.minder` in a session of its own, so that none outlives the
 trainer, however it ends. They are started with ``VLLM_SERVER_DEV_MODE=1``, which opens the routes
-that change weights, and with a middleware of ours that asks for the key on all of them.
+that change weights, and with a middleware of ours that asks for the key on all of them. The key is
+in the environment alone, because command lines can be read by everybody on a node.
+
+Their folder in memory (``/dev/shm``) does not outlive this process: it is removed at the end of
+its ``with`` block; by a process beside (:mod:`infra.rollouts.sweeper`) when this one is killed;
+and by the next one that comes to this node when all of them were killed at once.
 """
 
 from __future__ import annotations
@@ -11,25 +16,217 @@ from __future__ import annotations
 import contextlib
 import http.client
 import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
-from infra.process.leftovers import kill_leftovers
-from infra.rollouts.command import SHUTDOWN_S, Place, rollout_environment, rollout_server_text
-from infra.rollouts.memory import note_shared, shared_memory
-from infra.services.command import Listening
-from infra.services.process import PortTaken, ServerProcess, Words, free_port
+from infra.host.processes import ProcessId, host_name
+from infra.process.child import kill_leftovers
+from infra.ranks.settings import JOB_GPUS, VISIBLE
+from infra.rollouts import sweeper
+from infra.services.process import (
+    Listening,
+    PortTaken,
+    ServerProcess,
+    Words,
+    free_port,
+    server_environment,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
 from refiner_core.contract.types import Endpoint
+from refiner_core.generation.vllm.wire import MODEL
+
+#: Class that completes a reload; its module is on the server's import path and needs vLLM alone.
+EXTENSION = "refiner_vllm_extension.CompleteReload"
+#: Class beside it that asks for the key on the routes on which vLLM does not.
+MIDDLEWARE = "refiner_vllm_extension.KeyOnEveryRoute"
+#: How long a server that is asked to end goes on with what it has, seconds.
+SHUTDOWN_S = 5
+#: Tokens that a server without GPUs takes in one pass.
+_CPU_BATCHED_TOKENS = 4096
+#: Settings of the launcher of our training processes, which are no business of a server's.
+_RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", JOB_GPUS),
+)
+_RANKS_PREFIX = "TORCHELASTIC_"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one server has for itself.
+
+    Attributes
+    ----------
+    gpus
+        Its GPUs, as ``CUDA_VISIBLE_DEVICES`` takes them; empty without.
+    extension
+        Folder of the worker extension.
+    mark
+        Marks its processes, so that what is left of one can be found.
+    transfer
+        Backend of vLLM that weights come by; none where they come by folders.
+    """
+
+    gpus: str
+    extension: Path
+    mark: Path
+    transfer: str | None = None
+    key: str = field(default="", repr=False)
+
+
+def rollout_server_text(
+    config: RecipeConfig, at: Listening, weights: Path, transfer: str | None = None
+) -> str:
+    """The shell text that becomes the server (by ``exec``, so that signals reach it).
+
+    What the user gives in ``args`` comes last, and so counts.
+    """
+    grpo, server = config.grpo, config.grpo.rollout_server
+    words = [server.python, "-m", "vllm.entrypoints.cli.main"] if server.python else ["vllm"]
+    words += ["serve", str(weights), "--host", at.host, "--port", str(at.port)]
+    words += ["--served-model-name", MODEL]
+    # Else a model's own generation_config.json overrules what a request does not say.
+    words += ["--generation-config", "vllm"]
+    # Else log-probabilities are those before temperature and truncation.
+    words += ["--logprobs-mode", "processed_logprobs"]
+    words += ["--dtype", config.model.dtype, "--max-model-len", str(grpo.max_token_length)]
+    words += ["--max-num-seqs", str(grpo.generation_batch_size), "--seed", str(config.seed)]
+    if not grpo.resources.gpus:
+        # A prompt that is read in pieces makes vLLM take back a seeded draw, which its generators
+        # on the CPU cannot (0.32: "CPU Generator does not use offset"), and the engine dies.
+        tokens = max(_CPU_BATCHED_TOKENS, grpo.max_token_length)
+        words += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
+    if grpo.vllm_tensor_parallel_size > 1:
+        words += ["--tensor-parallel-size", str(grpo.vllm_tensor_parallel_size)]
+    words += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
+    if transfer is not None:
+        words += ["--weight-transfer-config", f'{{"backend": "{transfer}"}}']
+    words += ["--shutdown-timeout", str(SHUTDOWN_S), "--disable-uvicorn-access-log"]
+    words += [word for arg in server.args for word in shlex.split(arg)]
+    call = " ".join(part for part in ((server.container or "").strip(), shlex.join(words)) if part)
+    return "\n".join(["set -e", *server.setup, f"exec {call}"])
+
+
+def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a server: the user's own, without what is about our own processes."""
+    made = server_environment("vllm", place.key, str(place.mark), given)
+    kept = {n: v for n, v in made.items() if n not in _RANKS and not n.startswith(_RANKS_PREFIX)}
+    paths = [str(place.extension), *kept.get("PYTHONPATH", "").split(os.pathsep)]
+    kept["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    kept |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if place.transfer == "ipc":  # handles of GPU memory have no other form
+        kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if place.gpus:
+        kept[VISIBLE] = place.gpus
+    return kept
+
 
 log = logging.getLogger(__name__)
+
+_PREFIX = "refiner-rollouts"
+_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
+
+
+@contextmanager
+def memory_folder(parent: Path) -> Iterator[Path]:
+    """A new folder below ``parent`` that only its owner can read; what others left is removed.
+
+    Raises
+    ------
+    ConfigurationError
+        There can be no folder there.
+    """
+    remove_leftovers(parent)
+    me = ProcessId.of()
+    started = f"{me.started:.0f}" if me.boot else f"{me.started:.2f}"
+    folder = parent / f"{_PREFIX}-{_where()}-{me.pid}-{started}"
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Weights for rollout servers cannot be put into {parent} ({error})",
+            expected="a folder in memory that can be written to",
+            fix="set grpo.rollout_server.weights_dir",
+        ) from error
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(sweeper.__file__)), str(folder)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield folder
+    finally:
+        sweeper.remove(str(folder))
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            watcher.wait(10)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove folders of processes of this user on this machine that are no more."""
+    for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
+        found = _NAME.fullmatch(folder.name)
+        if found is None or not sweeper.is_private(str(folder)):
+            continue
+        # Ticks since this boot, which memory does not outlive; older versions wrote a time.
+        boot = "" if "." in found["started"] else ProcessId.of().boot
+        owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]), boot)
+        if not owner.alive:
+            log.warning("removing %s, which a process that is gone has left", folder)
+            sweeper.remove(str(folder))
+
+
+def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
+    """Shared memory that these processes have mapped: what a kill -9 would leave for ever.
+
+    Files are known by their number: a semaphore is mapped under a name that it no longer has.
+    """
+    numbers: set[int] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # gone, or another system than Linux
+            for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith(f"{sweeper.MEMORY}/"):
+                    numbers.add(int(fields[4]))
+    found: set[Path] = set()
+    if numbers:
+        for path in Path(sweeper.MEMORY).iterdir():
+            with contextlib.suppress(OSError):
+                if path.lstat().st_ino in numbers and sweeper.is_own_file(str(path)):
+                    found.add(path)
+    return found
+
+
+def note_shared(folder: Path, paths: Iterable[Path]) -> None:
+    """See that these files go with the folder, whoever removes it."""
+    with (folder / sweeper.SHARED).open("a") as file:
+        file.writelines(f"{path}\n" for path in paths)
+
+
+def _where() -> str:
+    """This user on this machine, and in which world of process numbers (containers have theirs)."""
+    try:
+        world = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # another system than Linux
+        world = 0
+    return f"{host_name()}-{os.getuid()}-{world}"
+
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.1
@@ -50,7 +247,7 @@ class LocalRolloutServers:
         One per server.
     memory
         A folder that is removed however this process ends
-        (:func:`~infra.rollouts.memory.memory_folder`), and with it the servers' shared memory.
+        (:func:`~infra.rollouts.servers.memory_folder`), and with it the servers' shared memory.
     should_stop
         Whether somebody wants this process to end, while it waits for a server.
     tell

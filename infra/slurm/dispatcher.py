@@ -21,12 +21,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.jobs.failures import outcome_of
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.jobs.protocol import (
+    AttemptRef,
+    JobRequest,
+    JobSight,
+    OpenAttempt,
+    WorkerCommand,
+    tail_of,
+)
 from infra.jobs.signals import SIGNAL_LEAD
-from infra.jobs.worker_command import WorkerCommand, tail_of
-from infra.slurm.commands import RealSlurm, SlurmCommands, SlurmUnavailable
 from infra.slurm.profiles import Profile
-from infra.slurm.query import Answer, Patience, SchedulerView, Wanted
+from infra.slurm.scheduler import (
+    Answer,
+    Patience,
+    RealSlurm,
+    SchedulerView,
+    SlurmCommands,
+    SlurmUnavailable,
+    Wanted,
+)
 from infra.slurm.states import lost_end, sight_of
 from infra.slurm.submission import (
     PerhapsSubmitted,
@@ -37,7 +50,7 @@ from infra.slurm.submission import (
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.plan import PlannedStage
-from refiner_core.contract.yaml_words import yaml_reason
+from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.planned import PlannedStage
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of who names none.

@@ -1,4 +1,4 @@
-"""Handing jobs to Slurm, through submitit.
+"""Handing jobs to Slurm, through submitit; the orchestrator may be one of them.
 
 In: a profile, requests, and the argument lists that their jobs run. Out: job ids. What goes into
 the batch script is put together here; submitit writes it, calls sbatch and starts the argument list
@@ -6,6 +6,10 @@ on the node. Its pickles hold nothing but that list.
 
 submitit asks Slurm by default for SIGUSR2 ahead of the time limit, and ends the job at once when it
 comes, while the worker saves. We ask for SIGTERM, which submitit lets pass and the worker knows.
+
+Where login nodes kill what runs for long, the orchestrator is a job of one core on the profile's
+place for CPU jobs, which Slurm may start again: all state is in the workspace, so the same command
+goes on. When its time is up it puts itself back into the queue.
 """
 
 from __future__ import annotations
@@ -14,18 +18,26 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.host.environment import environment
+from infra.host.processes import environment
 from infra.jobs.protocol import JobRequest
-from infra.slurm.commands import SlurmUnavailable
 from infra.slurm.profiles import Profile
+from infra.slurm.scheduler import SlurmUnavailable
 from infra.store import atomic
-from refiner_core.contract.errors import ConfigurationError, LaunchError, RefinerError
+from refiner_core.contract.config import Resources
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    LaunchError,
+    RefinerError,
+    UnsupportedError,
+)
 from refiner_core.contract.placement import STAGES as TRAINING_STAGES
 
 _REFUSED = re.compile(
@@ -335,3 +347,61 @@ def _own_environment() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+#: Where the partition's limit is not in the profile. Longer ones are refused on most clusters.
+_TIME_MIN = 24 * 60
+_MEMORY_GB = 2
+_ASK_TIMEOUT_S = 30.0
+
+
+def submit_orchestrator(
+    command: Sequence[str], profile: Profile, folder: Path, *, name: str = "refiner"
+) -> str:
+    """Submit a job that runs ``command``; its id.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no Slurm here.
+    ConfigurationError
+        Slurm refuses what the profile asks for.
+    LaunchError
+        It did not take the job now.
+    """
+    if shutil.which("sbatch") is None:
+        raise UnsupportedError(
+            "The orchestrator cannot be a job: this machine has no `sbatch`.",
+            expected="Slurm's commands on the PATH",
+            fix="use `--detach`, which leaves it to a process on this machine",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    resources = Resources(cpus=1, memory_gb=_MEMORY_GB, time_limit_min=_TIME_MIN)
+    limit = profile.place_for(resources).max_time_min
+    resources = replace(resources, time_limit_min=limit or _TIME_MIN)
+    request = JobRequest("orchestrator", 1, name, resources)
+    # Its children must end with it, not hold its job open; and it must come back by itself.
+    submitter = Submitter(replace(profile, requeue=True), profile.python or sys.executable)
+    return submitter.submit(Submission(name, folder, (request,), (list(command),)))[0]
+
+
+def requeue_own_job() -> bool:
+    """Put the job that this process is back into the queue: its time is nearly up.
+
+    False if it is none, or is on its way out for another reason (`scancel` sends SIGTERM, too).
+    """
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if not job:
+        return False
+    state = _ask("squeue", "--noheader", "--format=%T", f"--jobs={job}")
+    return state == "RUNNING" and _ask("scontrol", "requeue", job) is not None
+
+
+def _ask(*command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""Resume checkpoints: complete or invisible, in order, and never one too few.
+"""Resume checkpoints (complete or invisible, in order, and never one too few), and what may not go.
 
 In: a folder that an engine fills. Out: ``checkpoints/step-00000010/`` with a marker
 (``COMPLETE.json``: step, attempt, sizes and SHA-256 of its files, and what it cost: seconds, bytes,
@@ -14,6 +14,12 @@ short.
 Retention makes room *before* a save from ``keep`` = 2 up; the last complete checkpoint is never
 deleted before its successor is complete: one that others wrote, or have touched since, is read
 first. All of a save may happen in a thread of its own, one save at a time.
+
+A checkpoint that another stage waits for (``at_step``) is held: one small file per waiting stage
+beside the training stage's record, ``holds/step-00000050-export-0123….json``, from before the
+trainer is there until the waiting stage has its result. ``disk/pins/<stage id>.json`` says that
+nothing of a stage may be reclaimed; ``reclaimed.json`` beside a result says which output files are
+gone on purpose, and where a verified copy lies: it is written before anything is deleted.
 """
 
 from __future__ import annotations
@@ -25,23 +31,21 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.host.reading import (
-    again,
-    exists,
-    files_within,
-    make_folder,
-    names_in,
-    status_of,
-)
+from infra.host.files import again, exists, files_within, make_folder, names_in, status_of
 from infra.store import atomic
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
+from infra.store.layout import Layout, StagePaths
 from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import OutputFile, to_json
 from refiner_core.contract.types import SavedCheckpoint
 
 log = logging.getLogger(__name__)
@@ -402,3 +406,135 @@ def tree_bytes(folder: Path) -> int:
 def saved(checkpoint: Complete) -> SavedCheckpoint:
     """As the science sees it."""
     return SavedCheckpoint(checkpoint.step, checkpoint.path)
+
+
+_HOLD_NAME = re.compile(r"step-(\d+)-.+\.json")
+
+
+def held_steps(stage: StagePaths) -> frozenset[int]:
+    """Steps of a training stage whose checkpoints somebody waits for."""
+    found = map(_HOLD_NAME.fullmatch, names_in(stage.holds))
+    return frozenset(int(match.group(1)) for match in found if match)
+
+
+class Holds:
+    """The holds of one plan, kept in step with what is done."""
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        self._plan, self._layout = plan, layout
+        self._settled: set[Path] = set()
+
+    def keep(self, done: Collection[str]) -> None:
+        """Hold what stages of the plan wait for that are not among ``done`` (stage ids), and let go
+        of the rest. What a full disk prevents is done by the next call."""
+        for stage in self._plan.stages:
+            for role, step in stage.at_step.items():
+                path = self._path(stage, role, step)
+                if stage.id in done:
+                    atomic.remove_quietly(path)
+                    self._settled.discard(path)
+                elif path not in self._settled:
+                    self._hold(path, stage)
+
+    def there(self, done: Collection[str]) -> frozenset[tuple[str, int]]:
+        """Which of the checkpoints that stages still wait for are complete: (stage id, step)."""
+        found = set()
+        for stage in self._plan.stages:
+            for role, step in stage.at_step.items() if stage.id not in done else ():
+                source = self._plan.by_name[stage.inputs[role]].id
+                if _is_complete(self._layout.stage(source).checkpoints / step_name(step)):
+                    found.add((source, step))
+        return frozenset(found)
+
+    def _path(self, stage: PlannedStage, role: str, step: int) -> Path:
+        source = self._plan.by_name[stage.inputs[role]].id
+        return self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
+
+    def _hold(self, path: Path, stage: PlannedStage) -> None:
+        try:
+            make_folder(path.parent)
+            atomic.create_json(path, {"for": stage.id, "name": stage.name})
+        except OSError as error:
+            log.warning("%s could not be noted yet: %s", path, error)
+            return
+        self._settled.add(path)
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether it is there. A stage may fail for want of it, so what cannot be read is raised."""
+    if read_checkpoint(checkpoint) is not None:
+        return True
+    try:
+        marked = atomic.read_json(checkpoint / MARKER) is not None
+    except ValueError:
+        return False
+    return marked and read_checkpoint(checkpoint) is not None
+
+
+RECLAIMED = "reclaimed.json"
+_ENDING = ".json"
+
+
+def pin(layout: Layout, stage_id: str) -> bool:
+    """Keep all of a stage's files; False if it was pinned before."""
+    folder = layout.disk / "pins"
+    folder.mkdir(parents=True, exist_ok=True)
+    return atomic.create_json(folder / f"{stage_id}{_ENDING}", {"stage_id": stage_id, "at": _now()})
+
+
+def unpin(layout: Layout, stage_id: str) -> bool:
+    """Let the policy decide again; False if it was not pinned."""
+    path = layout.disk / "pins" / f"{stage_id}{_ENDING}"
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def pins(layout: Layout) -> frozenset[str]:
+    """Stages that are pinned."""
+    names = names_in(layout.disk / "pins")
+    found = (n.removesuffix(_ENDING) for n in names if n.endswith(_ENDING))
+    return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
+
+
+class Reason(NamedTuple):
+    """Why output files go, where their copy is, and the command that brings them back."""
+
+    why: str
+    copy: str
+    way_back: str
+
+
+def write_reclaimed(stage: StagePaths, files: Sequence[OutputFile], reason: Reason) -> None:
+    """Note that output files are about to be deleted on purpose, and where their copy lies."""
+    value = {"version": 1, "at": _now(), **reason._asdict(), "files": to_json(list(files))}
+    atomic.write_json(stage.control / RECLAIMED, value)
+
+
+def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
+    """What was noted when a stage's output was reclaimed; None if it never was.
+
+    Raises
+    ------
+    ValueError
+        The note is not JSON.
+    """
+    value: Mapping[str, Any] | None = atomic.read_json(stage.control / RECLAIMED)
+    return value
+
+
+def reclaimed_text(stage: StagePaths) -> str | None:
+    """For people: when and why files of the output went, and where they can be had again."""
+    value = read_reclaimed(stage)
+    if value is None:
+        return None
+    day = str(value["at"])[:10]
+    text = f"it was reclaimed on {day} ({value['why']}); its copy is {value['copy']}"
+    way_back = value.get("way_back")  # notes of older versions have none
+    return f"{text}; to bring it back: `{way_back}`" if way_back else text
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

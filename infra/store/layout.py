@@ -57,7 +57,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.host.reading import names_in
+from infra.host.files import names_in
 
 _ATTEMPT = re.compile(r"\d{4,}")
 

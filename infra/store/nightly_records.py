@@ -25,13 +25,13 @@ from typing import Any
 
 from infra.host.processes import ProcessId
 from infra.store import atomic
-from infra.store.record_files import RecordFiles, now_text
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
+from infra.store.records import RecordFiles, now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.nightly.compare import Values
-from refiner_core.nightly.values import ROW_VERSION, Row
+from refiner_core.nightly.changes import Values
+from refiner_core.nightly.definition import ROW_VERSION, Row
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,37 @@
-"""Who works on a run, as far as one can tell from here.
+"""Processes that work on runs, and the leases that keep shared servers alive.
 
-In: a workspace and a run's id. Out: an :class:`Orchestrator`. A process of this host can be looked
-at; of one on another host only its own word is known: what it wrote when it began and ended. Turns
-see to it that of several that take up a run at once, one does.
+Who works on a run, as far as one can tell from here: a process of this host can be looked at; of
+one on another host only its own word is known: what it wrote when it began and ended. Turns see to
+it that of several that take up a run at once, one does.
+
+A server lives as long as there is a lease, and a while longer: one file per holder,
+``leases/<holder>.json``, renewed by a counter that its holder moves. No clocks are compared:
+whoever watches times by their own clock for how long a counter has stood still. Holders are
+attempts at stages that ask (``grpo-0123…-0001``) and calls that wait for the server or for a queued
+job that will ask it (``run-…``). A lease of an attempt that has ended, or of a call on which nobody
+works, is void whatever its counter does.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
+from infra.host.files import exists, make_folder, names_in
 from infra.host.processes import ProcessId
+from infra.store import atomic
 from infra.store.layout import call_title
-from infra.store.record_files import now_text
+from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 
@@ -145,3 +162,207 @@ def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
         expected=f"a {title.partition(' ')[0]} that nobody works on",
         fix=look,
     )
+
+
+log = logging.getLogger(__name__)
+
+#: How often a holder moves its counter, and for how long it may stand still. File systems of
+#: clusters show a change to other nodes up to a minute late.
+RENEW_S = 5.0
+LOST_AFTER_S = 180.0
+_ATTEMPT = re.compile(r"(?P<stage>.+)-(?P<number>\d{4,})")
+_RUN = "run-"
+_HAND = "hand-"
+
+
+def attempt_holder(stage_id: str, number: int) -> str:
+    """The name of an attempt among holders."""
+    return f"{stage_id}-{number:04d}"
+
+
+def run_holder(run_id: str) -> str:
+    """The name of a call among holders."""
+    return f"{_RUN}{run_id}"
+
+
+def hand_holder() -> str:
+    """The name of this process among holders, for a command that asks by hand. Nothing records that
+    it has ended: it has when it does not renew any more."""
+    return f"{_HAND}{socket.gethostname()}-{os.getpid()}"
+
+
+class Lease:
+    """One holder's lease. What a full disk prevents is tried again at the next renewal."""
+
+    def __init__(
+        self, folder: Path, holder: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path = folder / "leases" / f"{holder}.json"
+        self._clock, self._counter = clock, 0
+        self._renewed_at: float | None = None
+        self._warned = False
+
+    def renew(self) -> None:
+        """Move the counter, if that is due."""
+        now = self._clock()
+        if self._renewed_at is not None and now - self._renewed_at < RENEW_S:
+            return
+        self._renewed_at, self._counter = now, self._counter + 1
+        try:
+            make_folder(self._path.parent)
+            atomic.write_json(self._path, {"counter": self._counter}, sync=False)
+        except OSError as error:
+            if not self._warned:
+                log.warning("the lease %s cannot be renewed: %s", self._path, error)
+            self._warned = True
+
+    def release(self) -> None:
+        """Give it back; more than once does no harm."""
+        if self._renewed_at is not None:
+            atomic.remove_quietly(self._path)
+        self._renewed_at = None
+
+
+class HeldLease:
+    """A lease that a thread renews; a context manager."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease, self._ended = lease, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def __enter__(self) -> HeldLease:
+        self._lease.renew()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._lease.release()
+
+    def _run(self) -> None:
+        while not self._ended.wait(RENEW_S):
+            self._lease.renew()
+
+
+class CallLeases:
+    """The leases of one call: of servers that it waits for, or that jobs need which it has queued.
+
+    The jobs have leases of their own as soon as they run.
+    """
+
+    def __init__(
+        self, workspace: Workspace, run_id: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._workspace, self._run_id, self._clock = workspace, run_id, clock
+        self._leases: dict[str, Lease] = {}
+
+    def keep(self, wanted: Collection[str]) -> None:
+        """Hold leases of these services (by id) and of no others."""
+        for service_id in [i for i in self._leases if i not in wanted]:
+            self._leases.pop(service_id).release()
+        for service_id in wanted:
+            if service_id not in self._leases:
+                folder = self._workspace.layout.service(service_id)
+                self._leases[service_id] = Lease(folder, run_holder(self._run_id), self._clock)
+            self._leases[service_id].renew()
+
+
+@dataclass
+class _Sign:
+    counter: int
+    since: float
+
+
+class LeaseWatch:
+    """The server's side: who holds a lease now, and since when nobody does."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        service_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._workspace, self._service_id, self._clock = workspace, service_id, clock
+        self._signs: dict[str, _Sign] = {}
+        self._idle_since = clock()
+
+    def look(self) -> list[str]:
+        """Names of those who hold a valid lease, in order; void ones are removed."""
+        now, valid = self._clock(), []
+        for holder in _names(self._workspace, self._service_id):
+            if _has_ended(self._workspace, holder) or self._is_lost(holder, now):
+                log.info("the lease of %s is void", holder)
+                atomic.remove_quietly(_path(self._workspace, self._service_id, holder))
+            else:
+                valid.append(holder)
+        if valid:
+            self._idle_since = now
+        return valid
+
+    @property
+    def idle_s(self) -> float:
+        """For how long nobody has held a lease, by the last look."""
+        return self._clock() - self._idle_since
+
+    def _is_lost(self, holder: str, now: float) -> bool:
+        counter = _counter(_path(self._workspace, self._service_id, holder))
+        sign = self._signs.get(holder)
+        if sign is None or sign.counter != counter:
+            self._signs[holder] = _Sign(counter, now)
+            return False
+        return now - sign.since > LOST_AFTER_S
+
+
+def holders(workspace: Workspace, service_id: str) -> list[str]:
+    """Who holds a lease, as far as records say: those that have ended are left out."""
+    return [n for n in _names(workspace, service_id) if not _has_ended(workspace, n)]
+
+
+def held_by_others(workspace: Workspace, service_id: str, ours: Collection[str]) -> str:
+    """A holder that is none of ``ours`` (ids of stages and calls); empty if there is none."""
+    for holder in holders(workspace, service_id):
+        found = _ATTEMPT.fullmatch(holder)
+        names = {holder.removeprefix(_RUN), found["stage"] if found else ""}
+        if not names & set(ours):
+            return holder
+    return ""
+
+
+def _names(workspace: Workspace, service_id: str) -> list[str]:
+    folder = workspace.layout.service(service_id) / "leases"
+    return [
+        n.removesuffix(".json") for n in names_in(folder) if n.endswith(".json") and n[0] != "."
+    ]
+
+
+def _counter(path: Path) -> int:
+    """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
+    counts as lost if nobody renews it."""
+    try:
+        value = atomic.read_json(path)
+    except ValueError:
+        return 0
+    counter = value.get("counter") if isinstance(value, dict) else None
+    return counter if isinstance(counter, int) else 0
+
+
+def _has_ended(workspace: Workspace, holder: str) -> bool:
+    if holder.startswith(_RUN):
+        return not orchestrator_of(workspace, holder.removeprefix(_RUN)).works
+    if holder.startswith(_HAND):
+        return False
+    found = _ATTEMPT.fullmatch(holder)
+    if found is None:
+        return True
+    paths = workspace.layout.attempt(found["stage"], int(found["number"]))
+    return exists(paths.outcome) or exists(workspace.layout.stage(found["stage"]).result)
+
+
+def _path(workspace: Workspace, service_id: str, holder: str) -> Path:
+    return workspace.layout.service(service_id) / "leases" / f"{holder}.json"

@@ -1,29 +1,226 @@
-"""Where results come from: code, versions, machine, command. Never environment variables.
+"""Provenance of results: pinned code, versions, machine, command; proofs and certificates.
 
-In: this process and its checkout. Out: JSON-ready mappings for run records and results. Secrets in
-a command line are masked; what is uncommitted in a checkout is kept as text beside the run.
+Jobs import a copy of the four packages as the process of the run has imported them, so editing a
+checkout changes no queued job: ``code/<digest>/`` in the workspace, made once per content, and put
+in place by a rename. It is named by its digest, and held against it before jobs import it: a folder
+of the right name may be anybody's work.
+
+Run records and results say where they come from, never with environment variables. Secrets in a
+command line are masked; what is uncommitted in a checkout is kept as text beside the run.
+
+What was found of a stage (proofs) and of a machine (certificates), the newest of each::
+
+    proofs/<stage id>/proof.json          by `refiner prove-resume`, last
+    proofs/scratch/<id>/                  workspaces of a proof in progress, or of one that diverged
+                        owner.json        the process that works on it
+    certificates/<node>.json              by `refiner certify`
+
+``scratch`` lies with the data. One writer per file; a second proof of a stage, or certificate of a
+node, replaces the first.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import re
+import secrets
+import shutil
+import stat
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-from infra.host.processes import host_name
-from infra.store.snapshot import PACKAGES
+from infra.host.files import PASSING, again, exists
+from infra.host.processes import ProcessId, host_name
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.workspace import Workspace, doubt_about, is_shared
 from refiner_core.contract.checks.secrets import is_secret_name
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.proofs import (
+    CERTIFICATE_VERSION,
+    PROOF_VERSION,
+    Certificate,
+    ResumeProof,
+)
+from refiner_core.contract.records import to_json
+
+PACKAGES = ("flows", "sweeps", "refiner_core", "infra")
+#: A module of the versions before an attempt's files became fewer, and of none since.
+_APART = "infra/store/proof_records.py"
+_CACHE = "__pycache__"
+_LEFT_OUT_SUFFIXES = (".pyc", ".pyo", ".so", ".swp")
+
+
+class CodeSnapshot(NamedTuple):
+    """A pinned copy: its id goes into the run's record, its path in front of a job's imports."""
+
+    id: str
+    path: Path
+
+
+def snapshot_code(workspace: Workspace, packages: Sequence[str] = PACKAGES) -> CodeSnapshot:
+    """Copy the packages into the workspace, unless the very same code is there already.
+
+    Raises
+    ------
+    NoSpaceError
+        It did not fit.
+    WorkspaceError
+        What lies there under its name is other code.
+    """
+    files = dict(_source_files(packages))
+    contents = {name: again(path.read_bytes) for name, path in files.items()}
+    digest = _digest(contents)
+    target = workspace.layout.code / digest
+    if not exists(target):
+        with no_space_guard(workspace.root, "pinning the code"):
+            _write(target, contents)
+    check_snapshot(workspace, target)
+    return CodeSnapshot(digest, target)
+
+
+def require_snapshot(workspace: Workspace, code: str) -> None:
+    """See to it that a run's code is there, all of it and nothing else, before jobs import it.
+
+    Raises
+    ------
+    WorkspaceError
+        It is gone, and this process has other code; or it is not what was pinned.
+    """
+    target = workspace.layout.code / code
+    if exists(target):
+        check_snapshot(workspace, target)
+    elif snapshot_code(workspace).id != code:
+        raise _gone(target)
+
+
+def reads_parts_apart(workspace: Workspace, code: str) -> bool:
+    """Whether a run's code is of a version that reads an attempt's configuration and inputs from
+    files of their own: it has the module that later ones do not have."""
+    return bool(code) and exists(workspace.layout.code / code / _APART)
+
+
+def refuse_other_code(workspace: Workspace) -> None:
+    """Refuse to work where this process was given a snapshot and has imported something else.
+
+    Raises
+    ------
+    WorkspaceError
+        The snapshot is gone: Python passes over a folder that is not there.
+    """
+    given = Path(os.environ.get("PYTHONPATH", "").split(os.pathsep)[0])
+    ours = Path(__file__).resolve().parents[2]
+    if given.parent == workspace.layout.code and given.resolve() != ours:
+        raise _gone(given)
+
+
+def _gone(snapshot: Path) -> WorkspaceError:
+    return WorkspaceError(
+        f"The code that the run was begun with, {snapshot}, is gone",
+        expected="the snapshot of the code that jobs import",
+        fix="`refiner run` with the recipe and overrides of that run: a new one, which pins the "
+        "code as it is now; what is done is skipped",
+    )
+
+
+def check_snapshot(workspace: Workspace, snapshot: Path) -> None:
+    """Hold a snapshot against the digest that it is named by.
+
+    Raises
+    ------
+    WorkspaceError
+        A file was added, changed or taken away, or somebody else might do so.
+    """
+    try:
+        wrong = again(_difference, snapshot, is_shared(workspace.root))
+    except OSError as error:
+        if error.errno in PASSING:
+            raise
+        wrong = f"it cannot be read ({error})"
+    if wrong:
+        raise WorkspaceError(
+            f"{snapshot} is not the code that was pinned there: {wrong}",
+            expected="the files whose digest is its name, which only you may change",
+            fix=f"find out who has written there, delete it (`rm -r {snapshot}`), and run the same "
+            "command again: the code is pinned anew",
+        )
+
+
+def _difference(snapshot: Path, shared: bool) -> str:
+    """Why a snapshot is not what its name says; empty where it is."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    contents = {}
+    for root, folders, names in os.walk(snapshot, onerror=refuse):
+        folder = Path(root)
+        linked = [name for name in folders if stat.S_ISLNK((folder / name).lstat().st_mode)]
+        if doubt := doubt_about(folder, shared=shared):
+            return f"{folder}: {doubt}"
+        for path in (folder / name for name in (*names, *linked)):
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return f"{path} is no file"
+            if doubt := doubt_about(path, shared=shared):
+                return f"{path}: {doubt}"
+            if folder.name != _CACHE:  # what Python compiles, and nobody else may write to
+                contents[path.relative_to(snapshot).as_posix()] = path.read_bytes()
+    return "" if _digest(contents) == snapshot.name else "files were added, changed or taken away"
+
+
+def _source_files(packages: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise ImportError(f"package {package} of refiner cannot be found")
+        root = Path(next(iter(spec.submodule_search_locations)))
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(f for f in folders if f != _CACHE and not f.startswith("."))
+            for name in sorted(names):
+                if name.startswith(".") or name.endswith(_LEFT_OUT_SUFFIXES):
+                    continue
+                path = Path(folder, name)
+                yield f"{package}/{path.relative_to(root).as_posix()}", path
+
+
+def _digest(contents: dict[str, bytes]) -> str:
+    total = hashlib.sha256()
+    for name in sorted(contents):
+        total.update(f"{name}\0{hashlib.sha256(contents[name]).hexdigest()}\n".encode())
+    return total.hexdigest()[:16]
+
+
+def _write(target: Path, contents: dict[str, bytes]) -> None:
+    temporary = atomic.temporary_name(target)
+    try:
+        for name, data in contents.items():
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        for path in (temporary, *temporary.rglob("*")):
+            path.chmod(path.stat().st_mode & ~0o022)  # not even the group of a shared workspace
+        atomic.sync_tree(temporary)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.exists():  # else another run has just put the same code there
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    atomic.sync_folder(target.parent)
+
 
 _DISTRIBUTIONS = (
     *("refiner", "torch", "transformers", "tokenizers", "safetensors", "datasets", "numpy"),
@@ -193,3 +390,106 @@ def _gpus() -> list[str]:
             if line.startswith("Model:"):
                 names.append(line.partition(":")[2].strip())
     return names
+
+
+_OWNER, _KEPT = "owner.json", "kept.json"
+
+
+def write_proof(workspace: Workspace, proof: ResumeProof) -> None:
+    """Record a proof, with its verdict for readers that only look.
+
+    Raises
+    ------
+    NoSpaceError
+        It did not fit; the earlier one is still there.
+    """
+    path = workspace.layout.proof(proof.stage_id)
+    with no_space_guard(workspace.root, "recording the proof"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, {**to_json(proof), "verdict": proof.verdict})
+
+
+def read_proof(workspace: Workspace, stage_id: str) -> ResumeProof | None:
+    """The newest proof of a stage; None without one.
+
+    Raises
+    ------
+    WorkspaceError
+        It is damaged, or of a newer version.
+    """
+    path = workspace.layout.proof(stage_id)
+    fix = f"delete {path.parent}, and prove it again with `refiner prove-resume`"
+    return workspace.load(ResumeProof, path, newest=PROOF_VERSION, fix=fix)
+
+
+def new_scratch(workspace: Workspace, name: str) -> Path:
+    """A folder for the workspaces of a proof. Those of dead processes go first, but for what was
+    kept on purpose."""
+    folder = workspace.layout.proof_scratch
+    _remove_abandoned(folder)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    made = folder / f"{stamp}-{name}-{secrets.token_hex(2)}"
+    with no_space_guard(folder, "making room for a proof"):
+        made.mkdir(parents=True)
+        atomic.write_json(made / _OWNER, {"process": str(ProcessId.of())})
+    return made
+
+
+def keep_scratch(scratch: Path) -> None:
+    """Let it stay for somebody to look into, until they delete it."""
+    atomic.write_json(scratch / _KEPT, {"why": "kept by `refiner prove-resume`"})
+
+
+def _remove_abandoned(folder: Path) -> None:
+    for path in folder.iterdir() if folder.is_dir() else ():
+        owner = atomic.read_json(path / _OWNER)
+        if owner is None or (path / _KEPT).exists():
+            continue
+        process = ProcessId.parse(str(owner["process"]))
+        if process.here and not process.alive:
+            atomic.remove_tree(path)
+
+
+def write_certificate(workspace: Workspace, certificate: Certificate) -> None:
+    """Record the certificate of a node.
+
+    Raises
+    ------
+    NoSpaceError
+        It did not fit; the earlier one is still there.
+    """
+    path = workspace.layout.certificate(_file_name(str(certificate.host["name"])))
+    with no_space_guard(workspace.root, "recording the certificate"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, to_json(certificate))
+
+
+def read_certificate(workspace: Workspace, host: str | None = None) -> Certificate | None:
+    """The certificate of a node, by default of this one; None without one.
+
+    Raises
+    ------
+    WorkspaceError
+        It is damaged, or of a newer version.
+    """
+    path = workspace.layout.certificate(_file_name(host or host_name()))
+    fix = f"delete {path}, and certify the node again with `refiner certify`"
+    return workspace.load(Certificate, path, newest=CERTIFICATE_VERSION, fix=fix)
+
+
+def read_certificates(workspace: Workspace) -> list[Certificate]:
+    """The certificates of all nodes, oldest first.
+
+    Raises
+    ------
+    WorkspaceError
+        One of them is damaged, or of a newer version.
+    """
+    folder = workspace.layout.certificate("").parent
+    names = sorted(p.stem for p in folder.glob("*.json")) if folder.is_dir() else []
+    found = [one for name in names if (one := read_certificate(workspace, name)) is not None]
+    return sorted(found, key=lambda one: one.made_at)
+
+
+def _file_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.-]+", "-", host)

@@ -1,12 +1,16 @@
 """Records of stages: what they are, who works on them, how each attempt went, what they made.
 
 In: planned stages, results, outcomes. Out: :class:`StageRecord` values. What several may want to
-write (a claim, a start, an outcome, a result) is created exclusively, so exactly one wins.
+write (a claim, a start, an outcome, a result) is created exclusively, so exactly one wins. What of
+ours lies in a published folder is told by its own evidence file, ``refiner.json``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import json
 import logging
 import secrets
 import shutil
@@ -15,27 +19,116 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.host.reading import exists, is_folder, make_folder, names_in, opens, status_of
+from infra.host.files import again, exists, is_folder, make_folder, names_in, opens, status_of
 from infra.store import atomic
-from infra.store.checkpoints import MARKER
+from infra.store.atomic import no_space_guard
+from infra.store.checkpoints import MARKER, reclaimed_text
 from infra.store.layout import AttemptPaths, Layout
-from infra.store.marks import reclaimed_text
-from infra.store.published import target_damage
-from infra.store.record_files import DAMAGED_FILE, RecordFiles, now_text
-from infra.store.room import no_space_guard
+from infra.store.records import DAMAGED_FILE, RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import (
     RECORD_VERSION,
     Attempt,
     Outcome,
+    OutputFile,
     StageRecord,
     StageResult,
     StageSpec,
     from_json,
     to_json,
 )
+
+#: The file in every publication that says what it consists of and what its card was made from.
+EVIDENCE = "refiner.json"
+CARD = "README.md"
+#: The manifest of publications that are older than the evidence file.
+OLD_MANIFEST = ".refiner.json"
+KIND = "refiner publication"
+_PAPERS = (CARD, EVIDENCE)
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A publication of ours.
+
+    Attributes
+    ----------
+    step, fingerprint
+        Of its weights; None for one that says neither (older than the evidence file).
+    files
+        Without the card and the evidence file, which change when evaluations come in.
+    """
+
+    step: int | None
+    fingerprint: str | None
+    files: tuple[OutputFile, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All files that refiner has put there."""
+        return frozenset({CARD, EVIDENCE, *(f.path for f in self.files)})
+
+
+def read_evidence(text: str | bytes | None) -> Lying | None:
+    """What an evidence file says; None if there is none, or if it is not of refiner."""
+    try:
+        said: Any = json.loads(text or "null")
+        if not isinstance(said, dict) or said.get("kind") != KIND:
+            return None
+        files = tuple(OutputFile(f["path"], f["bytes"], f["sha256"]) for f in said["files"])
+        return Lying(int(said["step"]), str(said["fingerprint"]), files)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def lying_at(place: Path) -> Lying | None:
+    """What lies at a place, if it is ours; also what older versions have put there."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return read_evidence(again((place / EVIDENCE).read_bytes))
+    old: dict[str, Any] | None = atomic.read_json(place / OLD_MANIFEST)
+    if old is None:
+        return None
+    found = (from_json(OutputFile, f) for f in old["files"])
+    return Lying(None, None, tuple(f for f in found if f.path not in _PAPERS))
+
+
+def target_damage(report: Mapping[str, Any]) -> str | None:
+    """What a target no longer has of what a publish or card stage put there; None if all is there.
+
+    A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
+    evidence are replaced by later stages of the same publication, so that their content is looked
+    at only where a report tells of nothing else.
+    """
+    if "target" not in report or report.get("where", "folder") != "folder":
+        return None
+    target = Path(str(report["target"]))
+    weights = [f for f in report.get("files", ()) if f["path"] not in _PAPERS]
+    wanted = {f["path"]: f["sha256"] for f in weights}
+    if not wanted:
+        wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
+    try:
+        if not exists(target):
+            return f"{target} is gone"
+        lying = lying_at(target)
+        there = {f.path: f.sha256 for f in lying.files} if lying else {}
+        gone = [name for name in (*wanted, CARD) if not exists(target / name)]
+        if CARD in wanted and not gone:
+            there[CARD] = hashlib.sha256(again((target / CARD).read_bytes)).hexdigest()
+    except (OSError, ValueError) as error:
+        return f"{target} cannot be read ({error})"
+    if gone:
+        return f"{target / gone[0]} is gone"
+    for name, digest in wanted.items():
+        if there.get(name) != digest:
+            return f"{target / name} has been replaced by another publication"
+    for file in weights:
+        path = target / file["path"]
+        if (size := again(path.stat).st_size) != file["bytes"]:
+            return f"{path} has {size} bytes instead of {file['bytes']}"
+    return None
+
 
 log = logging.getLogger(__name__)
 

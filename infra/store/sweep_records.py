@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.host.reading import make_folder, names_in
+from infra.host.files import make_folder, names_in
 from infra.store import atomic
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import to_json
-from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.contract.records import SweepRecord, to_json
 
 
 def sweep_folder(workspace: Workspace, name: str) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.host.reading import again, names_in
+from infra.host.files import again, names_in
 from refiner_core.contract.errors import WorkspaceError
 
 _JSON_COLUMNS = b"refiner.json_columns"

@@ -1,10 +1,14 @@
-"""The workspace: a folder of records and data, and the only code that knows where they lie.
+"""The workspace: a folder of records and data, and whose it is.
 
 In: a folder, and perhaps another one for large files. Out: a :class:`Workspace`, through which
-records of stages (:mod:`infra.store.stage_records`) and of calls (:mod:`infra.store.run_records`)
-are read and written; functions in modules beside it know sweeps, nights, proofs and certificates.
-Every file has one writer; what several may want to write is created exclusively. No locks and no
+records of stages (:mod:`infra.store.stage_records`) and of calls (:mod:`infra.store.records`) are
+read and written; functions in modules beside it know sweeps, nights, proofs and certificates. Every
+file has one writer; what several may want to write is created exclusively. No locks and no
 database: it works on NFS and Lustre, for several orchestrators and users at once.
+
+Code is run from a workspace, so nobody else may have put anything there. Those who want to work in
+one together say so themselves, each for their own account (``REFINER_SHARED_WORKSPACES``): what the
+folder says of itself is written by whoever made it.
 """
 
 from __future__ import annotations
@@ -13,20 +17,88 @@ import errno
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
-from infra.host.reading import exists, is_folder, make_folder
+from infra.host.files import again, exists, is_folder, make_folder
 from infra.store import atomic
+from infra.store.atomic import has_room, no_space_error
 from infra.store.layout import Layout
-from infra.store.ownership import is_shared, keep_others_out, refuse_doubtful
-from infra.store.record_files import now_text
-from infra.store.room import has_room, no_space_error
-from infra.store.run_records import RunRecords
+from infra.store.records import RunRecords, now_text
 from infra.store.stage_records import Claim, StageRecords
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 
 __all__ = ["FORMAT", "Claim", "Workspace", "now_text"]
+
+
+#: Environment variable: workspaces, or folders of them, that this user shares with others; several
+#: are separated like those of PATH.
+SHARED = "REFINER_SHARED_WORKSPACES"
+
+
+def is_shared(root: Path) -> bool:
+    """Whether this user has said that others may write to the workspace ``root``."""
+    named = [Path(name).expanduser() for name in os.environ.get(SHARED, "").split(os.pathsep)]
+    real = Path(os.path.realpath(root))
+    return any(real.is_relative_to(os.path.realpath(p)) for p in named if p.is_absolute())
+
+
+def keep_others_out(shared: bool) -> None:
+    """Make nothing in this process, or in what it starts, that strangers may write to."""
+    os.umask(os.umask(0o077) | (0o002 if shared else 0o022))
+
+
+def doubt_about(path: Path, *, shared: bool) -> str:
+    """Why others may have written to a file or folder; empty where they cannot have.
+
+    Links are followed. Root may write anywhere, so what is root's is as good as one's own.
+    """
+    found = again(path.stat)
+    if found.st_mode & stat.S_IWOTH:
+        return "everybody may write to it"
+    if shared:
+        return ""
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & stat.S_IWGRP:
+        return f"group {found.st_gid} may write to it"
+    return ""
+
+
+def refuse_doubtful(layout: Layout) -> None:
+    """Refuse a workspace into which somebody else may have put code or records.
+
+    Raises
+    ------
+    WorkspaceError
+        Names the folder, and how to say that it is shared.
+    """
+    root, (folder, doubt) = layout.control, doubtful_folder(layout)
+    if folder is None:
+        return
+    fix = "name another one with `workspace=DIR`"
+    if "may write" in doubt:
+        fix += f", or, if all that lies there is yours, `chmod go-w {folder}`"
+    if "everybody" not in doubt:
+        fix += f"; share it only with whom you trust as yourself: `export {SHARED}={root}`"
+    raise WorkspaceError(
+        f"{folder} cannot be trusted: {doubt}, and jobs run what lies in a workspace",
+        expected=f"a workspace that nobody else may write to, or one named in {SHARED}",
+        fix=fix,
+    )
+
+
+def doubtful_folder(layout: Layout) -> tuple[Path | None, str]:
+    """The first folder into which somebody else may have put something, and why; None: there is
+    none."""
+    folders = (layout.stages, layout.runs, layout.code, layout.batches, layout.services)
+    shared = is_shared(layout.control)
+    for folder in (layout.control, *folders, layout.data, layout.data / "stages"):
+        if exists(folder) and (doubt := doubt_about(folder, shared=shared)):
+            return folder, doubt
+    return None, ""
+
 
 #: Raised when an older refiner would misread the folder. 2: data lie in another folder; without
 #: such a folder a workspace still has format 1.
@@ -63,7 +135,7 @@ class Workspace(StageRecords, RunRecords):
         ------
         WorkspaceError
             Not a folder, not writable, of a newer format, or its data are not there; or somebody
-            else may have written there (:mod:`infra.store.ownership`).
+            else may have written there (:mod:`infra.store.workspace`).
         ConfigurationError
             It was made with another data root, or that one holds data of another workspace.
         NoSpaceError

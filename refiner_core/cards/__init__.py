@@ -7,7 +7,13 @@ number of it shows which fact (:func:`card_numbers`), and what is wrong with a c
 give the same bytes.
 """
 
-from refiner_core.cards.build import build_card
+from refiner_core.cards.build import (
+    CardNumber,
+    build_card,
+    card_numbers,
+    check_template,
+    shipped_template,
+)
 from refiner_core.cards.evidence import (
     Evidence,
     evidence_text,
@@ -17,8 +23,6 @@ from refiner_core.cards.evidence import (
 )
 from refiner_core.cards.facts import AttemptNote, CardFacts, attempt_notes, record_of
 from refiner_core.cards.lint import lint_card
-from refiner_core.cards.numbers import CardNumber, card_numbers
-from refiner_core.cards.template import check_template, shipped_template
 
 __all__ = [
     "AttemptNote",

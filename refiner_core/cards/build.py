@@ -7,29 +7,223 @@ modules have put into words.
 
 from __future__ import annotations
 
-from typing import Any
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
 
 import yaml
+from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from refiner_core.cards.agents import TASK, is_agent
-from refiner_core.cards.cost import cost_lines
-from refiner_core.cards.curve import training_curve
-from refiner_core.cards.evidence import facts_from_json, facts_to_json
-from refiner_core.cards.facts import UNKNOWN, CardFacts, is_hub_id
+from refiner_core.cards.evidence import facts_from_json, facts_to_json, published_facts
+from refiner_core.cards.facts import UNKNOWN, CardFacts, Line, finite, is_hub_id, record_of
 from refiner_core.cards.notes import known_notes
-from refiner_core.cards.reproduction import reproduction_lines
 from refiner_core.cards.results import (
+    Table,
+    index_metric,
     model_index,
+    own_entries,
     preferred_step,
     progression_tables,
     result_tables,
 )
 from refiner_core.cards.settings import grpo_flags, own_settings
-from refiner_core.cards.setup import before_lines, earlier_stages, setup_lines
-from refiner_core.cards.template import render
-from refiner_core.cards.usage import output_format, usage_code
+from refiner_core.cards.setup import (
+    TASK,
+    agent_format,
+    agent_usage,
+    before_lines,
+    earlier_stages,
+    is_agent,
+    setup_lines,
+)
+from refiner_core.cards.training import cost_lines, training_curve
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, TRAINED, card_words
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import stage_changes
+
+_FIX = "correct the template (`refiner card template` prints the shipped one, to start from)"
+
+
+def shipped_template() -> str:
+    """The text of the template that cards are made from where no other is named."""
+    return files("refiner_core.cards").joinpath("card.md.jinja").read_text(encoding="utf-8")
+
+
+def check_template(text: str) -> None:
+    """Find out before there is anything to publish whether a template can be read at all.
+
+    Raises
+    ------
+    ConfigurationError
+        It does not parse; names the line.
+    """
+    try:
+        _compiled(text)
+    except TemplateSyntaxError as e:
+        raise ConfigurationError(
+            f"The card template fails at line {_line(e)}: {e}.",
+            expected="a template that Jinja can parse",
+            fix=_FIX,
+        ) from e
+
+
+def render(template: str | None, variables: Mapping[str, Any]) -> str:
+    """The card's text; ends with one line feed.
+
+    Raises
+    ------
+    ConfigurationError
+        A user's template does not parse, or asks for what is not there; names the line.
+    """
+    text = shipped_template() if template is None else template
+    try:
+        return _compiled(text).render(variables).rstrip() + "\n"
+    except (
+        TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as e:
+        if template is None:
+            raise
+        raise ConfigurationError(
+            f"The card template fails at line {_line(e)}: {e}.",
+            expected=f"Jinja that uses these variables: {', '.join(sorted(variables))}",
+            fix=_FIX,
+        ) from e
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    return environment.from_string(text)
+
+
+def _line(error: BaseException) -> int | str:
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
+    return frames[-1].lineno or "?" if frames else "?"
+
+
+_ANSWER_ONLY = "answer_only"
+_EVIDENCE = """\
+<query>When was the bridge opened?</query>
+<tool_output>
+<snippet id=S_a1B9xQ2>The bridge was opened in 1932.</snippet>
+</tool_output>"""
+_ANSWER = "<answer><snippet id=S_a1B9xQ2>The bridge has been open since 1932.</snippet></answer>"
+_CODE = '''\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{name}"
+tokenizer = AutoTokenizer.from_pretrained(name{revision})
+model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
+
+prompt = """{evidence}"""
+inputs = tokenizer.apply_chat_template(
+    [{{"role": "user", "content": prompt}}],
+    add_generation_prompt=True,{thinking}
+    return_tensors="pt",
+    return_dict=True,
+)
+output = model.generate(**inputs, max_new_tokens={tokens}, do_sample=False{stop})
+answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+print(answer)'''
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What the model writes: modes in its training rows, and an example."""
+
+    modes: tuple[str, ...]
+    answer_only: bool
+    evidence: str
+    answer: str
+
+
+def output_format(facts: CardFacts) -> OutputFormat:
+    """The format by the modes of the rows that the model was trained on; of an agent, a turn."""
+    if is_agent(facts):
+        return OutputFormat((), False, "", agent_format())
+    modes = _modes(facts)
+    alone = modes in ((), (_ANSWER_ONLY,))
+    answer = _ANSWER if alone else f"The first snippet answers the question.\n{_ANSWER}"
+    return OutputFormat(modes, alone, _EVIDENCE, answer)
+
+
+def _modes(facts: CardFacts) -> tuple[str, ...]:
+    """Modes of the rows that were kept; empty where nobody has counted."""
+    if facts.config.data.refiner_mode is not None:
+        return (facts.config.data.refiner_mode,)
+    which = "rl" if KINDS[facts.stage].on_prompts else "sft"
+    counts = (facts.reports.get("data", {}).get(which) or {}).get("modes") or {}
+    return tuple(sorted(mode for mode, count in counts.items() if count))
+
+
+def usage_code(facts: CardFacts) -> str:
+    """Python that loads this very step and refines one search result, or takes one turn.
+
+    A folder has no revisions, and transformers would pass over one without a word: there a step is
+    loaded from the folder of its own, ``OWNER/NAME@step-50``.
+    """
+    stops = facts.config.grpo.stop_strings
+    name, revision = facts.repo_id, ""
+    if facts.revision != "main" and facts.config.publish.target == "folder":
+        name = f"{name}@{facts.revision}"
+    elif facts.revision != "main":
+        revision = f', revision="{facts.revision}"'
+    if is_agent(facts):
+        return agent_usage(name, revision, facts.config.grpo.response_length)
+    return _CODE.format(
+        name=name,
+        revision=revision,
+        evidence=_EVIDENCE,
+        thinking="\n    enable_thinking=False," if output_format(facts).answer_only else "",
+        tokens=facts.config.grpo.response_length,
+        stop=f", stop_strings={list(stops)!r}, tokenizer=tokenizer" if stops else "",
+    )
+
+
+def reproduction_lines(facts: CardFacts) -> list[str]:
+    """What the command needs, and how to see that it is the same."""
+    lines = []
+    version = (facts.provenance.get("packages") or {}).get("refiner")
+    if version:
+        commit = facts.provenance.get("commit")
+        at = f" at commit `{commit}`" if commit else ""
+        lines.append(f"It takes refiner {version}{at}.")
+    if facts.recipe_file is not None:
+        lines.append(
+            f"`recipe.yaml` lies beside this card (SHA-256 `{facts.recipe_file}`); give the "
+            "command in its folder."
+        )
+    lines += [
+        f"It reads `{name}` from the folder that it is given in (SHA-256 `{digest}`)."
+        for name, digest in sorted(facts.sources.items())
+    ]
+    if facts.fingerprint:
+        lines.append(
+            f"With `--dry-run` it shows the fingerprint of the stage `{facts.stage}`, "
+            f"`{facts.fingerprint}`: the same one means the same training."
+        )
+    if facts.stage in STAGES and not facts.final:
+        save = getattr(facts.config, facts.stage).save_freq
+        lines.append(
+            f"It trains to the end of the run; step {facts.step} is a checkpoint that it saves on "
+            f"the way (every {save} steps)."
+        )
+    return lines
+
 
 _BUILTIN = "builtin:"
 _REFINING = (
@@ -44,7 +238,7 @@ def build_card(facts: CardFacts) -> str:
     Raises
     ------
     ConfigurationError
-        The user's template does not fit; see :func:`refiner_core.cards.template.render`.
+        The user's template does not fit; see :func:`refiner_core.cards.build.render`.
     """
     known = facts_to_json(facts)
     return render(facts.template, card_variables(facts_from_json(known)) | {"facts": known})
@@ -194,3 +388,72 @@ def _provenance(facts: CardFacts) -> list[str]:
     for stage, address in sorted(facts.tracking.items()):
         lines.append(f"Training log of `{stage}`: [{address.rpartition('/')[2]}]({address}).")
     return lines or ["Nothing was recorded of the code behind this checkpoint."]
+
+
+class CardNumber(NamedTuple):
+    """A number of a card.
+
+    Attributes
+    ----------
+    text
+        As it is printed, without a unit: ``0.512``, ``2 h 02 min``.
+    section
+        Title of the section that it stands in, or ``front matter``.
+    fact
+        Dotted path in the facts of the evidence, such as ``evaluations.3.low``. A number that is
+        made from several facts (a sum) has their common front, or the first of them.
+    record
+        Where that fact was read; None if nobody has said.
+    """
+
+    text: str
+    section: str
+    fact: str
+    record: str | None
+
+
+def card_numbers(facts: CardFacts) -> list[CardNumber]:
+    """All numbers of facts in a card, in the order of the shipped template."""
+    facts = published_facts(facts)
+    return [
+        CardNumber(text, section, fact, record_of(facts, fact))
+        for section, text, fact in _printed(facts)
+    ]
+
+
+def _printed(facts: CardFacts) -> Iterator[tuple[str, str, str]]:
+    yield from _front_matter(facts)
+    preferred = preferred_step(facts)
+    yield from _of("Intended use", [preferred] if preferred else [])
+    yield from _of("Training set-up", [*setup_lines(facts), *before_lines(facts)])
+    curve = training_curve(facts)
+    if curve is not None:
+        cells = [cell for row in curve.rows for cell in row]
+        yield from _of("Training curve", [*cells, *curve.lines])
+    for table in (*result_tables(facts), *progression_tables(facts)):
+        yield from _of("Results", _lines_of(table))
+    yield from _of("Hardware and cost", cost_lines(facts))
+    yield from _of("Known notes", known_notes(facts))
+
+
+def _lines_of(table: Table) -> list[Line]:
+    return [table.title, *(cell for row in table.rows for cell in row)]
+
+
+def _of(section: str, lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
+    for line in lines:
+        for text, fact in line.numbers:
+            yield section, text, fact
+
+
+def _front_matter(facts: CardFacts) -> Iterator[tuple[str, str, str]]:
+    for entry in own_entries(facts):
+        metric, place = index_metric(entry), f"evaluations.{entry.place}"
+        if metric is None:
+            continue
+        yield "front matter", str(entry.values["n"]), f"{place}.n"
+        low, high = (finite(entry.values.get(key)) for key in ("low", "high"))
+        if low is not None and high is not None:
+            yield "front matter", f"{low:.3f}", f"{place}.low"
+            yield "front matter", f"{high:.3f}", f"{place}.high"
+        yield "front matter", str(metric["value"]), f"{place}.value"

@@ -9,19 +9,284 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from refiner_core.cards.agents import (
-    agent_data_lines,
-    agent_reward_lines,
-    environment_lines,
-    is_agent,
+from refiner_core.cards.facts import (
+    CardFacts,
+    Line,
+    as_line,
+    counted,
+    finite,
+    is_hub_id,
+    joined,
+    number,
+    public_name,
 )
-from refiner_core.cards.facts import CardFacts, finite, is_hub_id, public_name
-from refiner_core.cards.printed import Line, as_line, counted, joined, number
-from refiner_core.cards.rejection import sampling_lines
 from refiner_core.cards.settings import shown
-from refiner_core.contract.config import DataConfig, RewardConfig
+from refiner_core.contract.config import DataConfig, RewardConfig, UserConfig
 from refiner_core.contract.kinds import KINDS, TRAINED_HERE
 from refiner_core.contract.placement import sft_section
+
+_PATH = "reports.sample"
+_SAME = {
+    "none": "all of them",
+    "text": "of those that say the same, one",
+    "tools": "of those that call the same tools in the same order, one",
+}
+_LOST = (
+    ("unscored", "without a score because the judge failed"),
+    ("error", "ended by errors of the infrastructure"),
+)
+
+
+def sampling_lines(facts: CardFacts) -> list[Line]:
+    """How attempts were sampled and kept; none where no report says."""
+    report = facts.reports.get("sample", {})
+    if not report.get("attempts"):
+        return []
+    return [_attempts(facts, report), _rule(facts, report), _kept(report), *_by_domain(report)]
+
+
+def _attempts(facts: CardFacts, report: Mapping[str, Any]) -> Line:
+    rule, counts = facts.config.sample, report["attempts"]
+    backend = rule.generation_backend
+    lane = "episode" if report.get("lane") == "episodes" else "answer"
+    text = "**Attempts:** " + counted(counts["total"], f"{_PATH}.attempts.total", lane)
+    text = text + " at " + counted(report["prompts"]["total"], f"{_PATH}.prompts.total", "prompt")
+    text = text + f" ({rule.attempts} each), sampled by the model that training started from with "
+    text = text + f"`temperature = {shown(rule.temperature)}`, `top_p = {shown(rule.top_p)}`"
+    if rule.top_k:
+        text = text + f", `top_k = {rule.top_k}`"
+    text = text + f", {backend}"
+    lost = report.get("not_kept") or {}
+    parts = [
+        number(lost[why], f"{_PATH}.not_kept.{why}") + f" {words}"
+        for why, words in _LOST
+        if lost.get(why)
+    ]
+    return text + ("; of these " + joined(parts, " and ") if parts else "") + "."
+
+
+def _rule(facts: CardFacts, report: Mapping[str, Any]) -> Line:
+    rule, episodes = facts.config.sample, report.get("lane") == "episodes"
+    score = "reward" if episodes else "share of the highest reward that the prompt can give"
+    same = _SAME["text" if rule.distinct == "tools" and not episodes else rule.distinct]
+    most = f", at most {rule.max_kept} a prompt" if rule.max_kept is not None else ""
+    text = f"**Kept by rule:** full successes ({score} at least {shown(rule.success)}; {same}"
+    text += f"{most}); of a prompt without one "
+    if rule.min_partial > 1:
+        return as_line(text + "nothing.")
+    partial = "a partial score" if episodes else "a share"
+    return as_line(text + f"the best attempt from {partial} of {shown(rule.min_partial)} on.")
+
+
+def _kept(report: Mapping[str, Any]) -> Line:
+    kept, prompts = report["kept"], report["prompts"]
+    text = "**Kept:** " + counted(kept["demonstrations"], f"{_PATH}.kept.demonstrations", "attempt")
+    text = text + ": " + number(kept["full_success"], f"{_PATH}.kept.full_success") + " of "
+    text = text + counted(
+        report["attempts"]["full"], f"{_PATH}.attempts.full", "full success", "full successes"
+    )
+    text = text + " at " + counted(prompts["full"], f"{_PATH}.prompts.full", "prompt")
+    text = (
+        text
+        + ", and "
+        + counted(kept["best_partial"], f"{_PATH}.kept.best_partial", "best attempt")
+    )
+    text = text + " without full success; nothing at "
+    return text + counted(prompts["none"], f"{_PATH}.prompts.none", "prompt") + "."
+
+
+def _by_domain(report: Mapping[str, Any]) -> list[Line]:
+    domains = report.get("by_domain") or {}
+    if len(domains) < 2:
+        return []
+    return [
+        "**Kept by domain:** " + joined(_domain(*item) for item in sorted(domains.items())) + "."
+    ]
+
+
+def _domain(name: str, counts: Mapping[str, Any]) -> Line:
+    kept, prompts, path = counts["kept"], counts["prompts"], f"{_PATH}.by_domain.{name}"
+    text = f"{name} " + number(kept["demonstrations"], f"{path}.kept.demonstrations") + " of "
+    text = text + number(counts["attempts"]["total"], f"{path}.attempts.total") + " ("
+    text = text + number(prompts["full"], f"{path}.prompts.full") + " of "
+    return text + counted(prompts["total"], f"{path}.prompts.total", "prompt") + " solved)"
+
+
+TASK = (
+    "given the rules and tools of a domain, serve a user over several turns, each of them one tool "
+    "call"
+)
+_EXAMPLE = (
+    '<tool_call>{"name": "respond", "arguments": {"content": "May I have the id?"}}</tool_call>'
+)
+_CODE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{name}"
+tokenizer = AutoTokenizer.from_pretrained(name{revision})
+model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
+
+tools = [{{
+    "type": "function",
+    "function": {{
+        "name": "respond",
+        "description": "Say something to the user.",
+        "parameters": {{
+            "type": "object",
+            "properties": {{"content": {{"type": "string"}}}},
+            "required": ["content"],
+        }},
+    }},
+}}]
+messages = [
+    {{"role": "system", "content": "Serve the user by the rules."}},
+    {{"role": "user", "content": "Hello, I need help with my order."}},
+]
+inputs = tokenizer.apply_chat_template(
+    messages,
+    tools=tools,
+    add_generation_prompt=True,
+    enable_thinking=False,
+    return_tensors="pt",
+    return_dict=True,
+)
+output = model.generate(
+    **inputs,
+    max_new_tokens={tokens},
+    do_sample=False,
+    stop_strings=["</tool_call>"],
+    tokenizer=tokenizer,
+)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+
+
+def is_agent(facts: CardFacts) -> bool:
+    """Whether the model is an agent of an environment."""
+    return bool(facts.config.environment.name)
+
+
+def agent_format() -> str:
+    """A turn, as an example."""
+    return _EXAMPLE
+
+
+def agent_usage(name: str, revision: str, tokens: int) -> str:
+    """Python that loads the model and samples one turn."""
+    return _CODE.format(name=name, revision=revision, tokens=tokens)
+
+
+def agent_data_lines(facts: CardFacts, kinds: list[tuple[str, str]]) -> list[Line]:
+    """Tasks and demonstrations, by domain; ``kinds`` as of the refiner's rows."""
+    report, lines = facts.reports.get("data", {}), list[Line]()
+    labels = {"rl": "Tasks", "sft": "Demonstrations"}
+    for which, _ in kinds:
+        counts, path = report.get(which) or {}, f"reports.data.{which}"
+        if not counts.get("read"):
+            continue
+        text = as_line(f"**{labels[which]}:** {_agent_source(facts, which)}; ")
+        text = text + number(counts.get("kept"), f"{path}.kept") + " of "
+        text = text + number(counts.get("read"), f"{path}.read") + " kept"
+        domains = counts.get("domains") or {}
+        if domains:
+            listed = [
+                number(count, f"{path}.domains.{name}") + f" {name}"
+                for name, count in sorted(domains.items())
+            ]
+            text = text + " (" + joined(listed) + ")"
+        if counts.get("flawed"):
+            text = (
+                text
+                + "; "
+                + counted(counts["flawed"], f"{path}.flawed", "of them has", "of them have")
+            )
+            text = text + " a mistake"
+        lines.append(text + ".")
+    split = report.get("split") or {}
+    if split:
+        text = "**Held out:** " + number(
+            split.get("held_out_questions"), "reports.data.split.held_out_questions"
+        )
+        text = text + " of " + number(split.get("questions"), "reports.data.split.questions")
+        test = facts.config.environment.test_split
+        text = text + f" tasks, the environment's `{test}` split; none of them is trained on"
+        unnamed = (report.get("sft") or {}).get("unnamed_task")
+        if unnamed and any(which == "sft" for which, _ in kinds):
+            text = text + ", as far as demonstrations name their tasks: "
+            text = text + counted(
+                unnamed,
+                "reports.data.sft.unnamed_task",
+                "demonstration names none",
+                "demonstrations name none",
+            )
+        lines.append(text + ".")
+    return lines
+
+
+def _agent_source(facts: CardFacts, which: str) -> str:
+    environment, path = facts.config.environment, facts.config.data.sft_path
+    if which == "rl":
+        return f"of the environment `{public_name(environment.name)}`"
+    if environment.demonstrations:
+        return f"of the expert of `{public_name(environment.name)}`"
+    return f"`{public_name(str(path))}`"
+
+
+def environment_lines(facts: CardFacts) -> list[str]:
+    """The environment and its user, as they were in training."""
+    environment = facts.config.environment
+    domains = ", ".join(f"`{name}`" for name in environment.domains) or "all domains"
+    lines = [
+        f"**Environment:** `{public_name(environment.name)}`, {domains}; at most "
+        f"{environment.max_turns} turns, "
+        + ("one further attempt" if environment.repairs else "no further attempt")
+        + " at a turn that is no tool call.",
+        f"**User in training:** {user_words(environment.user)}.",
+    ]
+    if environment.nl_assertions == "exclude":
+        lines[0] += " Assertions in plain language, where tasks have any, are not part of rewards."
+    return lines
+
+
+def user_words(user: UserConfig) -> str:
+    """Who the user was."""
+    if not user.model:
+        return "the environment's own script"
+    return f"`{public_name(user.model)}`, temperature {shown(user.temperature)}"
+
+
+def agent_reward_lines(facts: CardFacts) -> list[str]:
+    """Reward, credit and curriculum of GRPO in an environment."""
+    environment, grpo = facts.config.environment, facts.config.grpo
+    shaping = environment.shaping
+    by_domain = ", ".join(shaping.alpha_by_domain)
+    weights = ", ".join((*shaping.weights, *shaping.weights_by_domain))
+    failing = {
+        "failure": "An episode that ends with a turn that is no tool call has reward 0.",
+        "exclude": "Episodes that end with a turn that is no tool call are left out of training, "
+        "which favours tasks that are easy to talk about (survivorship bias).",
+    }[environment.unparsable]
+    lines = [
+        f"**Reward = environment + {shown(shaping.alpha)} · partial.** The environment's reward is "
+        "1 for a success; partial is the weighted share of checks that passed, over the kinds that "
+        f"a task has ({weights})"
+        + (f", its weight times {by_domain} by domain. " if by_domain else ". ")
+        + failing,
+        {
+            "trajectory": "**Credit:** all tokens of an episode have the advantage of the whole.",
+            "turn_rewards": "**Credit:** a turn has the sum of the rewards, normalised over all "
+            "turns of its group, from it on.",
+        }[grpo.credit],
+    ]
+    curriculum = grpo.curriculum
+    if curriculum.enabled:
+        lines.append(
+            f"**Curriculum:** after {curriculum.min_attempts} attempts at a task its advantages "
+            f"are weighted {shown(curriculum.high_weight)} above a success rate of "
+            f"{shown(curriculum.high)} and {shown(curriculum.low_weight)} below "
+            f"{shown(curriculum.low)}."
+        )
+    return lines
+
 
 _AGGREGATION = {
     "weighted_mean": "their mean, weighted by |weight|",

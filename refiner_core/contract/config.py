@@ -13,32 +13,29 @@ these classes and refuses what does not fit. Cross-field checks live in
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.command_config import CommandConfig
-from refiner_core.contract.environment_config import (
-    CurriculumConfig,
-    EnvironmentConfig,
-    SampleConfig,
-    ShapingConfig,
-    UserConfig,
-)
-from refiner_core.contract.judge_config import JudgeConfig, RewardConfig, ServeConfig
 from refiner_core.contract.marks import execution, identity, section
-from refiner_core.contract.resources import Resources
 from refiner_core.contract.steering_config import (
     DiskConfig,
     DispatchConfig,
     NotifyConfig,
+    Resources,
     RetryConfig,
     TrackingConfig,
 )
 from refiner_core.contract.training_config import (
+    CurriculumConfig,
+    EnvironmentConfig,
     GrpoConfig,
     HealthConfig,
     RolloutServerConfig,
+    SampleConfig,
     SftConfig,
+    ShapingConfig,
+    UserConfig,
 )
 
 __all__ = [
@@ -67,6 +64,249 @@ __all__ = [
     "TrackingConfig",
     "UserConfig",
 ]
+
+
+#: Doubled braces, the shell's own ``${…}``, or a placeholder.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """A training script of somebody else's, run under the same care (stage `command`).
+
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
+    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+
+    ``{output}``
+        folder for what it makes; the same one in all attempts.
+    ``{seed}``, ``{workdir}``
+        run seed; folder it starts in.
+    ``{data}``
+        output folder of the `data` stage.
+    ``{model}``
+        folder of the model that it starts from: the recipe's newest one, else the base model.
+    ``{resume}``
+        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+    ``{checkpoint}``
+        the newest complete checkpoint (in ``resume_arguments`` only).
+    """
+
+    run: str = identity("", doc="the shell command that trains")
+    version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
+    adopted: str = identity(
+        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+    )
+    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
+    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    resume_arguments: str = execution(
+        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+    )
+    checkpoints: str = execution(
+        "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
+    )
+    step_pattern: str = execution(
+        r"(\d+)(?!.*\d)", doc="regular expression whose group is the step in a checkpoint's name"
+    )
+    complete: str = execution(
+        "weights",
+        doc="when a checkpoint counts: `weights` (every shard can be read, and it has what its "
+        "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
+        "long)",
+    )
+    keep: int = execution(2, ge=1, doc="complete checkpoints kept when room is short, at least 1")
+    heartbeat: Literal["output", "files"] = execution(
+        "output", doc="sign of life: something printed, or something written below `{output}`"
+    )
+    progress_pattern: str = execution(
+        r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
+        doc="regular expression on printed lines: groups `step`, `total`, and any metric by name",
+    )
+    exports: str = identity(
+        "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
+    )
+    companions: str = identity(
+        "",
+        doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
+        "it starts from",
+    )
+    stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
+        "TERM", doc="signal that asks it to save and end"
+    )
+    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    resources: Resources = section(Resources, doc="resources of its job")
+
+
+def uses(command: CommandConfig, placeholder: str) -> bool:
+    """Whether a command's texts name ``{placeholder}``."""
+    texts = (command.run, command.resume_arguments, command.companions, *command.env)
+    return any(placeholder in placeholders(text) for text in texts)
+
+
+def placeholders(text: str) -> list[str]:
+    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]
+
+
+#: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
+LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
+
+    verification_reward: float = identity(10.0, gt=0, doc="scale of the [0, 1] score")
+    apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
+    paper_citation_weight: float = identity(0.2, ge=0, le=1, doc="w of the citation term, 0 to 1")
+    combination: Literal["convex", "additive"] = identity(
+        "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
+    )
+    gate_judge_score_with_format_bonus: bool = identity(
+        False, doc="multiply the judge term by the format bonus"
+    )
+    non_stop_penalty: bool = identity(
+        False, doc="replace the score of a completion that did not stop"
+    )
+    non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
+    rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
+        "instance", doc="which rubrics a rollout is judged by"
+    )
+    static_rubrics: str = identity(
+        "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
+    )
+    instance_rubrics_only: bool = identity(
+        False,
+        doc="drop static rubrics from the reward and from logging",
+        legacy_value=False,
+    )
+    rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
+        "weighted_mean",
+        doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
+    )
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """A judge's server that refiner starts, shares and ends by itself.
+
+    Nothing here changes what a judgement is, so that stages do not run again because their judge is
+    served elsewhere; servers are shared by those who would start the same one.
+    """
+
+    engine: Literal["none", "vllm", "transformers", "command"] = execution(
+        "none",
+        doc="what serves `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
+        "`none`, or an address in `judge.base_url`, uses that server",
+    )
+    where: Literal["job", "beside"] = execution(
+        "job",
+        doc="`job`: a job of its own, shared by all that judge alike; `beside`: within the job "
+        "that judges, on its resources",
+    )
+    python: str | None = execution(
+        None,
+        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
+        "`transformers`) command on PATH after `setup`",
+    )
+    setup: tuple[str, ...] = execution(
+        (), doc="shell lines before it starts, e.g. `module load vllm/0.33`"
+    )
+    container: str | None = execution(
+        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
+    )
+    args: tuple[str, ...] = execution(
+        (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
+    )
+    start_timeout_s: float = execution(
+        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
+    )
+    idle_timeout_s: float = execution(
+        600.0, ge=0, doc="it ends when nobody has held a lease for this long, seconds"
+    )
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Who scores rubrics and citations."""
+
+    kind: Literal["lexical", "openai"] = identity(
+        "lexical",
+        doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
+    )
+    model: str = identity(
+        LEXICAL_MODELS[0],
+        doc="name of the judge model; of the lexical one `lexical-1`, or `lexical-loose-1`, which "
+        "is content with less",
+    )
+    revision: str | None = identity(None, doc="revision of the judge model")
+    prompt: str = identity(
+        "v2", doc="version of the judge's prompts, or a folder with prompts of your own"
+    )
+    form: Literal["per_rubric", "batched"] = identity(
+        "per_rubric",
+        doc="a call for each rubric, or one for all rubrics of an answer",
+        legacy_value="per_rubric",
+    )
+    structured_output: Literal["auto", "json_schema", "none"] = identity(
+        "auto",
+        doc="ask the server to write JSON of a schema; `auto`: where the server takes it",
+        legacy_value="none",
+    )
+    temperature: float | None = identity(
+        0.0, ge=0, doc="sampling temperature of the judge; null is not sent"
+    )
+    max_tokens: int = identity(
+        512, ge=1, doc="longest judgement; one that ends by length is a failure"
+    )
+    extra_body: str = identity(
+        "",
+        doc="further fields of each request, a mapping or JSON text, e.g. "
+        '`{"chat_template_kwargs": {"enable_thinking": false}}`',
+        legacy_value="",
+    )
+    max_failed_share: float = identity(
+        0.2,
+        ge=0,
+        le=1,
+        doc="stop (resumable) when more than this share of a step's rollouts is unscored",
+    )
+    base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
+    base_urls: tuple[str, ...] = execution(
+        (), doc="further servers of the same judge; calls are balanced over all of them"
+    )
+    api_key_env: str = execution(
+        "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
+    )
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = execution(
+        "max_tokens", doc="what the server calls the limit; newer OpenAI models take the second"
+    )
+    concurrency: int = execution(256, ge=1, doc="requests in flight")
+    timeout_s: float = execution(
+        120.0, gt=0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
+    )
+    batch_timeout_s: float = execution(
+        3600.0,
+        gt=0,
+        doc="deadline of what is asked together (in training, a rollout's judgements), seconds; "
+        "pauses do not count",
+    )
+    max_retries: int = execution(5, ge=0, doc="tries after a retryable failure")
+    outage_patience_s: float = execution(
+        900.0,
+        ge=0,
+        doc="how long a step waits for servers that are all gone, seconds; then the attempt ends "
+        "as `judge outage` and is taken up again later",
+    )
+    cache_gb: float = execution(
+        1.0, ge=0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
+    )
+    serve_command: str | None = execution(
+        None,
+        doc="command that serves the judge, with {model}, {revision}, {host} and {port}; its key "
+        "is in the environment as REFINER_SERVER_KEY",
+    )
+    serve: ServeConfig = section(ServeConfig, doc="a server that refiner starts")
+    resources: Resources = section(Resources, doc="resources of the judge's server")
 
 
 @dataclass(frozen=True)

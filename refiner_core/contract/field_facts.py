@@ -1,7 +1,8 @@
-"""What is known of a configuration field without looking at any recipe, in words.
+"""Facts about configuration fields that need no recipe: in words, and as a JSON Schema.
 
 In: a dotted path such as ``grpo.beta``, a section, or a word to look for. Out: :class:`FieldFacts`
-with its type, choices, mark, default, and the kinds of stages whose fingerprints it reaches.
+with its type, choices, mark, default, and the kinds of stages whose fingerprints it reaches; or the
+schema of all fields, for editors and for who checks recipes elsewhere.
 """
 
 from __future__ import annotations
@@ -240,3 +241,35 @@ def _notes(path: str) -> tuple[str, ...]:
     if section in ("reward", "judge"):
         found.append("not where environment.name is set, unless environment.nl_assertions=judge")
     return tuple(found)
+
+
+#: What ``refiner init`` writes beside a recipe, and the line of the recipe that names it.
+SCHEMA_FILE = "recipe.schema.json"
+EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
+_INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
+_ABOUT = ("title", "description", "default", "x-mark")
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema (draft 2020-12) of a recipe's YAML file."""
+    from pydantic import TypeAdapter
+
+    schema = TypeAdapter(RecipeConfig).json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        section["additionalProperties"] = False
+        section["properties"] = {k: _value(v) for k, v in section["properties"].items()}
+    names = {"type": "string"}
+    schema["properties"]["include"] = {
+        "description": "recipes that this one builds on: shipped names, or YAML files",
+        "anyOf": [names, {"type": "array", "items": names}],
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "recipe"}
+
+
+def _value(field: dict[str, Any]) -> dict[str, Any]:
+    """A field's value, or what stands for it in a file."""
+    about = {k: v for k, v in field.items() if k in _ABOUT and k != "title"}
+    value = {k: v for k, v in field.items() if k not in _ABOUT}
+    if "$ref" in value:
+        return {**about, "anyOf": [value, {"type": "null"}]}
+    return {**about, "anyOf": [*value.get("anyOf", [value]), _INTERPOLATION]}

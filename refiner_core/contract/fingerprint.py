@@ -1,4 +1,4 @@
-"""Fingerprints: what a stage *is*, as a hash.
+"""Fingerprints (what a stage *is*, as a hash), and seeds that derive from what is sampled.
 
 A stage's fingerprint covers its kind, the stage version, the identity fields that it depends on,
 the digests of outside sources (data files, model weights, rubric sets, judge prompts) and the
@@ -86,3 +86,9 @@ def stage_fingerprint(
     }
     whole = ",".join(f'"{name}":{part}' for name, part in parts.items())
     return hashlib.sha256(f"{{{whole}}}".encode()).hexdigest()
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from any sequence of integers and names (SHA-256, stable across versions)."""
+    text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

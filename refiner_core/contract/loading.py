@@ -5,26 +5,61 @@
 
 OmegaConf stays at this edge. Everything it yields is checked against the dataclasses here, so that
 a misspelt key or a wrong type is refused with the name of the right one, whatever file it is in.
+Also the ways back: the override that sets a value, the places that set a field, and what follows
+from a field by interpolation.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import logging
+import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.former import without_former
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import hints, replace_fields, typed, unknown_key
+from refiner_core.contract.fields import field_value, hints, replace_fields, typed, unknown_key
 from refiner_core.contract.marks import is_section, walk
-from refiner_core.contract.recipes.recipe_files import (
+from refiner_core.contract.recipes import (
+    FILE_FIELDS,
+    JSON_FIELDS,
     find_recipe,
     recipe_files,
     settled,
+    settled_value,
+    shipped_recipes,
+    whole_path,
     without_empty_sections,
 )
+
+log = logging.getLogger(__name__)
+
+
+def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe without fields and words of before."""
+    notify = values.get("notify")
+    if not isinstance(notify, Mapping):
+        return dict(values)
+    kept = {k: v for k, v in notify.items() if k != "prefect"}
+    if kept.keys() != notify.keys():
+        warn_former("notify.prefect", "Prefect has the states of flow runs for automations")
+    if kept.get("webhook") is not None:
+        warn_former("notify.webhook", "it works as notify.urls=[NAME], which takes its place", "")
+    if isinstance(on := kept.get("on"), list | tuple) and "resumed" in on:
+        warn_former("`resumed` in notify.on", "`refiner status` says what goes on")
+        kept["on"] = [word for word in on if word != "resumed"]
+    return {**values, "notify": kept}
+
+
+@functools.cache
+def warn_former(what: str, instead: str, effect: str = "has no effect any more, and ") -> None:
+    """Say once that something goes."""
+    log.warning("%s %swill be refused by the next version: %s.", what, effect, instead)
 
 
 def load_recipe(recipe: str, overrides: Sequence[str] = ()) -> RecipeConfig:
@@ -172,3 +207,267 @@ def _deepest(path: str, value: Any) -> str:
 
 def _paths() -> list[str]:
     return [path for path, _ in walk(RecipeConfig)]
+
+
+def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> dict[str, Any]:
+    """Fields of a mapping, nested or with dotted keys, as overrides are read: dotted path -> value.
+
+    Files that it names beside ``folder`` become whole paths. What is checked is each value's type.
+
+    Raises
+    ------
+    ConfigurationError
+        Unknown field, wrong type, or an interpolation, which nothing here could resolve.
+    """
+    found = {}
+    for path, value in leaves("", _json_fields_as_text(values)):
+        value = settled_value(path, value, folder)
+        found[path] = field_value(path, _plain(path, value), origin)
+    return found
+
+
+def read_overrides(texts: Sequence[str], folder: Path, origin: str = "") -> dict[str, Any]:
+    """Fields of ``key=value`` texts: dotted path -> value; see :func:`read_values`."""
+    from omegaconf import OmegaConf
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        values = OmegaConf.to_container(parse_override(text, folder), resolve=False)
+        found |= read_values(dict(leaves("", values)), folder, origin)
+    return found
+
+
+def _json_fields_as_text(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``values`` with what is JSON, though it was written as a mapping, as text."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            is_json = path in JSON_FIELDS
+            value = json.dumps(value) if is_json else _json_fields_as_text(value, f"{path}.")
+        found[str(key)] = value
+    return found
+
+
+def _plain(path: str, value: Any) -> Any:
+    """``value`` without OmegaConf's escapes."""
+    if isinstance(value, list):
+        return [_plain(path, v) for v in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if any(len(found[1]) % 2 == 0 for found in _INTERPOLATION.finditer(value)):
+        raise ConfigurationError(
+            f"`{path}` is {value!r}, which takes its value from another field.",
+            expected="a value",
+            fix="write the value (`\\${` for a literal `${`), or put it into the recipe or "
+            "`overrides`",
+        )
+    return _INTERPOLATION.sub(lambda found: f"{found[1][: len(found[1]) // 2]}${{", value)
+
+
+def override_text(path: str, value: Any) -> str:
+    """The ``key=value`` that sets a field to ``value``: what one types behind `refiner run`."""
+    return f"{path}={_yaml_text(value, _escaped)}"
+
+
+def written_overrides(values: Mapping[str, Any], folder: Path) -> list[str]:
+    """A mapping of fields, nested or with dotted keys, as ``key=value`` texts that say the same:
+    interpolations are kept, and files that lie in ``folder`` are named by their whole paths."""
+    found = leaves("", _json_fields_as_text(values))
+    return [whole_paths(f"{p}={_yaml_text(v, lambda text: text)}", folder) for p, v in found]
+
+
+def whole_paths(text: str, folder: Path) -> str:
+    """A ``key=value`` that says the same from wherever it is typed: files that lie in ``folder`` by
+    their whole paths. All others are left as they are."""
+    from omegaconf import OmegaConf
+
+    path = text.partition("=")[0]
+    if path not in FILE_FIELDS and path != _PROTOCOLS:
+        return text
+    parse_override(text, folder)  # refuses what is no override
+    section, _, leaf = path.rpartition(".")
+    value = OmegaConf.to_container(OmegaConf.from_dotlist([text])[section], resolve=False)
+    found = value[leaf] if isinstance(value, dict) else None
+    if isinstance(found, str):
+        whole: Any = settled_value(path, found, folder)
+    elif isinstance(found, list):
+        whole = [whole_path(v, folder) if isinstance(v, str) else v for v in found]
+    else:
+        return text
+    return text if whole == found else f"{path}={_yaml_text(whole, lambda text: text)}"
+
+
+#: Names of protocol files, which a configuration holds as what they say.
+_PROTOCOLS = "evaluate.protocols"
+
+
+def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
+    """``value`` so that YAML reads it back as it is, texts as ``prepare`` makes them."""
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_yaml_text(v, prepare) for v in value) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN_TEXT.fullmatch(value) and value.lower() not in _NOT_TEXT:
+        return value
+    quoted = json.dumps(prepare(value), ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
+
+
+def _escaped(text: str) -> str:
+    """So that OmegaConf takes it for no interpolation."""
+    return _INTERPOLATION.sub(r"\1\1\\${", text)
+
+
+#: Text that OmegaConf takes for an interpolation, with the escapes before it.
+_INTERPOLATION = re.compile(r"(\\*)\$\{")
+#: Text that YAML takes for nothing else, wherever it stands; and what it does take for another.
+_PLAIN_TEXT = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+-]*")
+_NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "y", "n", "null", "inf", "nan")
+
+
+Follow = Callable[[Mapping[str, Any]], dict[str, Any]]
+_BEGINS_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_WORD = re.compile(r"\w+")
+
+
+def what_follows(recipe: str, overrides: Sequence[str], changed: Iterable[str]) -> Follow | None:
+    """The fields that take their values from others, as they are after changes.
+
+    Parameters
+    ----------
+    changed
+        Dotted fields that are going to be changed. None is returned where no interpolation can
+        depend on one of them.
+    """
+    from omegaconf import OmegaConf
+
+    node = merged(find_recipe(recipe), overrides)
+    texts = {
+        path: str(value)
+        for path, value in leaves("", OmegaConf.to_container(node, resolve=False))
+        if _BEGINS_INTERPOLATION.search(str(value))
+    }
+    words = {word for text in texts.values() for word in _WORD.findall(text)}
+    if not any(words.intersection(path.split(".")) for path in changed):
+        return None
+
+    def follow(changes: Mapping[str, Any]) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for path, value in changes.items():
+            *sections, leaf = path.split(".")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[leaf] = _escaped_value(value)
+        now = OmegaConf.merge(node, nested)
+        return {
+            path: field_value(path, _resolved(OmegaConf.select(now, path)))
+            for path in texts
+            if path not in changes
+        }
+
+    return follow
+
+
+def _escaped_value(value: Any) -> Any:
+    """A value that OmegaConf takes for no interpolation."""
+    if isinstance(value, tuple | list):
+        return [_escaped_value(v) for v in value]
+    if isinstance(value, str) and "${" in value:
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return value
+
+
+def _resolved(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One place that sets a field.
+
+    Attributes
+    ----------
+    place
+        ``tiny.yaml:17`` of a shipped recipe, the path and line of any other file, or ``override``.
+    text
+        The value as it is written there, interpolations included.
+    included_by
+        The files between the recipe that was named and this one, outermost first.
+    """
+
+    place: str
+    text: str
+    included_by: tuple[str, ...] = ()
+
+    @property
+    def interpolated(self) -> bool:
+        """Whether it takes its value from other fields."""
+        return "${" in self.text.replace("\\${", "")
+
+
+@dataclass(frozen=True)
+class _Found:
+    line: int
+    text: str
+
+
+def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
+    """Every place that sets a field, by dotted path.
+
+    Raises
+    ------
+    ConfigurationError
+        A file or an override cannot be read.
+    """
+    found: dict[str, list[Setting]] = {}
+    home = {path.parent.resolve() for path in shipped_recipes().values()}
+    for path, chain, _ in recipe_files(find_recipe(recipe)):
+        name = path.name if path.parent in home else str(path)
+        by = tuple(p.name for p in chain)
+        for field, one in _file_fields(path).items():
+            found.setdefault(field, []).append(Setting(f"{name}:{one.line}", one.text, by))
+    for text in overrides:
+        for field in _override_fields(text):
+            value = text.partition("=")[2]
+            found.setdefault(field, []).append(Setting("override", value))
+    return found
+
+
+def _override_fields(text: str) -> Iterator[str]:
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(parse_override(text), resolve=False)
+    yield from (path for path, _ in leaves("", values))
+
+
+def _file_fields(path: Path) -> Mapping[str, _Found]:
+    """Fields that a file sets itself, with their lines."""
+    import yaml
+
+    text = path.read_text(encoding="utf-8")
+    return dict(_scalars(yaml.compose(text, yaml.SafeLoader), "", text))
+
+
+def _scalars(node: Any, prefix: str, text: str) -> Iterator[tuple[str, _Found]]:
+    """What lies below a mapping node; what it takes over with ``<<`` comes first."""
+    import yaml
+
+    for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
+        if key.value == "<<":
+            for taken in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _scalars(taken, prefix, text)
+        elif isinstance(value, yaml.MappingNode):
+            yield from _scalars(value, f"{prefix}{key.value}.", text)
+            # a mapping of a field that is JSON text is the field itself, too
+            yield f"{prefix}{key.value}", _found(key, value, text)
+        else:
+            yield f"{prefix}{key.value}", _found(key, value, text)
+
+
+def _found(key: Any, value: Any, text: str) -> _Found:
+    written = text[value.start_mark.index : value.end_mark.index]
+    return _Found(key.start_mark.line + 1, " ".join(written.split()))

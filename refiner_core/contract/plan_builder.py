@@ -21,7 +21,6 @@ from refiner_core.contract.fingerprint import (
 )
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
-from refiner_core.contract.plan_memo import PlanMemo
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,
@@ -30,6 +29,7 @@ from refiner_core.contract.planned import (
     ONLY_OF_A_SERVED_JUDGE,
     ONLY_OF_THE_BEST,
     SHIPPED_OR_FILE,
+    PlanMemo,
     PlannedStage,
 )
 from refiner_core.contract.protocols import AT, configs_under, under
@@ -91,7 +91,7 @@ class Builder:
         after: tuple[str, ...] = (),
         protocol: str = "",
     ) -> str:
-        """See :class:`refiner_core.contract.publications.Adder`."""
+        """See :class:`refiner_core.contract.plan.Adder`."""
         wanted = _Wanted(name, kind, inputs, protocol, model, at_step or {}, after)
         self.stages[name] = self._stage(wanted)
         return name
@@ -157,7 +157,7 @@ class Builder:
         return found
 
     def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
-        """See :class:`refiner_core.contract.publications.Adder`; so are the next ones."""
+        """See :class:`refiner_core.contract.plan.Adder`; so are the next ones."""
         return self.add(name, "publish", inputs, model=model)
 
     def add_card(

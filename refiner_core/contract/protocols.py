@@ -2,7 +2,7 @@
 
 In: the JSON text that a configuration holds for each of its ``evaluate.protocols``, and the
 configuration. Out: the configuration under which a model is measured. Pure, and cheap enough for
-thousands of trials; files are read by :mod:`refiner_core.contract.recipes.protocol_files`.
+thousands of trials; files are read by :mod:`refiner_core.contract.recipes`.
 
 A protocol names fields of the recipe that are a matter of measuring (:data:`FIELDS`). Each of the
 sections ``evaluate``, ``reward`` and ``judge`` that it names at all is fixed *whole*: an identity

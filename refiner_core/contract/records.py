@@ -1,8 +1,11 @@
-"""Record types: what the workspace remembers of a stage. Values; `infra` reads and writes them.
+"""Records: what the workspace remembers of stages, runs and sweeps. `infra` reads and writes them.
 
-A record is a spec (what the stage is), its attempts (each try, with its job and its outcome) and,
-once it is done, a result (outputs, report, provenance). Everything converts to and from plain JSON;
-unknown keys of a newer version are kept out of the way, not an error.
+A stage's record is a spec (what the stage is), its attempts (each try, with its job and its
+outcome) and, once it is done, a result (outputs, report, provenance). A sweep is known by its name;
+each time that it is launched as something else (an arm or seed was added), it gets another
+*version*, and older ones stay. A trial is a run whose ``provenance["sweep"]`` says which trial of
+which sweep it is. Everything converts to and from plain JSON; unknown keys of a newer version are
+kept out of the way, not an error.
 """
 
 from __future__ import annotations
@@ -265,3 +268,87 @@ def _check_type(kind: Any, data: Any, name: str) -> None:
     is_flag = isinstance(data, bool) and kind is not bool
     if expected is not None and (is_flag or not isinstance(data, expected)):
         raise TypeError(f"{name} is {data!r:.80}, which is no {kind.__name__}")
+
+
+SWEEP_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ArmRecord:
+    """One setting of all factors: labels and values, by dotted field."""
+
+    name: str
+    levels: Mapping[str, str]
+    changes: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One arm with one seed, and the stages (name -> id) that it is made of."""
+
+    arm: str
+    seed: int
+    overrides: tuple[str, ...]
+    stages: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """Unique in its sweep: ``citation-0.2/seed1``."""
+        return f"{self.arm}/seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """One version of a sweep, as it was launched.
+
+    Attributes
+    ----------
+    number
+        Versions of one sweep are counted from 1.
+    recipe, folder, text
+        The recipe, the folder that paths are relative to, the sweep file word for word.
+    limits, question
+        As in the file (:class:`sweeps.values.Limits`, :class:`sweeps.values.Question`).
+    forecast
+        What was expected of it before it began, as JSON.
+    code
+        Id of the code snapshot that its jobs import.
+    """
+
+    version: int
+    number: int
+    name: str
+    recipe: str
+    folder: str
+    text: str
+    arms: tuple[ArmRecord, ...]
+    baseline: str
+    seeds: tuple[int, ...]
+    trials: tuple[TrialRecord, ...]
+    limits: Mapping[str, Any]
+    question: Mapping[str, Any]
+    forecast: Mapping[str, Any]
+    code: str
+    started_at: str
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+def trial_of(provenance: Mapping[str, Any]) -> tuple[str, str, int] | None:
+    """Sweep, arm and seed of a run's provenance; None for a run of its own."""
+    found = provenance.get("sweep")
+    if not isinstance(found, Mapping):
+        return None
+    return str(found["name"]), str(found["arm"]), int(found["seed"])
+
+
+def all_malformed(report: Mapping[str, Any]) -> str:
+    """What there is to say of a report in which not one answer was well formed; else empty. A base
+    that nobody has trained yet is nobody's fault."""
+    rollouts, counts = report.get("episodes"), report.get("counts") or {}
+    if rollouts and counts.get("samples/malformed") == rollouts:
+        return f"all of its {rollouts} rollouts were malformed: there was nothing to learn from"
+    valid = [e for e in report.get("evaluations") or () if e.get("metric") == "format_valid"]
+    if not valid or any(e.get("stage") == "base" or e.get("numerator") != 0 for e in valid):
+        return ""
+    counted = ", ".join(f"0 of {e.get('denominator')} {e.get('decoding')}" for e in valid)
+    return f"not one answer was well formed (format_valid: {counted})"

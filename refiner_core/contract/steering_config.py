@@ -1,14 +1,26 @@
-"""Configuration of what only steers a run: tracking, jobs, disk, notifications.
+"""Configuration of what only steers a run: jobs and their resources, tracking, disk, notifications.
 
 Every field is execution: none changes what is computed. See :mod:`refiner_core.contract.config`.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from refiner_core.contract.marks import execution, section
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
+
+    gpus: int = execution(0, ge=0, doc="GPUs per node")
+    nodes: int = execution(1, ge=1, doc="number of nodes")
+    cpus: int = execution(1, ge=1, doc="CPU cores per node")
+    memory_gb: int = execution(4, ge=1, doc="host memory per node, GiB")
+    time_limit_min: int = execution(60, ge=1, doc="wall-clock limit of one attempt, minutes")
 
 
 @dataclass(frozen=True)
@@ -170,3 +182,37 @@ class NotifyConfig:
     pause_min: float = execution(
         1.0, doc="stay quiet about a pause that is over within so many minutes"
     )
+
+
+Channel = Literal["command", "url"]
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_place(name: str) -> bool:
+    """Whether this names a variable or, from the root or home, a file: addresses are often secrets,
+    and stand in no recipe."""
+    return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One way in which a message goes out.
+
+    ``what`` is a shell command, or the name of the environment variable or the path of the file
+    that holds addresses.
+    """
+
+    channel: Channel
+    what: str
+
+    @property
+    def name(self) -> str:
+        """In records and messages."""
+        return self.channel if self.channel == "command" else self.what
+
+
+def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
+    """The channels of a recipe; none where it is quiet."""
+    command = [Alarm("command", notify.command)] if notify.command is not None else []
+    names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
+    return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))

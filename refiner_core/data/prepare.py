@@ -34,14 +34,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
 from refiner_core.data import chat
 from refiner_core.data.datacard import Tally, data_card, make_report
 from refiner_core.data.prepared import write_demonstrations, write_prompts
-from refiner_core.data.rows import DEFAULT_MODE, Row, parse_row
+from refiner_core.data.rows import DEFAULT_MODE, Row, choose_questions, parse_row, same_questions
 from refiner_core.data.sources import Source, Which, read_rows, resolve_source
-from refiner_core.data.split import choose_questions, same_questions
 
 FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
 _PROGRESS_EVERY = 64

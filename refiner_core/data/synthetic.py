@@ -1,4 +1,4 @@
-"""Rows of the embedded world, in the row schema of the refiner task.
+"""Rows of the embedded world, in the row schema of the refiner task, and the scenes behind them.
 
 In: a kind (``sft`` or ``rl``), a number of rows, a seed and :class:`SyntheticOptions`.
 Out: rows with ``conversations``, ``rubrics`` (a JSON string), ``metadata`` and ``truth``.
@@ -7,6 +7,11 @@ Questions are about invented facts, so nothing can be answered from memory. Each
 snippets of which one or two answer; the others are near misses (a similar name, another attribute
 of the same name, a survey that mentions the question without an answer). About 30 % of the
 demonstrations have one flaw, named in ``metadata.flaw``, as real demonstrations do.
+
+A snippet's title stands as plain text directly before its tag, and a demonstration restates that
+title before the claim's tag (`` Nabsuf crop<snippet id=S_a2B9> …``). A model of a million
+parameters needs this lead to find the right id; without it evidence selection is not learnt at
+this size.
 
 ``truth`` is for measurement (:mod:`refiner_core.data.truth`); no reward may read it.
 
@@ -21,20 +26,243 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from refiner_core import words
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.data.synthetic_world import (
-    FLAWS,
-    Scene,
-    SyntheticOptions,
-    answer_text,
-    draw_scene,
-    flawed_answer,
-    prompt_text,
-)
+from refiner_core.words import World
+
+FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """What generated rows look like.
+
+    Attributes
+    ----------
+    min_snippets, max_snippets
+        Snippets in the tool output; at least one more than the facts that are asked for.
+    two_fact_share
+        Share of rows that ask for two facts instead of one.
+    reasoning_share
+        Share of prompts in which the agent says a sentence before the tool output.
+    flaw_share
+        Share of demonstrations with one flaw of :data:`FLAWS` (``sft`` rows only).
+    """
+
+    min_snippets: int = 3
+    max_snippets: int = 5
+    two_fact_share: float = 0.5
+    reasoning_share: float = 0.3
+    flaw_share: float = 0.3
+
+
+@dataclass(frozen=True)
+class Fact:
+    """``value`` is the ``attribute`` of ``entity``."""
+
+    entity: str
+    attribute: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One result of the search; ``fact`` is what it states, if it states one."""
+
+    id: str
+    title: str
+    text: str
+    fact: Fact | None
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is asked and what was found, in the order of the tool output."""
+
+    asked: tuple[Fact, ...]
+    snippets: tuple[Snippet, ...]
+    reasoning: str
+
+    def ids_of(self, fact: Fact) -> list[str]:
+        """The ids of the snippets that state ``fact``."""
+        return [snippet.id for snippet in self.snippets if snippet.fact == fact]
+
+    @property
+    def gold(self) -> list[Snippet]:
+        """The snippets that answer the question, in the order of the question."""
+        by_fact = {s.fact: s for s in reversed(self.snippets) if s.fact is not None}
+        return [by_fact[fact] for fact in self.asked]
+
+    @property
+    def distractors(self) -> list[Snippet]:
+        """The snippets that do not answer the question."""
+        return [snippet for snippet in self.snippets if snippet.fact not in self.asked]
+
+
+def state(fact: Fact, rng: random.Random) -> str:
+    """One sentence that states ``fact``."""
+    forms = (
+        f"The {fact.attribute} of {fact.entity} is {fact.value}.",
+        f"In {fact.entity} the {fact.attribute} is {fact.value}.",
+        f"{fact.entity} has {fact.value} as its {fact.attribute}.",
+    )
+    return rng.choice(forms)
+
+
+def _survey(fact: Fact, rng: random.Random) -> tuple[str, str]:
+    """Title and text of a snippet that speaks of the question without answering it."""
+    kind = rng.choice(words.SURVEY_WORDS)
+    return f"{fact.entity} {kind}", f"A {kind} looks at the {fact.attribute} of {fact.entity}."
+
+
+def _ask(rng: random.Random, options: SyntheticOptions, world: World) -> tuple[Fact, ...]:
+    entity, attribute = words.draw_name(rng, world), rng.choice(words.ATTRIBUTES)
+    first = Fact(entity, attribute, words.draw_value(rng, world))
+    if rng.random() >= options.two_fact_share:
+        return (first,)
+    other = entity
+    if rng.random() < 0.5:
+        while other[:3] == entity[:3] or other[3:] == entity[3:]:
+            other = words.draw_name(rng, world)
+    attributes = [a for a in words.ATTRIBUTES if a != attribute]
+    return first, Fact(other, rng.choice(attributes), words.draw_value(rng, world))
+
+
+def _distract(rng: random.Random, asked: tuple[Fact, ...], world: World) -> Fact:
+    """A fact near the question: same entity or same attribute, or neither (one time in six)."""
+    near = rng.choice(asked)
+    others = [a for a in words.ATTRIBUTES if a not in {fact.attribute for fact in asked}]
+    value = words.draw_value(rng, world)
+    draw = rng.random()
+    if draw < 0.4:
+        return Fact(words.similar_name(rng, near.entity, world), near.attribute, value)
+    if draw < 0.84:
+        return Fact(near.entity, rng.choice(others), value)
+    return Fact(words.draw_name(rng, world), rng.choice(others), value)
+
+
+def fresh_ids(rng: random.Random, count: int, world: World) -> list[str]:
+    """``count`` snippet ids, no two of which share a half."""
+    ids: list[str] = []
+    while len(ids) < count:
+        new = words.draw_id(rng, world)
+        if all(new[2:4] != old[2:4] and new[4:] != old[4:] for old in ids):
+            ids.append(new)
+    return ids
+
+
+def _evidence(
+    rng: random.Random, asked: tuple[Fact, ...], count: int, world: World
+) -> list[tuple[str, str, Fact | None]]:
+    """Title, text and fact of ``count`` snippets; no two share a title or a value."""
+    found: list[tuple[str, str, Fact | None]] = [
+        (f"{fact.entity} {fact.attribute}", state(fact, rng), fact) for fact in asked
+    ]
+    surveys = 0
+    while len(found) < count:
+        if surveys == 0 and rng.random() < 0.2:
+            title, text = _survey(rng.choice(asked), rng)
+            found.append((title, text, None))
+            surveys += 1
+            continue
+        fact = _distract(rng, asked, world)
+        title = f"{fact.entity} {fact.attribute}"
+        values = {f.value for _, _, f in found if f is not None}
+        if title not in {t for t, _, _ in found} and fact.value not in values:
+            found.append((title, state(fact, rng), fact))
+    rng.shuffle(found)
+    return found
+
+
+def draw_scene(
+    rng: random.Random, options: SyntheticOptions | None = None, world: World = "task"
+) -> Scene:
+    """Draw a question and the search result that answers it."""
+    options = options or SyntheticOptions()
+    asked = _ask(rng, options, world)
+    while len({fact.value for fact in asked}) < len(asked):
+        asked = _ask(rng, options, world)
+    count = max(rng.randint(options.min_snippets, options.max_snippets), len(asked) + 1)
+    ids = fresh_ids(rng, count, world)
+    evidence = _evidence(rng, asked, count, world)
+    snippets = tuple(Snippet(i, *found) for i, found in zip(ids, evidence, strict=True))
+    reasoning = f"I search for {asked[0].entity}." if rng.random() < options.reasoning_share else ""
+    return Scene(asked, snippets, reasoning)
+
+
+def question(asked: tuple[Fact, ...]) -> str:
+    """The question that asks for these facts."""
+    first = asked[0]
+    if len(asked) == 1:
+        return f"What is the {first.attribute} of {first.entity}?"
+    second = asked[1]
+    if second.entity == first.entity:
+        return f"What are the {first.attribute} and the {second.attribute} of {first.entity}?"
+    return (
+        f"What is the {first.attribute} of {first.entity} "
+        f"and the {second.attribute} of {second.entity}?"
+    )
+
+
+def prompt_text(scene: Scene) -> str:
+    """The user turn: query, the agent's reasoning if there is one, tool output."""
+    lines = [f"<query>{question(scene.asked)}</query>"]
+    if scene.reasoning:
+        lines.append(scene.reasoning)
+    lines.append("<tool_output>")
+    lines += [f" {s.title}<snippet id={s.id}> {s.text}</snippet>" for s in scene.snippets]
+    lines.append("</tool_output>")
+    return "\n".join(lines)
+
+
+def claim(snippet: Snippet, cited: str | None = None) -> str:
+    """Lead and claim that restate ``snippet``, citing ``cited`` (its own id by default)."""
+    return f" {snippet.title}<snippet id={cited or snippet.id}> {snippet.text}</snippet>"
+
+
+def answer_text(scene: Scene) -> str:
+    """The flawless answer."""
+    return "<answer>" + "".join(claim(snippet) for snippet in scene.gold) + "</answer>"
+
+
+def _format_slip(text: str, rng: random.Random) -> str:
+    """``text`` with one error of form."""
+    slips = (
+        text.removesuffix("</answer>"),
+        text.replace("</snippet>", "", 1),
+        text.replace("<snippet id=", "<snippet ids=", 1),
+        "Here is the answer.\n" + text,
+    )
+    return rng.choice(slips)
+
+
+def flawed_answer(scene: Scene, flaw: str, rng: random.Random) -> str:
+    """The answer with one flaw of :data:`FLAWS`.
+
+    ``missing_fact`` in a scene that asks for one fact answers with a distractor instead.
+    """
+    gold, distractors = scene.gold, scene.distractors
+    if flaw == "format_slip":
+        return _format_slip(answer_text(scene), rng)
+    if flaw == "missing_fact":
+        kept = [rng.choice(gold)] if len(gold) > 1 else [rng.choice(distractors)]
+        claims = [claim(snippet) for snippet in kept]
+    elif flaw == "wrong_citation":
+        wrong = rng.randrange(len(gold))
+        claims = [
+            claim(snippet, rng.choice(distractors).id if index == wrong else None)
+            for index, snippet in enumerate(gold)
+        ]
+    elif flaw == "off_query_claim":
+        claims = [claim(snippet) for snippet in [*gold, rng.choice(distractors)]]
+    else:
+        raise ValueError(f"Unknown flaw {flaw!r}. Expected one of {', '.join(FLAWS)}.")
+    return "<answer>" + "".join(claims) + "</answer>"
+
 
 Kind = Literal["sft", "rl"]
 

@@ -4,7 +4,7 @@ In: the recipe's ``environment`` and ``data`` sections, the lengths of ``sft`` a
 tokenizer. Out: the files of :mod:`refiner_core.data.prepare`, under the same names.
 
 ``rl_train.parquet`` and ``rl_test.parquet`` have a row per task
-(:mod:`refiner_core.environments.rows`). The split is the environment's own: a task of the test
+(:mod:`refiner_core.environments.protocol`). The split is the environment's own: a task of the test
 split that also stands in the train split (same id, or same content) is refused.
 
 Demonstrations come from one of two sources:
@@ -36,20 +36,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.environment import BUILTIN_ROWS
-from refiner_core.contract.checks.shaping import check_domains
+from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
-from refiner_core.contract.fingerprint import canonical_json
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import canonical_json, derive_seed
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
+from refiner_core.data.datacard import Counts, task_report, tasks_card
 from refiner_core.data.prepare import FILES
 from refiner_core.data.prepared import write_demonstrations, write_prompts
-from refiner_core.data.tasks_report import Counts, task_report, tasks_card
 from refiner_core.environments.conversation import demonstration, prompt_ids
-from refiner_core.environments.protocol import Environment, HasExpert, Task
-from refiner_core.environments.rows import row_of_task
+from refiner_core.environments.protocol import Environment, HasExpert, Task, row_of_task
 
 _PROGRESS_EVERY = 16
 

@@ -19,13 +19,310 @@ that is not the model's own.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
-from refiner_core.environments.turn_template import turn_template
 from refiner_core.environments.turns import call_text
+
+_Turn = dict[str, str]
+_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
+_SYSTEM: _Turn = {"role": "system", "content": "REFINER-RULES"}
+_AGENT = "REFINER-AGENT-TURN"
+#: Stands for all that came before an agent's turn, and for the turn.
+_HISTORY: tuple[_Turn, ...] = (
+    _SYSTEM,
+    {"role": "user", "content": "REFINER-TASK"},
+    {"role": "assistant", "content": _AGENT},
+)
+
+
+#: Messages that show whether a template writes them as they are: white space around, quotes, what
+#: templates look for. Rendering each message anew would take as long as all else between two turns.
+_PROBES = (
+    ' a "b" <c>\n',
+    "\n\n{'d': [1]}",
+    '{"e": "f"}',
+    "<think>g</think>\n\nh",
+    "<tool_response>\ni\n</tool_response>",
+    "<tool_call>j</tool_call>",
+)
+
+
+class _Frame(NamedTuple):
+    """What a template puts around messages of given roles: ``texts[i]`` before message i, the last
+    one after all; ``control`` counts the special tokens in them; ``plain``: the messages themselves
+    stand there as they are, by :data:`_PROBES`."""
+
+    texts: tuple[str, ...]
+    control: int
+    plain: bool = False
+
+    def around(self, contents: Sequence[str]) -> str:
+        """The text up to the end of what follows the last of these contents."""
+        filled = "".join(t + c for t, c in zip(self.texts, contents, strict=False))
+        return filled + self.texts[len(contents)]
+
+
+class TurnTemplate:
+    """The parts of a tokenizer's chat template; get it by :func:`turn_template`.
+
+    Raises
+    ------
+    ConfigurationError
+        The template has no such parts, or the tokenizer changes text that is tokenised in pieces.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        special = set(tokenizer.all_special_tokens)
+        self._special = _any_of(special)
+        self._control = _any_of(special | set(getattr(tokenizer, "get_added_vocab", dict)()))
+        self._special_ids = frozenset(
+            tokenizer.convert_tokens_to_ids(token) for token in sorted(special)
+        )
+        self._frames: dict[tuple[bool, tuple[str, ...]], _Frame] = {}
+        self._require_pieces()
+        self._rules_text = self._system_text(_SYSTEM, ())
+        after = self._render(_HISTORY).partition(_AGENT)[2]
+        self._end_text = after[: self._end_of_turn(after)]
+        #: Ids of the token that ends an agent's turn.
+        self.end_of_turn = self._encode(self._end_text)
+
+    def system(self, policy: str, tools: Sequence[ToolSpec]) -> tuple[int, ...]:
+        """Ids of the system turn with the policy and the tools, up to the first message.
+
+        Raises
+        ------
+        DataError
+            A special token stands in the policy or in a tool's description.
+        """
+        listed = [tool.as_json() for tool in tools]
+        for text in (policy, json.dumps(listed, ensure_ascii=False)):
+            found = self._special.search(text)
+            if found:
+                raise DataError(
+                    f"The policy or a tool's description holds {found.group()!r}, which is a "
+                    "control token of the model: it would end the system's turn",
+                    expected="rules and descriptions in plain text",
+                    fix="write it otherwise in the environment",
+                )
+        return self._encode(self._system_text({"role": "system", "content": policy}, listed))
+
+    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of an episode's first messages, up to where the agent begins to write."""
+        return self._ids(messages, first=True)
+
+    def following(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids from behind the end of an agent's turn up to where it writes again."""
+        return self._ids(messages, first=False)
+
+    def own(self, text: str) -> tuple[int, ...]:
+        """Ids of an agent's turn that was written, not sampled. Special tokens in it are text."""
+        return self._encode_pieces(_cut(text, self._special), control=0)
+
+    def _ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
+        messages = [Message(m.role, whole_text(m.content)) for m in messages]
+        frame = self._frame(tuple(m.role for m in messages), first=first)
+        pieces = [frame.texts[0]]
+        contents: Sequence[str] = [m.content for m in messages]
+        if not frame.plain:
+            contents = self._as_rendered(frame, messages, first=first)
+        for content, text in zip(contents, frame.texts[1:], strict=True):
+            beginning, *others = _cut(content, self._control)
+            pieces[-1] += beginning
+            pieces += others
+            pieces[-1] += text
+        return self._encode_pieces(pieces, control=frame.control)
+
+    def _frame(self, roles: tuple[str, ...], *, first: bool) -> _Frame:
+        known = self._frames.get((first, roles))
+        if known is not None:
+            return known
+        marks = [f"REFINER-MESSAGE-{number}-END" for number in range(len(roles))]
+        rest = self._rendered(roles, marks, first=first)
+        texts = []
+        for mark in marks:
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise _unclear("leaves a message out")
+            texts.append(before)
+        texts.append(rest)
+        frame = _Frame(tuple(texts), self._count_special(self._encode("".join(texts))))
+        plain = all(
+            self._rendered(roles, [probe] * len(roles), first=first)
+            == frame.around([probe] * len(roles))
+            for probe in _PROBES
+        )
+        frame = self._frames[(first, roles)] = frame._replace(plain=plain)
+        return frame
+
+    def _as_rendered(
+        self, frame: _Frame, messages: Sequence[Message], *, first: bool
+    ) -> Sequence[str]:
+        """The contents as the template writes them: some trim, some write JSON."""
+        roles = tuple(m.role for m in messages)
+        contents = [m.content for m in messages]
+        whole = self._rendered(roles, contents, first=first)
+        if whole == frame.around(contents):
+            return contents
+        written = []
+        for number, content in enumerate(contents):
+            others = ["x"] * len(contents)
+            before, after = frame.around(others[:number]), frame.around(others)
+            after = after[len(before) + 1 :]
+            others[number] = content
+            text = self._rendered(roles, others, first=first)
+            if not (text.startswith(before) and text.endswith(after)):
+                raise _unclear("writes other text around a message than around others")
+            written.append(text[len(before) : len(text) - len(after)])
+        if whole != frame.around(written):
+            raise _unclear("writes a message otherwise beside others")
+        return written
+
+    def _rendered(self, roles: Sequence[str], contents: Sequence[str], *, first: bool) -> str:
+        """What the template puts after the system's turn, or after the end of the agent's."""
+        turns = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+        if first:
+            text, behind = self._render([_SYSTEM, *turns], begin=True), self._rules_text
+        else:
+            text = self._render([*_HISTORY, *turns], begin=True).partition(_AGENT)[2]
+            behind = self._end_text
+        if not text.startswith(behind):
+            raise _unclear("writes earlier turns otherwise with later ones behind them")
+        return text[len(behind) :]
+
+    def _system_text(self, system: _Turn, tools: Sequence[Any]) -> str:
+        """The system's turn alone. Some templates render none without a user's, so it is what
+        stands before a user's turn, without that turn's opening."""
+        one, two = "REFINER-USER-A", "REFINER-USER-B"
+        turns = [system, {"role": "user", "content": one}, {"role": "user", "content": two}]
+        head, first, rest = self._render(turns, tools).partition(one)
+        between, second, end = rest.partition(two)
+        opening = between[len(end) :]
+        if not (first and second and between.startswith(end) and head.endswith(opening)):
+            raise _unclear("opens and ends turns of the user in more than one way")
+        return head[: len(head) - len(opening)]
+
+    def _end_of_turn(self, after: str) -> int:
+        found = self._special.search(after)
+        if found is None:
+            raise ConfigurationError(
+                "The chat template ends the assistant's turn without a special token; after the "
+                f"turn it puts {after[:60]!r}",
+                expected="an end-of-turn token such as <|im_end|>",
+                fix=_FIX,
+            )
+        return found.end()
+
+    def _render(
+        self, turns: Sequence[_Turn], tools: Sequence[Any] = (), *, begin: bool = False
+    ) -> str:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(turns),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=begin,
+                enable_thinking=False,
+            )
+        except (
+            Exception
+        ) as error:  # templates raise jinja2 and ValueError alike, in their own words
+            raise ConfigurationError(
+                "The chat template cannot render an episode with tools: "
+                f"{type(error).__name__}: {error}",
+                expected="a template for system, user, assistant and tool turns in any order",
+                fix=_FIX,
+            ) from error
+        return str(text)
+
+    def _encode_pieces(self, pieces: Sequence[str], *, control: int) -> tuple[int, ...]:
+        ids = tuple(token for piece in pieces if piece for token in self._encode(piece))
+        found = self._count_special(ids)
+        if found != control:
+            raise ConfigurationError(
+                f"The tokenizer makes {found} control tokens of a turn where the template has "
+                f"{control}: words of a tool or user would be read as control tokens",
+                expected="special tokens that stand for their exact text alone",
+                fix="set model.tokenizer_name_or_path to such a tokenizer",
+            )
+        return ids
+
+    def _count_special(self, ids: Sequence[int]) -> int:
+        return sum(token in self._special_ids for token in ids)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _require_pieces(self) -> None:
+        pieces = ("Rules\n", "<tool", "_call>", " a", "b\n\n", " {", "}")
+        ids = [token for piece in pieces for token in self._encode(piece)]
+        decoded = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        if decoded != "".join(pieces):
+            raise ConfigurationError(
+                "The tokenizer changes text that is tokenised in pieces, so a conversation that is "
+                "appended to would not be the text that it stands for",
+                expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
+                fix="set model.tokenizer_name_or_path to such a tokenizer",
+            )
+
+
+def turn_template(tokenizer: Any) -> TurnTemplate:
+    """The chat template of a tokenizer, taken apart once.
+
+    Raises
+    ------
+    ConfigurationError
+        As of :class:`TurnTemplate`.
+    """
+    return _turn_template(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+
+
+@lru_cache(maxsize=4)
+def _turn_template(tokenizer: Any, chat_template: str) -> TurnTemplate:
+    return TurnTemplate(tokenizer)
+
+
+def whole_text(text: str) -> str:
+    """Text that can be encoded: halves of surrogate pairs, which JSON of others may bring, become
+    U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _any_of(tokens: set[str]) -> re.Pattern[str]:
+    """Finds any of them, the longest first; of none, never."""
+    listed = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, listed)) if listed else r"(?!)")
+
+
+def _cut(text: str, tokens: re.Pattern[str]) -> list[str]:
+    """The text in pieces, each of which holds none of the tokens; at least one piece."""
+    pieces, begin = [], 0
+    while found := tokens.search(text, begin):
+        pieces.append(text[begin : found.start() + 1])
+        begin = found.start() + 1
+    return [*pieces, text[begin:]]
+
+
+def _unclear(how: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The chat template {how}, so turns cannot be appended to a conversation token by token",
+        expected="a template that writes each turn by itself, one after the other",
+        fix=_FIX,
+    )
+
 
 #: Characters per token of room that :meth:`Conversation.overflows` looks at; text has about 4.
 _CHARACTERS = 16

@@ -34,20 +34,426 @@ call.
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from refiner_core.contract.checks.shaping import check_weights
+from refiner_core.contract.checks.environment import check_weights
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.types import Completion, Generator, TurnGenerator
-from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
-from refiner_core.environments.protocol import Environment
-from refiner_core.environments.turn_desk import EpisodeDesk
-from refiner_core.generation.lockstep import turn_generator
+from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError, StageFailed
+from refiner_core.contract.types import Completion, Generator, TurnGenerator, TurnRequest, Turns
+from refiner_core.environments.play import Begun, EpisodeRequest, EpisodeSettings, Play, Stepped
+from refiner_core.environments.protocol import Environment, InfrastructureError, Outcome
+from refiner_core.generation.completions import completion_text, turn_generator
 
 __all__ = ["EpisodeRequest", "EpisodeSettings", "run_episodes", "settings_of"]
+
+
+#: How long idle threads are waited for when all is over, seconds.
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Work that is over: its key, what it gave (or raised, or that it is late), and its seconds."""
+
+    key: int
+    value: Any = None
+    error: BaseException | None = None
+    late: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Job:
+    key: int
+    work: Callable[[], Any]
+    limit_s: float
+    abandoned: Callable[[], None]
+    began: float | None = None
+    late: bool = field(default=False)
+
+
+class Workers:
+    """At most ``count`` threads at work at a time, beside those that hang.
+
+    Parameters
+    ----------
+    count
+        Threads; they are started as they are needed.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._changed = threading.Condition()
+        self._urgent: deque[_Job] = deque()
+        self._waiting: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._ended: list[Ended] = []
+        self._threads: set[threading.Thread] = set()
+        self._hanging: set[threading.Thread] = set()
+        self._of_job: dict[int, threading.Thread] = {}
+        self._idle, self._closed = 0, False
+
+    def submit(
+        self,
+        key: int,
+        work: Callable[[], Any],
+        limit_s: float,
+        *,
+        urgent: bool = True,
+        abandoned: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Do ``work`` in a thread, urgent work before other.
+
+        Parameters
+        ----------
+        key
+            Comes back with its end; one piece of work per key at a time.
+        limit_s
+            Seconds after which it is late.
+        abandoned
+            Called in the thread of late work, should that ever come to an end.
+        """
+        with self._changed:
+            job = _Job(key, work, limit_s, abandoned)
+            (self._urgent if urgent else self._waiting).append(job)
+            self._call_up()
+            self._changed.notify_all()
+
+    def ended(self, timeout_s: float) -> list[Ended]:
+        """All that has ended since the last call; waits up to ``timeout_s`` for a first one."""
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                self._give_up(now)
+                if self._ended or now >= until:
+                    ended, self._ended = self._ended, []
+                    return ended
+                limits = [job.began + job.limit_s for job in self._running if job.began is not None]
+                self._changed.wait(max(0.0, min([until, *limits]) - now))
+
+    def abandon(self) -> frozenset[int]:
+        """Drop what waits, and call late what runs: the keys of what runs."""
+        with self._changed:
+            self._urgent.clear()
+            self._waiting.clear()
+            self._ended.clear()
+            running = list(self._running)
+            for job in running:
+                self._hang(job)
+            return frozenset(job.key for job in running)
+
+    def close(self) -> None:
+        """Let idle threads end and wait for them; work that runs is late from now on."""
+        self.abandon()
+        with self._changed:
+            self._closed = True
+            idle = self._threads - self._hanging
+            self._changed.notify_all()
+        for thread in idle:
+            thread.join(_JOIN_S)
+
+    def _give_up(self, now: float) -> None:
+        for job in list(self._running):
+            assert job.began is not None
+            if now - job.began >= job.limit_s:
+                self._hang(job)
+                self._ended.append(Ended(job.key, late=True, seconds=now - job.began))
+        self._call_up()
+
+    def _hang(self, job: _Job) -> None:
+        """From now on nobody waits for this job, and its thread is none of the count."""
+        job.late = True
+        self._running.remove(job)
+        self._hanging.add(self._of_job.pop(id(job)))
+
+    def _call_up(self) -> None:
+        """Start threads for what waits."""
+        waiting = len(self._urgent) + len(self._waiting) - self._idle
+        room = self._count - (len(self._threads) - len(self._hanging))
+        for _ in range(min(waiting, room)):
+            thread = threading.Thread(target=self._work, name="refiner-episodes", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while (job := self._next(me)) is not None:
+            value, error = None, None
+            try:
+                value = job.work()
+            except BaseException as raised:  # a tool may raise SystemExit; who waits is told
+                error = raised
+            if not self._over(job, value, error):
+                job.abandoned()
+                break
+        with self._changed:
+            self._threads.discard(me)
+            self._hanging.discard(me)
+
+    def _next(self, me: threading.Thread) -> _Job | None:
+        with self._changed:
+            self._idle += 1
+            while not (self._urgent or self._waiting or self._closed):
+                self._changed.wait()
+            self._idle -= 1
+            if self._closed:
+                return None
+            job = (self._urgent or self._waiting).popleft()
+            job.began = time.monotonic()
+            self._running.append(job)
+            self._of_job[id(job)] = me
+            self._changed.notify_all()  # who waits has another limit now
+            return job
+
+    def _over(self, job: _Job, value: Any, error: BaseException | None) -> bool:
+        """Hand in what a job gave; False where nobody waits for it any more."""
+        with self._changed:
+            if job.late:
+                return False
+            assert job.began is not None
+            self._running.remove(job)
+            del self._of_job[id(job)]
+            seconds = time.monotonic() - job.began
+            self._ended.append(Ended(job.key, value, error, seconds=seconds))
+            self._changed.notify_all()
+            return True
+
+
+#: How often a wait looks whether it should stop, seconds.
+_LOOK_S = 0.5
+#: How long episodes may take to give back what they hold, when all is broken off.
+_CLOSE_S = 10.0
+_OURS = "set grpo.generation_backend to the other one, and report this: it is a bug in refiner"
+
+
+class EpisodeDesk:
+    """A :class:`~refiner_core.contract.types.TurnDesk` over episodes; see
+    :func:`refiner_core.environments.episodes.run_episodes` for parameters and errors."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        tokenizer: Any,
+        requests: Sequence[EpisodeRequest],
+        settings: EpisodeSettings,
+        on_episode: Callable[[int, Completion], None],
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        self._environment, self._tokenizer, self._settings = environment, tokenizer, settings
+        self._requests, self._on_episode = requests, on_episode
+        self._should_stop = should_stop
+        self._workers = Workers(settings.workers)
+        self._plays: dict[int, Play] = {}
+        #: Being reset; reset and not begun; ready for a turn; at work; begun and not told ended.
+        self._resetting: set[int] = set()
+        self._fresh: set[int] = set()
+        self._ready: set[int] = set()
+        self._working: set[int] = set()
+        self._begun: set[int] = set()
+        self._told_ended: list[int] = []
+        self._reports: list[tuple[int, Completion]] = []
+        self._next, self._reported = 0, 0
+        self._reset_ahead(settings.workers)
+
+    # ------------------------------------------------ what a generator calls
+
+    def take(self, room: int, *, wait: bool) -> Turns:
+        """As :meth:`refiner_core.contract.types.TurnDesk.take`."""
+        self._reset_ahead(room + self._settings.workers)
+        self._collect(0.0)
+        if self._settings.ordered:
+            self._settle(room)
+        while wait and not self._ready and not (room > 0 and self._fresh) and self._more():
+            if self._told_ended and room <= 0:
+                break  # once it knows of them there is room
+            self._require_waiting(room)
+            self._collect(_LOOK_S)
+            self._reset_ahead(room + self._settings.workers)
+            if self._settings.ordered:
+                self._settle(room)
+        begin = [*sorted(self._ready), *sorted(self._fresh)[: max(0, room)]]
+        self._begun.update(begin)
+        self._ready.clear()
+        self._fresh.difference_update(begin)
+        ended, self._told_ended = tuple(sorted(self._told_ended)), []
+        return Turns(tuple(self._plays[n].turn() for n in begin), ended, self._more())
+
+    def finished(self, request: TurnRequest, completion: Completion) -> None:
+        """As :meth:`refiner_core.contract.types.TurnDesk.finished`."""
+        play = self._plays[request.conversation]
+        call = play.sampled(completion_text(self._tokenizer, completion), completion)
+        if call == "again":
+            self._ready.add(play.number)
+        elif call is None:
+            self._end(play)
+        else:
+            last = play.last
+            self._submit(play, lambda: play.step(call, last=last))
+
+    # ------------------------------------------------ what the runner calls
+
+    def drain(self) -> None:
+        """Wait for the outcomes that are still to come, once the generator has returned.
+
+        Raises
+        ------
+        StageFailed
+            The generator has left turns unsampled.
+        """
+        while self._reported < len(self._requests):
+            if self._more():
+                left = len(self._requests) - self._reported
+                raise StageFailed(
+                    f"The generator has returned with {left} episodes unfinished",
+                    expected="turns() to work until the desk has no more",
+                    fix=_OURS,
+                )
+            if self._settings.ordered:
+                self._settle(0)
+            else:
+                self._collect(_LOOK_S)
+
+    def close(self) -> None:
+        """Close all episodes that are not over, and end the threads. What hangs closes itself,
+        should it ever come back."""
+        hanging = self._workers.abandon()
+        left = {number for number in self._plays if number not in hanging}
+        for number in left:
+            self._workers.submit(number, self._plays[number].close, _CLOSE_S)
+        until = time.monotonic() + _CLOSE_S
+        while left and (now := time.monotonic()) < until:
+            left -= {ended.key for ended in self._workers.ended(until - now)}
+        self._workers.close()
+
+    # ------------------------------------------------ inside
+
+    def _more(self) -> bool:
+        """Whether there may be further turns: an episode that is not over as far as it is known."""
+        if self._next < len(self._requests) or self._resetting:
+            return True
+        return any(play.ended is None for play in self._plays.values())
+
+    def _reset_ahead(self, count: int) -> None:
+        """See that ``count`` episodes that have not begun are reset, or being reset."""
+        while len(self._resetting) + len(self._fresh) < count and self._next < len(self._requests):
+            number, self._next = self._next, self._next + 1
+            request = self._requests[number]
+            play = Play(number, request, self._environment, self._tokenizer, self._settings)
+            self._plays[number] = play
+            self._resetting.add(number)
+            self._submit(play, play.begin, urgent=False)
+
+    def _submit(self, play: Play, work: Callable[[], Any], *, urgent: bool = True) -> None:
+        def closing() -> Any:
+            try:
+                return work()
+            except BaseException:
+                play.close()
+                raise
+
+        self._working.add(play.number)
+        self._workers.submit(
+            play.number, closing, play.limit_s(), urgent=urgent, abandoned=play.close
+        )
+
+    def _end(self, play: Play) -> None:
+        """No further turn; what it was worth is still to be said."""
+        self._tell_ended(play)
+        self._submit(play, play.end)
+
+    def _tell_ended(self, play: Play) -> None:
+        if play.number in self._begun:
+            self._begun.discard(play.number)
+            self._told_ended.append(play.number)
+
+    def _settle(self, room: int) -> None:
+        """Wait for all work but resets beyond what there is room for."""
+        while True:
+            first = sorted(self._fresh | self._resetting)[: max(0, room)]
+            if not (self._working - self._resetting) and not self._resetting.intersection(first):
+                self._report()
+                return
+            self._collect(_LOOK_S)
+            self._reset_ahead(room + self._settings.workers)
+
+    def _require_waiting(self, room: int) -> None:
+        if not self._working:
+            raise StageFailed(
+                f"The generator waits for turns with room for {max(0, room)} new conversations, "
+                "and no conversation of its own goes on",
+                expected="room for at least one",
+                fix=_OURS,
+            )
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take in what has ended; waits up to ``timeout_s`` for a first one."""
+        if self._should_stop is not None and self._should_stop():
+            raise Interrupted(
+                "Stopped on request, between two turns of episodes",
+                fix="run the same command again; it goes on from the last checkpoint",
+            )
+        for ended in sorted(self._workers.ended(timeout_s), key=lambda e: e.key):
+            self._working.discard(ended.key)
+            self._take_in(self._plays[ended.key], ended)
+        if not self._settings.ordered:
+            self._report()
+
+    def _take_in(self, play: Play, ended: Ended) -> None:
+        self._resetting.discard(play.number)
+        error = play.late(ended.seconds) if ended.late else ended.error
+        play.seconds += ended.seconds
+        if isinstance(error, InfrastructureError):
+            self._finish(play, play.failed(error))
+        elif isinstance(error, RefinerError):
+            raise error
+        elif error is not None:
+            raise StageFailed(
+                f"A worker failed ({play.where()}): {error!r}",
+                expected="an environment that answers each call",
+                fix="see the traceback in `refiner logs STAGE`, and correct the environment",
+            ) from error
+        elif isinstance(ended.value, Begun):
+            self._go_on(play, fits=play.begun(ended.value), new=True)
+        elif isinstance(ended.value, Stepped):
+            self._after_step(play, ended.value, ended.seconds)
+        elif isinstance(ended.value, Outcome):
+            self._finish(play, play.finished(ended.value))
+
+    def _after_step(self, play: Play, stepped: Stepped, seconds: float) -> None:
+        fits = play.stepped(stepped, seconds)
+        if stepped.outcome is None:
+            self._go_on(play, fits=fits, new=False)
+            return
+        play.ended = "done" if stepped.step.done else "turn_limit"
+        self._finish(play, play.finished(stepped.outcome))
+
+    def _go_on(self, play: Play, *, fits: bool, new: bool) -> None:
+        if not fits:
+            play.ended = "context_limit"
+            self._end(play)
+        elif new:
+            self._fresh.add(play.number)
+        else:
+            self._ready.add(play.number)
+
+    def _finish(self, play: Play, completion: Completion) -> None:
+        self._tell_ended(play)
+        del self._plays[play.number]
+        self._reports.append((play.number, completion))
+
+    def _report(self) -> None:
+        """Tell the runner what has ended; in the order of requests, for those that want it so."""
+        reports, self._reports = sorted(self._reports, key=lambda report: report[0]), []
+        for number, completion in reports:
+            self._reported += 1
+            self._on_episode(number, completion)
 
 
 def settings_of(

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.errors import RefinerError, StageFailed
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, SamplingParams, TurnRequest
-from refiner_core.environments.conversation import Conversation
+from refiner_core.environments.conversation import Conversation, whole_text
 from refiner_core.environments.protocol import (
     Environment,
     Episode,
+    EpisodeRecord,
     InfrastructureError,
     Message,
     Outcome,
@@ -29,10 +30,9 @@ from refiner_core.environments.protocol import (
     Task,
     TellsProgress,
     ToolCall,
+    TurnRecord,
 )
-from refiner_core.environments.record import EpisodeRecord, TurnRecord
 from refiner_core.environments.scoring import partial_score
-from refiner_core.environments.turn_template import whole_text
 from refiner_core.environments.turns import CLOSE, ParsedTurn, parse_turn
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,5 @@
-"""What an environment is: tasks, tools, messages, steps, outcomes.
+"""Protocol of environments: tasks, tools, messages, steps, outcomes; records of episodes; rows of
+tasks.
 
 In: nothing. Out: types. Torch-free, and without a tokenizer: environments speak text.
 
@@ -14,17 +15,136 @@ broken rule. It answers with a message (and remembers), it never raises for it. 
 :class:`InfrastructureError`, where a user simulator or another outside thing did not do its part;
 such an episode is no failure of the model and counts apart. Any other exception is a bug and ends
 the stage.
+
+What the runner saw of an episode is an :class:`EpisodeRecord`, with a JSON form that rollouts,
+evaluations, reports and reward functions read; ids of tokens stand in the
+:class:`~refiner_core.contract.types.Completion`.
+
+A task travels through stages as a prepared prompt: of its
+:class:`~refiner_core.contract.types.PromptRow`, ``sample_id`` is ``DOMAIN/ID``, ``question`` its
+summary, ``prompt_text`` the task as JSON, ``prompt_ids`` what all its episodes begin with (policy
+and tools, up to the first message of the user), and ``refiner_mode`` is :data:`TASK_MODE`.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from refiner_core.contract.errors import RefinerError
-from refiner_core.environments.record import EpisodeRecord, Failure
+from refiner_core.contract.errors import DataError, RefinerError
+from refiner_core.contract.types import PromptRow
+
+#: Why an episode failed, most telling first; of several that apply the first in this order counts.
+#: ``no_call`` no tool call or one that cannot be read; ``wrong_tool`` a tool that does not exist;
+#: ``wrong_argument`` arguments that a tool's schema refuses; ``rule_broken`` the policy forbids
+#: what was done; ``limit`` turns or context ran out; ``gave_up`` ended or handed over before the
+#: task was done; ``incomplete`` ended by itself with something missing or wrong.
+Failure = Literal[
+    "no_call", "limit", "rule_broken", "wrong_tool", "wrong_argument", "gave_up", "incomplete"
+]
+
+#: ``finished``: it has an outcome. ``error``: the infrastructure failed; it counts as none.
+Status = Literal["finished", "error"]
+#: What became of a turn's text; see :mod:`refiner_core.environments.turns`.
+TurnStatus = Literal["ok", "no_call", "many_calls", "bad_json", "bad_shape", "too_long", "cut"]
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One turn of the agent and what followed.
+
+    ``text`` is what it sampled; ``repaired`` the text of a first attempt that was no call, if any:
+    the turn's tokens are then those of the second, at temperature 0. Where that was no call either
+    the tokens are those of the first, and ``retried`` is the text of the second.
+    ``start`` and ``end`` are where its own tokens stand in the completion. ``messages`` are what it
+    was told then, as (role, content). ``progress`` is the partial score after it (None where the
+    environment does not tell). ``seconds``: tools and user.
+    """
+
+    text: str
+    status: TurnStatus
+    start: int
+    end: int
+    call: Mapping[str, Any] | None = None
+    repaired: str | None = None
+    retried: str | None = None
+    tool_error: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    progress: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def tried_again(self) -> bool:
+        """Whether a second attempt was made, well or not."""
+        return self.repaired is not None or self.retried is not None
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """A whole episode.
+
+    ``reward`` (the environment's own), ``partial`` (weighted share of checks passed, None where a
+    task has none) and ``failure`` are None where ``status`` is error, which ``error_kind`` and
+    ``error`` then explain. ``ended``: ``done``, ``no_call``, ``turn_limit``, ``context_limit``,
+    ``error``. ``first_messages`` are what the episode began with.
+    """
+
+    task_id: str
+    domain: str
+    seed: int
+    status: Status
+    ended: Literal["done", "no_call", "turn_limit", "context_limit", "error"]
+    first_messages: tuple[tuple[str, str], ...]
+    turns: tuple[TurnRecord, ...]
+    reward: float | None = None
+    partial: float | None = None
+    first_progress: float | None = None
+    checks: tuple[Mapping[str, Any], ...] = ()
+    components: Mapping[str, float] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+    failure: Failure | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+    error_kind: str = ""
+    error: str = ""
+
+    @property
+    def success(self) -> bool:
+        """Whether the task was solved."""
+        return self.reward is not None and self.reward >= 1.0 - 1e-9
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """Names of the tools called, in order."""
+        return tuple(str(turn.call["name"]) for turn in self.turns if turn.call is not None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; :func:`record_from_json` reads them."""
+        values = dict(self.__dict__)
+        values["turns"] = [
+            {**turn.__dict__, "messages": [list(m) for m in turn.messages]} for turn in self.turns
+        ]
+        values["first_messages"] = [list(m) for m in self.first_messages]
+        values["checks"] = [dict(check) for check in self.checks]
+        values["components"], values["info"] = dict(self.components), dict(self.info)
+        values["excluded"] = list(self.excluded)
+        return values
+
+
+def record_from_json(values: Mapping[str, Any]) -> EpisodeRecord:
+    """The record again."""
+    changed = dict(values)
+    changed["turns"] = tuple(
+        TurnRecord(**{**turn, "messages": tuple((r, c) for r, c in turn["messages"])})
+        for turn in values["turns"]
+    )
+    changed["first_messages"] = tuple((r, c) for r, c in values["first_messages"])
+    changed["checks"] = tuple(values["checks"])
+    changed["excluded"] = tuple(values["excluded"])
+    return EpisodeRecord(**changed)
 
 
 class InfrastructureError(RefinerError, RuntimeError):
@@ -257,3 +377,59 @@ class Environment(Protocol):
         """JSON for protocols and cards: all that makes numbers comparable (version, user simulator
         with model and temperature, what is excluded), no address and no key."""
         ...
+
+
+#: The ``refiner_mode`` of rows that are tasks.
+TASK_MODE = "task"
+
+
+def row_of_task(task: Task, prompt_ids: tuple[int, ...]) -> PromptRow:
+    """A task as a row."""
+    values = {"id": task.id, "domain": task.domain, "split": task.split, "summary": task.summary}
+    text = json.dumps({**values, "data": dict(task.data)}, ensure_ascii=False, sort_keys=True)
+    return PromptRow(
+        sample_id=f"{task.domain}/{task.id}",
+        question=task.summary,
+        prompt_text=text,
+        prompt_ids=prompt_ids,
+        rubrics="",
+        refiner_mode=TASK_MODE,
+    )
+
+
+def task_of_row(row: PromptRow) -> Task:
+    """The task of a row.
+
+    Raises
+    ------
+    DataError
+        The row is none of a task.
+    """
+    if row.refiner_mode != TASK_MODE:
+        raise DataError(
+            f"{row.sample_id} is no task of an environment (refiner_mode {row.refiner_mode!r})",
+            expected="rows that the data stage has made with environment.name set",
+            fix="run the data stage of this recipe again",
+        )
+    values: dict[str, Any] = json.loads(row.prompt_text)
+    return Task(**values)
+
+
+def domain_of_id(sample_id: str) -> str:
+    """The domain of a task's row, from its ``sample_id``."""
+    return sample_id.partition("/")[0]
+
+
+def over_domains(rows: Sequence[PromptRow], most: int | None) -> list[PromptRow]:
+    """At most so many rows, in their order: of each domain the first ones, by its share of all. A
+    larger number has the rows of a smaller one, too."""
+    if most is None or len(rows) <= most:
+        return list(rows)
+    of_domain = Counter(domain_of_id(row.sample_id) for row in rows)
+    met = Counter[str]()
+    places = []
+    for place, row in enumerate(rows):
+        domain = domain_of_id(row.sample_id)
+        met[domain] += 1
+        places.append(((met[domain] - 0.5) / of_domain[domain], place))
+    return [rows[place] for place in sorted(place for _, place in sorted(places)[:most])]

@@ -6,7 +6,15 @@ Out: an :class:`~refiner_core.environments.protocol.Environment`, and a digest f
 
 from __future__ import annotations
 
-from refiner_core.contract.config import RecipeConfig, UserConfig
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Environment
@@ -48,8 +56,6 @@ def open_environment(
 
         return Tau2Environment(config.environment, user, judge)
     if ".py:" in name:
-        from refiner_core.environments.own import load_own
-
         return load_own(config.environment, user)
     raise ConfigurationError(
         f"There is no environment {name!r} (environment.name).",
@@ -70,7 +76,6 @@ def environment_digest(config: RecipeConfig) -> str:
         from refiner_core.environments.tau2 import tau2_digest
 
         return tau2_digest(config.environment)
-    from refiner_core.environments.own import own_digest
 
     return own_digest(config.environment)
 
@@ -83,3 +88,113 @@ def environment_notes(config: RecipeConfig) -> list[str]:
 
     missing = missing_tau2()
     return [f"Where its stages run it is needed: {missing}"] if missing else []
+
+
+_MODULE = "refiner_own_environment"
+#: What the runner, the data stage and protocols use of an environment.
+_NEEDED = (
+    *("name", "version", "deterministic", "speak", "finish"),
+    *("domains", "tasks", "policy", "tools", "episode", "describe"),
+)
+
+
+def load_own(config: EnvironmentConfig, user: UserConfig) -> Environment:
+    """The environment of a file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file or name, it cannot be imported or made, or lacks something.
+    """
+    file, name = _file_of(config)
+    module = _imported(file)
+    make = cast("Callable[..., Any] | None", getattr(module, name, None))
+    if make is None:
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigurationError(
+            f"{file} has no {name!r} (environment.name).",
+            expected=f"one of its names: {', '.join(sorted(names)) or '(none)'}",
+            fix="correct the part of environment.name behind the colon",
+        )
+    try:
+        made = make(config, user)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{name} of {file} cannot be made: {type(error).__name__}: {error}",
+            expected="a class or function that takes (EnvironmentConfig, UserConfig)",
+            fix="correct it; see refiner_core/environments/README.md",
+        ) from error
+    missing = [part for part in _NEEDED if not hasattr(made, part)]
+    if missing:
+        raise ConfigurationError(
+            f"What {name} of {file} makes has no {', '.join(missing)}.",
+            expected="all that refiner_core.environments.protocol.Environment names",
+            fix="add what is missing; see refiner_core/environments/README.md",
+        )
+    _require_domains(made, name, file, config)
+    return cast("Environment", made)
+
+
+def _require_domains(made: Any, name: str, file: Path, config: EnvironmentConfig) -> None:
+    """A recipe that names domains trains on those alone, or not at all."""
+    wanted = config.domains
+    if wanted and sorted(made.domains()) != sorted(wanted):
+        raise ConfigurationError(
+            f"environment.domains is {', '.join(wanted)}, and the domains that {name} of {file} "
+            f"uses are {', '.join(made.domains()) or '(none)'}.",
+            expected="domains() and tasks() to keep to config.domains where that names any",
+            fix="correct environment.domains, leave it empty for all, or correct the file",
+        )
+
+
+def own_digest(config: EnvironmentConfig) -> str:
+    """SHA-256 of the file, and of the tasks' file where there is one."""
+    file, name = _file_of(config)
+    whole = hashlib.sha256(f"{name}:".encode() + file.read_bytes())
+    if config.tasks is not None:
+        try:
+            whole.update(Path(config.tasks).expanduser().read_bytes())
+        except OSError as error:
+            raise ConfigurationError(
+                f"environment.tasks={config.tasks} cannot be read: {error.strerror or error}.",
+                expected="a file of tasks for the environment",
+                fix="correct environment.tasks, or leave it out for the environment's own tasks",
+            ) from error
+    return whole.hexdigest()
+
+
+def _file_of(config: EnvironmentConfig) -> tuple[Path, str]:
+    text, _, name = config.name.rpartition(":")
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise ConfigurationError(
+            f"There is no file {file} (environment.name={config.name}).",
+            expected="a Python file; relative paths are those of the folder that refiner runs in, "
+            "in a recipe those of the recipe",
+            fix="correct environment.name",
+        )
+    return file.resolve(), name
+
+
+def _imported(file: Path) -> ModuleType:
+    """The module of a file; once per process and content."""
+    name = f"{_MODULE}_{hashlib.sha256(str(file).encode() + file.read_bytes()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # episodes are pickled by the name of their module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigurationError(
+            f"{file} cannot be imported: {type(error).__name__}: {error}",
+            expected="a Python file that imports what is installed",
+            fix="correct it, or install what it needs beside refiner",
+        ) from error
+    return module

@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from refiner_core.contract.checks.shaping import alpha_of, check_shaping, check_weights
-from refiner_core.contract.environment_config import CurriculumConfig, EnvironmentConfig
+from refiner_core.contract.checks.environment import alpha_of, check_shaping, check_weights
 from refiner_core.contract.errors import EnvironmentOutage
+from refiner_core.contract.training_config import CurriculumConfig, EnvironmentConfig
 from refiner_core.contract.types import RewardResult
-from refiner_core.environments.protocol import Check
-from refiner_core.environments.record import EpisodeRecord
+from refiner_core.environments.protocol import Check, EpisodeRecord
 
 __all__ = [
     "Curriculum",

@@ -39,8 +39,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from refiner_core.environments.protocol import ToolCall
-from refiner_core.environments.record import TurnStatus
+from refiner_core.environments.protocol import ToolCall, TurnStatus
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 #: Objects and arrays within each other in a call, the outermost included.

@@ -34,7 +34,7 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError, EnvironmentOutage, Interrupted, RefinerError
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     Generator,
@@ -50,20 +50,26 @@ from refiner_core.environments.episodes import (
     run_episodes,
     settings_of,
 )
-from refiner_core.environments.protocol import Environment, WritesResults
-from refiner_core.environments.record import record_from_json
+from refiner_core.environments.protocol import (
+    Environment,
+    WritesResults,
+    domain_of_id,
+    over_domains,
+    record_from_json,
+    task_of_row,
+)
 from refiner_core.environments.registry import open_environment
-from refiner_core.environments.rows import domain_of_id, over_domains, task_of_row
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.evaluation.attempts import (
+    DO_NOTHING,
     TEXTS,
+    DoNothing,
     attempt_row,
     domains_of,
     episodes_told,
     users_told,
     with_tasks,
 )
-from refiner_core.evaluation.do_nothing import DO_NOTHING, DoNothing
 from refiner_core.evaluation.metrics import episode_metrics
 from refiner_core.evaluation.protocol import Decoding, episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, Measurement, write_results

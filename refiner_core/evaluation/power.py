@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import (
+from refiner_core.evaluation.statistics import (
     MeanSquares,
     half_widths,
     mean_squares,

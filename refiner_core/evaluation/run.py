@@ -34,7 +34,7 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError, Interrupted
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     FreshJudge,
@@ -48,12 +48,12 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
+from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, Measurement, write_results
-from refiner_core.evaluation.samples import sample_row
+from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.generation.text import completion_text
-from refiner_core.judges.usage import (
+from refiner_core.judges.surroundings import (
     usage_between,
     usage_from_json,
     usage_of,

@@ -13,13 +13,14 @@ Which interval, and why:
 - A difference is paired: per prompt, arm minus baseline, then a t interval over prompts. Pairing
   removes the spread of prompt difficulty, which is most of the spread there is.
 - With several seeds both seeds and prompts are samples from something larger: a t interval with the
-  variance of a crossed two-way layout (:mod:`refiner_core.evaluation.crossed`).
+  variance of a crossed two-way layout (:mod:`refiner_core.evaluation.statistics`).
 
 Pure functions; SciPy is imported on first use.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import warnings
@@ -30,14 +31,135 @@ import numpy as np
 import numpy.typing as npt
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import half_widths, mean_spread, p_values
-from refiner_core.evaluation.names import of_domain
+from refiner_core.evaluation.metric_names import of_domain
+
+Floats = npt.NDArray[np.float64]
+#: Share of what comes without a spread of seeds in which none is assumed, and for which level.
+_LOWEST, _AT_LEVEL = 0.46, 0.05
+#: Points of a table of critical values.
+_POINTS = 4096
+
+
+class MeanSquares(NamedTuple):
+    """Of a crossed layout without replication; arrays of one shape, or numbers.
+
+    ``residual`` is NaN with one seed or one prompt, ``seed`` and ``prompt`` likewise.
+    """
+
+    seed: Floats
+    prompt: Floats
+    residual: Floats
+
+
+class Spread(NamedTuple):
+    """How far a mean may be off; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
+
+    ``variance`` is that of the mean, ``share`` the seeds' part in it, in [0, 1]. At levels from
+    ``level`` on, seeds are taken to have no spread; 1 where they never are.
+    """
+
+    variance: Floats
+    share: Floats
+    level: Floats
+    seeds: int
+    prompts: int
+
+
+def mean_squares(values: Floats) -> MeanSquares:
+    """Mean squares of values [..., seeds, prompts], at least two of each."""
+    seeds, prompts = values.shape[-2:]
+    mean = values.mean(axis=(-2, -1))
+    by_seed = values.mean(axis=-1) - mean[..., None]
+    by_prompt = values.mean(axis=-2) - mean[..., None]
+    of_seeds = prompts * (by_seed**2).sum(axis=-1)
+    of_prompts = seeds * (by_prompt**2).sum(axis=-1)
+    rest = values - mean[..., None, None] - by_seed[..., None] - by_prompt[..., None, :]
+    residual = (rest**2).sum(axis=(-2, -1))
+    return MeanSquares(
+        of_seeds / (seeds - 1),
+        of_prompts / (prompts - 1),
+        residual / ((seeds - 1) * (prompts - 1)),
+    )
+
+
+def mean_spread(values: Floats) -> Spread:
+    """How far the means of values [..., seeds, prompts] may be off; at least two prompts.
+
+    With one seed this is about prompts alone: about this checkpoint, not about the recipe.
+    """
+    seeds, prompts = values.shape[-2:]
+    if seeds == 1:
+        variance = values[..., 0, :].var(axis=-1, ddof=1) / prompts
+        return Spread(variance, np.zeros_like(variance), np.zeros_like(variance), 1, prompts)
+    return spread_of_squares(mean_squares(values), seeds, prompts)
+
+
+def spread_of_squares(squares: MeanSquares, seeds: int, prompts: int) -> Spread:
+    """The same from mean squares of at least two seeds and prompts."""
+    from scipy.special import fdtr
+
+    of_seeds, of_prompts, residual = (np.asarray(square) for square in squares)
+    total = of_prompts + np.maximum(of_seeds - residual, 0.0)
+    share = np.divide(of_seeds, total, out=np.zeros_like(total), where=total > 0)
+    # Where nothing is left over, any spread of seeds is one.
+    beyond = np.full_like(total, np.inf)
+    ratio = np.divide(of_seeds, residual, out=beyond, where=residual > 0)
+    place = fdtr(seeds - 1, (seeds - 1) * (prompts - 1), ratio)
+    level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)
+    return Spread(total / (seeds * prompts), np.minimum(share, 1.0), level, seeds, prompts)
+
+
+def p_values(means: Floats, spread: Spread) -> Floats:
+    """Two-sided, of means that are truly 0; their variance is above 0."""
+    from scipy.special import stdtr
+
+    size = np.abs(means) / np.sqrt(spread.variance)
+    by_prompts = 2 * stdtr(spread.prompts - 1, -size)
+    if spread.seeds == 1:
+        return np.asarray(by_prompts)
+    by_seeds = 2 * stdtr(spread.seeds - 1, -size)
+    both = spread.share * by_seeds + (1 - spread.share) * by_prompts
+    return np.asarray(np.minimum(both, np.maximum(by_prompts, spread.level)))
+
+
+def half_widths(spread: Spread, alpha: float) -> Floats:
+    """Of intervals that leave out ``alpha``: means whose p-value is below it lie outside."""
+    critical = np.full(spread.variance.shape, _critical_t(spread.prompts - 1, alpha))
+    if spread.seeds > 1:
+        shares, values = _critical_values(spread.seeds - 1, spread.prompts - 1, alpha)
+        both = np.interp(spread.share, shares, values)
+        critical = np.where(alpha >= spread.level, np.minimum(critical, both), both)
+    return np.asarray(critical * np.sqrt(spread.variance))
+
+
+@functools.cache
+def _critical_t(freedom: int, alpha: float) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - alpha / 2))
+
+
+@functools.cache
+def _critical_values(of_seeds: int, of_prompts: int, alpha: float) -> tuple[Floats, Floats]:
+    """Shares of the seeds, ascending, and the values at which the mean of both p-values is
+    ``alpha``: for a value, the share is known."""
+    from scipy.special import stdtr
+
+    ends = _critical_t(of_prompts, alpha), _critical_t(of_seeds, alpha)
+    if ends[0] == ends[1]:
+        return np.zeros(1), np.array(ends[:1])
+    values = np.linspace(*ends, _POINTS)
+    by_seeds, by_prompts = (2 * stdtr(df, -values) for df in (of_seeds, of_prompts))
+    with np.errstate(invalid="ignore"):
+        shares = (alpha - by_prompts) / (by_seeds - by_prompts)
+    order = np.argsort(shares, kind="stable")
+    return shares[order], values[order]
+
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
 #: ``yes_no``: 0 or 1 per sample; ``share``: in [0, 1]; ``number``: anything.
 Kind = Literal["yes_no", "share", "number"]
-Floats = npt.NDArray[np.float64]
 
 
 class Estimate(NamedTuple):

@@ -11,7 +11,7 @@ How it runs:
 2. The desk is asked for turns every :data:`STEPS_BETWEEN` steps of decoding, or sooner once an
    eighth of the batch has nothing to do. Turns that begin join by one padded prefill of the tokens
    that are new to them. What new conversations have in common with each other, or with what is
-   cached, is computed once and copied (:mod:`refiner_core.generation.prefixes`).
+   cached, is computed once and copied (:mod:`refiner_core.generation.slots`).
 3. All live turns decode side by side, one token a step, each with its own parameters and its own
    stream of random numbers. A turn that ends is told to the desk at once; its slot waits, and stops
    being computed once an eighth of the places wait.
@@ -38,18 +38,30 @@ from refiner_core.contract.types import (
     TurnRequest,
     Turns,
 )
-from refiner_core.generation.batches import PREFILL_TOKENS, max_cache_entries
-from refiner_core.generation.limits import (
+from refiner_core.generation.completions import (
     check_layers,
     check_params,
     check_window,
     stop_string_window,
     with_stop_string,
 )
-from refiner_core.generation.prefixes import Span, common_prefix, plan_spans
-from refiner_core.generation.sampling import draw, refuse_not_finite, uniform_streams
-from refiner_core.generation.slot_cache import Pass, SlotCache
-from refiner_core.generation.slots import Slot, Slots, Turn
+from refiner_core.generation.sampling import (
+    PREFILL_TOKENS,
+    draw,
+    max_cache_entries,
+    refuse_not_finite,
+    uniform_streams,
+)
+from refiner_core.generation.slots import (
+    Pass,
+    Slot,
+    SlotCache,
+    Slots,
+    Span,
+    Turn,
+    common_prefix,
+    plan_spans,
+)
 
 #: Steps of decoding between two looks for turns that may begin.
 STEPS_BETWEEN = 4

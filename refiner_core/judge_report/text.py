@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from refiner_core.judge_report.agreement import Agreement, Kappa
-from refiner_core.judge_report.asking import LANES, Cost
-from refiner_core.judge_report.build import Report
-from refiner_core.judge_report.findings import LEVEL, number, share, size
-from refiner_core.judge_report.measures import FEWEST, Shift
+from refiner_core.judge_report.build import LEVEL, Report, number, share, size
+from refiner_core.judge_report.material import LANES, Cost
+from refiner_core.judge_report.measures import FEWEST, Agreement, Kappa, Shift
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")

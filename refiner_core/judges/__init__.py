@@ -5,10 +5,14 @@ scored in [0, 1], or failed, which is never a number. :func:`build_judge` makes 
 configuration names; the HTTP client is imported only for the judge that needs it.
 """
 
-from refiner_core.judges.build import build_judge
+from __future__ import annotations
+
+from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.types import Judge
+from refiner_core.judges.calls import parse_judgement
 from refiner_core.judges.lexical import LexicalJudge
-from refiner_core.judges.parsing import parse_judgement
 from refiner_core.judges.prompting import judge_prompts_digest, render_prompt
+from refiner_core.judges.surroundings import Surroundings
 
 __all__ = [
     "LexicalJudge",
@@ -17,3 +21,18 @@ __all__ = [
     "parse_judgement",
     "render_prompt",
 ]
+
+
+def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judge:
+    """The judge that ``config`` names.
+
+    Raises
+    ------
+    ConfigurationError
+        ``openai`` without ``base_url``, or with an unknown version of the prompts.
+    """
+    if config.kind == "lexical":
+        return LexicalJudge(config.model)
+    from refiner_core.judges.openai import OpenAIJudge  # aiohttp only where it is used
+
+    return OpenAIJudge(config, around)

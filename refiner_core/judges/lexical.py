@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from refiner_core.answers import strip_tags
-from refiner_core.contract.judge_config import LEXICAL_MODELS
+from refiner_core.contract.config import LEXICAL_MODELS
 from refiner_core.contract.types import Judgement, JudgeRequest
 
 
@@ -91,7 +91,7 @@ class Standard(NamedTuple):
     whole_phrases: bool = True
 
 
-#: By the judge's name, in the order of :data:`~refiner_core.contract.judge_config.LEXICAL_MODELS`.
+#: By the judge's name, in the order of :data:`~refiner_core.contract.config.LEXICAL_MODELS`.
 STANDARDS = dict(
     zip(LEXICAL_MODELS, (Standard(), Standard(0.4, 0.2, 0.6, 0.3, 0.3, False)), strict=True)
 )

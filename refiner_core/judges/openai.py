@@ -30,11 +30,9 @@ from refiner_core.http.fleet import BreakerSettings
 from refiner_core.http.loop import LoopThread
 from refiner_core.judges.calls import Call, marked, plan_calls
 from refiner_core.judges.prompting import load_judge_prompts
+from refiner_core.judges.served.asking import Batch
 from refiner_core.judges.served.engine import Engine, Pace
-from refiner_core.judges.served.usage import Counts
-from refiner_core.judges.served.work import Batch
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
+from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
 #: Calls are planned in parts, so that the first are on their way while the last are planned.
 _PART = 128
@@ -54,7 +52,7 @@ class OpenAIJudge:
         ``max_retries`` counts the tries after the first; those that fail because a server is gone
         count for nothing.
     around
-        Store, endpoints, stop and pause; see :class:`~refiner_core.judges.build.Surroundings`.
+        Store, endpoints, stop and pause; see :class:`~refiner_core.judges.Surroundings`.
     first_backoff_s
         Longest wait after the first failed try; it doubles with each, up to 30 s, and the wait is
         drawn from 0 to it.

@@ -1,11 +1,32 @@
-"""The store, endpoints and callbacks that a judge works with."""
+"""Surroundings of a judge, and what it has done in them.
+
+In: store, endpoints and callbacks; what happened, noted by one thread and read by any. Out:
+:class:`~refiner_core.contract.types.JudgeUsage` values, their differences and sums, numbers of a
+step (``judge/*``), and what a report or checkpoint keeps. Each call that was begun is counted once
+more when it ended, by its status or by why there was none, so that at rest
+``calls == sum(answers) + sum(lost)``.
+
+The store here is that of this process; the workspace's is `infra`'s. A failed judgement is never
+kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-from refiner_core.contract.types import Endpoint, JudgementStore
+from refiner_core.contract.types import (
+    Endpoint,
+    Judge,
+    JudgementStore,
+    JudgeUsage,
+    StoredJudgement,
+    StreamingJudge,
+)
 
 
 @dataclass(frozen=True)
@@ -32,3 +53,171 @@ class Surroundings:
     endpoints: Callable[[], Sequence[Endpoint]] | None = None
     should_stop: Callable[[], bool] = lambda: False
     on_pause: Callable[[str], None] = lambda _: None
+
+
+#: About 20 MB.
+_LARGEST = 100_000
+
+
+class MemoryStore:
+    """Implements :class:`~refiner_core.contract.types.JudgementStore`; forgets the oldest."""
+
+    def __init__(self, largest: int = _LARGEST) -> None:
+        self._largest = largest
+        self._known: OrderedDict[bytes, StoredJudgement] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
+        """What is known, in order."""
+        with self._lock:
+            return [self._known.get(key) for key in keys]
+
+    def put(self, key: bytes, judgement: StoredJudgement) -> None:
+        """Keep one."""
+        with self._lock:
+            self._known[key] = judgement
+            if len(self._known) > self._largest:
+                self._known.popitem(last=False)
+
+    def flush(self) -> None:
+        """Nothing: memory is all there is."""
+
+
+_MOST_NAMES = 8
+
+
+class Counts:
+    """The counters behind :meth:`snapshot`; every method is safe from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: Counter[str] = Counter()
+        self._answers: Counter[int] = Counter()
+        self._lost: Counter[str] = Counter()
+        self._unusable: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
+        self._latency_s = self._paused_s = 0.0
+
+    def wanted(self, asked: int) -> None:
+        """Judgements were asked for."""
+        with self._lock:
+            self._numbers["asked"] += asked
+
+    def settled(self, *, stored: int, shared: int, failed: int) -> None:
+        """A batch is complete."""
+        with self._lock:
+            self._numbers.update(stored=stored, shared=shared, failed=failed)
+
+    def call(self, again: bool) -> None:
+        """A call is sent."""
+        with self._lock:
+            self._numbers["calls"] += 1
+            self._numbers["retries"] += again
+
+    def answer(self, status: int, seconds: float) -> None:
+        """It was answered."""
+        with self._lock:
+            self._answers[status] += 1
+            self._latency_s += seconds
+
+    def lost(self, reason: str) -> None:
+        """It was not."""
+        with self._lock:
+            self._lost[reason] += 1
+
+    def unusable(self, reason: str) -> None:
+        """An answer of status 200 gave no usable judgement."""
+        with self._lock:
+            self._unusable[reason] += 1
+
+    def tokens(self, prompt: int, completion: int) -> None:
+        """A reply says what it took."""
+        with self._lock:
+            self._numbers["prompt_tokens"] += prompt
+            self._numbers["completion_tokens"] += completion
+
+    def served(self, name: str) -> None:
+        """A reply says who wrote it; of many names the first few are kept."""
+        with self._lock:
+            if name and (name in self._served or len(self._served) < _MOST_NAMES):
+                self._served[name] += 1
+
+    def paused(self, seconds: float) -> None:
+        """Nobody could be asked for so long."""
+        with self._lock:
+            self._paused_s += seconds
+
+    def snapshot(self) -> JudgeUsage:
+        """All of it, at one moment."""
+        with self._lock:
+            return JudgeUsage(
+                **self._numbers,
+                answers=dict(self._answers),
+                lost=dict(self._lost),
+                unusable=dict(self._unusable),
+                served=dict(self._served),
+                latency_s=self._latency_s,
+                paused_s=self._paused_s,
+            )
+
+
+def usage_of(judge: Judge) -> JudgeUsage | None:
+    """What a judge has done since it was made; None where it keeps no count."""
+    return judge.usage() if isinstance(judge, StreamingJudge) else None
+
+
+def usage_between(before: JudgeUsage, now: JudgeUsage) -> JudgeUsage:
+    """What was done from ``before`` to ``now``."""
+    return _each(operator.sub, now, before)
+
+
+def usage_sum(one: JudgeUsage, other: JudgeUsage) -> JudgeUsage:
+    """Both together."""
+    return _each(operator.add, one, other)
+
+
+def usage_metrics(usage: JudgeUsage) -> dict[str, float]:
+    """The numbers that a step logs. They are measurements: what a store knows already, and how a
+    server felt that day, makes them differ between runs that are otherwise the same."""
+    answered = sum(usage.answers.values())
+    return {
+        "judge/asked": usage.asked,
+        "judge/stored": usage.stored,
+        "judge/shared": usage.shared,
+        "judge/failed": usage.failed,
+        "judge/calls": usage.calls,
+        "judge/retries": usage.retries,
+        "judge/prompt_tokens": usage.prompt_tokens,
+        "judge/completion_tokens": usage.completion_tokens,
+        "judge/latency_mean_s": usage.latency_s / answered if answered else 0.0,
+        "judge/paused_s": usage.paused_s,
+    }
+
+
+def usage_to_json(usage: JudgeUsage) -> dict[str, Any]:
+    """JSON-ready; HTTP statuses become text."""
+    value = asdict(usage)
+    value["answers"] = {str(status): n for status, n in sorted(usage.answers.items())}
+    return value
+
+
+def usage_from_json(value: Mapping[str, Any]) -> JudgeUsage:
+    """What :func:`usage_to_json` wrote; what an older version did not count is 0."""
+    known = {f.name: value[f.name] for f in fields(JudgeUsage) if f.name in value}
+    if "answers" in known:
+        known["answers"] = {int(status): n for status, n in known["answers"].items()}
+    return JudgeUsage(**known)
+
+
+def _each(combine: Callable[[Any, Any], Any], one: JudgeUsage, other: JudgeUsage) -> JudgeUsage:
+    """Combine number by number, and counts by key; counts that come to 0 are left out."""
+    values: dict[str, Any] = {}
+    for name in (f.name for f in fields(JudgeUsage)):
+        a, b = getattr(one, name), getattr(other, name)
+        if isinstance(a, Mapping):
+            keys = sorted({*a, *b})
+            counts = {key: combine(a.get(key, 0), b.get(key, 0)) for key in keys}
+            values[name] = {key: n for key, n in counts.items() if n}
+        else:
+            values[name] = combine(a, b)
+    return JudgeUsage(**values)

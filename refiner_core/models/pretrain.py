@@ -10,7 +10,7 @@ demonstrations alone in the minutes that a recipe may take. Three things togethe
 that time on one CPU core; the ways that were tried without one of them did not:
 
 1. a title that stands before a snippet's tag and is restated before a claim's tag
-   (:mod:`refiner_core.data.synthetic_world`);
+   (:mod:`refiner_core.data.synthetic`);
 2. documents that cite with replacement (:mod:`refiner_core.models.pretrain_text`);
 3. previous-token heads written into layer 0 before the first step
    (:mod:`refiner_core.models.wiring`).

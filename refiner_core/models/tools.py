@@ -1,14 +1,14 @@
 """Make the base model of the recipe `tiny-tools` from that of `tiny`.
 
 In: the packaged base, the environment `desk`, a seed. Out: a folder with the same Qwen3, body and
-known tokens bit for bit, and rows for the tokens of :mod:`refiner_core.models.tools_tokenizer`::
+known tokens bit for bit, and rows for the tokens of :mod:`refiner_core.models.tokenizer`::
 
     python -m refiner_core.models.tools --out DIR --seed 0
 
 New rows of the (tied) embedding are drawn around the mean of the old ones, with their spread. A
 word without the space before it begins as the word with it, plus one vector that all such words
 share: so a value that a user says in a sentence and a call repeats in JSON is one value from the
-start. The model is then trained on the documents of :mod:`refiner_core.models.tools_text`, which
+start. The model is then trained on the documents of :mod:`refiner_core.models.pretrain_text`, which
 show records and say parts of them again. That takes about ten minutes on one core; the same seed
 and versions give the same weights on one thread.
 
@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from refiner_core.contract.environment_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.desk.words import WORDS
 from refiner_core.models import tiny_model_dir
 from refiner_core.models.pretrain import PretrainOptions, train_on_documents
+from refiner_core.models.pretrain_text import draw_records_document
 from refiner_core.models.random_model import write_model
-from refiner_core.models.tools_text import draw_records_document
-from refiner_core.models.tools_tokenizer import bare_and_spaced, tools_tokenizer
+from refiner_core.models.tokenizer import bare_and_spaced, tools_tokenizer
 
 #: Rates are lower than from random weights: the base keeps what it has learned.
 OPTIONS = PretrainOptions(

@@ -27,27 +27,183 @@ three errors.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
-from refiner_core.nightly.compare import (
-    BEYOND,
-    CLAIMED,
-    MOVED,
-    Noise,
-    Shift,
-    Values,
-    apart,
-    compare,
-    mean_of,
-    night_noise,
-    shift_of,
-)
-from refiner_core.nightly.values import When
+import numpy as np
+import numpy.typing as npt
+
+from refiner_core.nightly.definition import Alerts, Row, When
+
+Floats = npt.NDArray[np.float64]
+#: In units of the error: beyond it a night counts; a claim about weights needs as much as
+#: ``CLAIMED`` above what the canary did; below ``MOVED`` nothing is said to have moved.
+BEYOND, CLAIMED, MOVED = 3.0, 2.5, 2.0
+#: Median of |N(0, 2 s^2)|, in units of s.
+_MEDIAN_DIFFERENCE = 0.9538725524
+#: Successive differences that are worth one degree of freedom: their median has 37 % of the
+#: efficiency of a standard deviation, and neighbours share a night.
+_STEPS_A_DEGREE = 2
+
+
+class Values(NamedTuple):
+    """Means per prompt; ``prompts`` are their ids, in the same order as ``values``."""
+
+    prompts: tuple[str, ...]
+    values: Floats
+
+    @classmethod
+    def of(cls, prompts: Sequence[str], values: Sequence[float]) -> Values:
+        """From plain lists, in any order."""
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i])
+        ordered = np.array([values[i] for i in order], dtype=float)
+        return cls(tuple(prompts[i] for i in order), ordered)
+
+    @property
+    def mean(self) -> float:
+        """Over prompts."""
+        return float(self.values.mean()) if len(self.values) else math.nan
+
+
+class Noise(NamedTuple):
+    """Spread of one night's mean that prompts do not show, and how well it is known."""
+
+    spread: float = 0.0
+    freedom: int = 1
+
+
+class Shift(NamedTuple):
+    """Now minus then over ``n`` prompts that both have.
+
+    ``error`` of the mean as prompts show it, and ``noise`` of the nights that are in it.
+    """
+
+    difference: float
+    error: float
+    n: int
+    noise: Noise = Noise()
+
+    def beyond(self, sigmas: float) -> bool:
+        """Whether it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
+        few prompts, and few nights, need more."""
+        return self.n > 1 and abs(self.difference) > self.margin(sigmas)
+
+    def margin(self, sigmas: float) -> float:
+        """What it has to be beyond."""
+        prompts = critical(sigmas, max(self.n, 2) - 1) * self.error
+        if self.noise.spread == 0:
+            return prompts
+        return max(prompts, critical(sigmas, self.noise.freedom) * self.noise.spread)
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 %, as prompts show it."""
+        half = critical(1.959964, max(self.n, 2) - 1) * self.error
+        return self.difference - half, self.difference + half
+
+    @property
+    def direction(self) -> int:
+        """1 up, -1 down, 0."""
+        return (self.difference > 0) - (self.difference < 0)
+
+
+_NONE = Noise()
+
+
+def compare(now: Values, then: Values, noise: Noise = _NONE) -> Shift:
+    """Now minus then on the prompts that both have; ``noise`` is that of one night."""
+    new, old = _paired(now, then)
+    return shift_of(new - old, noise)
+
+
+def shift_of(differences: Floats, noise: Noise = _NONE, nights: int = 2) -> Shift:
+    """The mean of differences per prompt; ``nights`` are how many nights' noise is in it."""
+    n = len(differences)
+    if n < 2:
+        return Shift(float(differences.sum()), math.inf, n, noise)
+    error = float(differences.std(ddof=1)) / math.sqrt(n)
+    whole = Noise(math.sqrt(nights) * noise.spread, noise.freedom)
+    return Shift(float(differences.mean()), error, n, whole)
+
+
+def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
+    """Per prompt, how much further a model has moved than the canary between the same nights."""
+    new, old = _paired(now, then)
+    prompts = [p for p in now.prompts if p in set(then.prompts)]
+    moved = {
+        p: a - b
+        for p, a, b in zip(
+            *_shared(canary_now, canary_then),
+            strict=True,
+        )
+    }
+    kept = [i for i, p in enumerate(prompts) if p in moved]
+    canary = np.array([moved[prompts[i]] for i in kept], dtype=float)
+    return np.asarray((new - old)[kept] - canary, dtype=float)
+
+
+def night_noise(means: Sequence[float]) -> Noise:
+    """Spread of one night's mean, from those of the canary's nights so far, in order."""
+    if len(means) < 2:
+        return _NONE
+    steps = np.abs(np.diff(np.asarray(means, dtype=float)))
+    freedom = 1 + len(steps) // _STEPS_A_DEGREE
+    return Noise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
+
+
+def mean_of(nights: Sequence[Values]) -> Values:
+    """Means per prompt over several nights, on the prompts that all of them have."""
+    first = nights[0]
+    if all(n.prompts == first.prompts for n in nights):
+        return Values(first.prompts, np.mean([n.values for n in nights], axis=0))
+    common = sorted(set(first.prompts).intersection(*(n.prompts for n in nights[1:])))
+    tables = [dict(zip(n.prompts, n.values, strict=True)) for n in nights]
+    return Values(
+        tuple(common), np.array([np.mean([t[p] for t in tables]) for p in common], dtype=float)
+    )
+
+
+@functools.cache
+def critical(sigmas: float, freedom: int) -> float:
+    """As improbable for a t distribution as ``sigmas`` are for a normal one."""
+    from scipy.stats import norm, t
+
+    return float(t.isf(norm.sf(sigmas), freedom))
+
+
+def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
+    """Means per prompt of a metric in per-sample rows; prompts without one are left out."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        value = row.get(metric)
+        if value is not None:
+            found.setdefault(str(row["sample_id"]), []).append(float(value))
+    return Values.of(list(found), [sum(v) / len(v) for v in found.values()])
+
+
+def _paired(now: Values, then: Values) -> tuple[Floats, Floats]:
+    if now.prompts == then.prompts:
+        return now.values, then.values
+    _, new, old = _shared(now, then)
+    return new, old
+
+
+def _shared(now: Values, then: Values) -> tuple[list[str], Floats, Floats]:
+    before = dict(zip(then.prompts, then.values, strict=True))
+    prompts = [p for p in now.prompts if p in before]
+    after = dict(zip(now.prompts, now.values, strict=True))
+    return (
+        prompts,
+        np.array([after[p] for p in prompts], dtype=float),
+        np.array([before[p] for p in prompts], dtype=float),
+    )
+
 
 Cause = Literal["model", "drift", "unclear"]
 #: So many of so many nights have to count.
@@ -264,3 +420,215 @@ def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> lis
         if ours:
             open_ = change.kind == "change" and matters
     return told
+
+
+#: Values of a row's metric by prompt; None where they were not kept.
+ValuesOf = Callable[[Row, str], Values | None]
+
+
+class Key(NamedTuple):
+    """What makes two nights comparable. ``protocol`` is that of the metric."""
+
+    checkpoint: str
+    protocol: str
+    decoding: str
+    metric: str
+
+    @property
+    def text(self) -> str:
+        """One line, unique in a history."""
+        return " ".join(self)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One checkpoint, protocol and metric, night by night.
+
+    ``rows`` are all of its nights, ``told`` the changes that somebody is to hear of.
+    """
+
+    key: Key
+    canary: bool
+    protocol_name: str
+    rows: tuple[Row, ...]
+    judged: Judged
+    told: tuple[Change, ...]
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.key.checkpoint} · {self.key.metric} ({self.key.decoding})"
+
+
+def series_of(rows: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[Series]:
+    """All series of the watched metrics, the canary's first."""
+    grouped: dict[Key, list[Row]] = {}
+    for row in sorted(rows, key=lambda r: (not r.canary, r.night)):
+        for metric in alerts.metrics:
+            if metric in row.numbers:
+                protocol = str(row.numbers[metric]["protocol"])
+                key = Key(row.checkpoint, protocol, row.decoding, metric)
+                grouped.setdefault(key, []).append(row)
+    points = {key: _points(found, key.metric, values_of) for key, found in grouped.items()}
+    canaries = {k[1:]: points[k] for k, found in grouped.items() if found[-1].canary}
+    return [
+        _judged(key, found, points[key], canaries.get(key[1:], []), alerts)
+        for key, found in grouped.items()
+    ]
+
+
+def _judged(
+    key: Key,
+    rows: Sequence[Row],
+    points: Sequence[Point],
+    canary: Sequence[Point],
+    alerts: Alerts,
+) -> Series:
+    is_canary = rows[-1].canary
+    judged = read_series(points, None if is_canary else canary, smallest=alerts.smallest)
+    told = worth_telling(judged.changes, alerts.when, canary=is_canary)
+    return Series(key, is_canary, rows[-1].protocol_name, tuple(rows), judged, tuple(told))
+
+
+def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point]:
+    """Rows whose values are known by prompt; each evaluation's are looked up once."""
+    known: dict[str, Values | None] = {}
+    found = []
+    for row in rows:
+        if row.stage not in known:
+            known[row.stage] = values_of(row, metric)
+        values = known[row.stage]
+        if values is not None and len(values.prompts):
+            found.append(Point(row.night, row.measured_in, row.digest, values, row.facts))
+    return found
+
+
+def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]:
+    """Night -> what is not what it was in the series' night before: weights and facts."""
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for one, other in pairwise(rows):
+        moved = _moved(one.facts, other.facts)
+        if one.digest != other.digest:
+            moved = {"weights": (one.source, other.source), **moved}
+        if moved:
+            found[other.night] = moved
+    return found
+
+
+def _moved(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
+    return {n: (then.get(n, ""), now.get(n, "")) for n in names}
+
+
+#: So many names of what else has changed are said.
+_MOST_FACTS = 8
+
+
+def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]) -> dict[str, Any]:
+    """An alert as JSON: for people (``title``, ``text``) and for scripts.
+
+    Parameters
+    ----------
+    beside
+        Other checkpoints whose numbers were made under the same conditions, for drift.
+    """
+    key, shift = series.key, change.shift
+    low, high = shift.interval
+    return {
+        "version": 1,
+        "nightly": nightly,
+        "series": key.text,
+        "checkpoint": key.checkpoint,
+        "metric": key.metric,
+        "decoding": key.decoding,
+        "protocol": key.protocol,
+        "protocol_name": series.protocol_name,
+        "kind": change.kind,
+        "cause": change.cause,
+        "direction": "rise" if change.direction > 0 else "drop",
+        "night": change.night,
+        "nights": list(change.nights),
+        "since": change.since,
+        "difference": shift.difference,
+        "low": low,
+        "high": high,
+        "n": shift.n,
+        "noise": shift.noise.spread,
+        "canary": None if change.canary is None else change.canary.difference,
+        "weights_changed": change.weights,
+        "changed": {name: list(pair) for name, pair in change.facts.items()},
+        "title": title_of(nightly, series, change),
+        "text": " ".join(_sentences(series, change, beside)),
+    }
+
+
+def title_of(nightly: str, series: Series, change: Change) -> str:
+    """One line."""
+    key = series.key
+    what = f"{key.metric} ({key.decoding})"
+    if change.kind == "recovery":
+        return f"{nightly}: {what} of {key.checkpoint} is back where it was, or past it"
+    moved = "rose" if change.direction > 0 else "dropped"
+    amount = f"{moved} by {abs(change.shift.difference):.4g}"
+    if change.cause == "drift":
+        return f"{nightly}: the judge or the machines have drifted: {what} of the canary {amount}"
+    if change.cause == "unclear":
+        return f"{nightly}: {what} of {key.checkpoint} {amount}; why is not clear"
+    return f"{nightly}: {what} of {key.checkpoint} {amount}"
+
+
+def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[str]:
+    shift = change.shift
+    found = [
+        f"{_interval(shift)} against the night of {change.since}, on {shift.n} prompts, in "
+        f"{len(change.nights)} of the last nights ({', '.join(change.nights)})."
+    ]
+    if change.cause == "drift":
+        found.append("The weights of the canary are what they were: this is no change of a model.")
+        if beside:
+            found.append(
+                f"Numbers that were made since do not compare with older ones: {', '.join(beside)}."
+            )
+    elif change.cause == "model":
+        found.append("The canary has not moved: the model has changed.")
+    elif change.canary is None:
+        found.append(
+            "The canary was not measured in one of these nights, so a change of the model cannot "
+            "be told from one of the judge or the machines."
+        )
+    else:
+        found.append(
+            f"The canary moved by {change.canary.difference:+.4g} meanwhile, and what is left of "
+            "the change is not clearly the model's."
+        )
+    if change.weights:
+        before = {r.night: r.source for r in series.rows}
+        old, new = before.get(change.since, ""), before.get(change.night, "")
+        found.append(f"Weights: {old} before, {new} now." if old != new else "Other weights.")
+    found.append(_facts(change.facts) or _nothing_recorded(change))
+    return [s for s in found if s]
+
+
+def _nothing_recorded(change: Change) -> str:
+    if change.cause != "drift":
+        return ""
+    return (
+        "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
+        "server may serve something else under the same name."
+    )
+
+
+def _facts(facts: Mapping[str, tuple[str, str]]) -> str:
+    if not facts:
+        return ""
+    said = [
+        f"{name}: {old or '(none)'} -> {new or '(none)'}"
+        for name, (old, new) in list(facts.items())[:_MOST_FACTS]
+    ]
+    more = len(facts) - len(said)
+    return "Also changed: " + "; ".join(said) + (f"; and {more} more." if more else ".")
+
+
+def _interval(shift: Shift) -> str:
+    low, high = shift.interval
+    return f"{shift.difference:+.4g} (95 %: {low:+.4g} to {high:+.4g})"

@@ -28,15 +28,304 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, timedelta
+from itertools import pairwise
+from typing import Any, Literal, get_args
+from zoneinfo import ZoneInfo
 
-from refiner_core.contract.alarms import is_place
-from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.yaml_words import yaml_reason
-from refiner_core.nightly.schedule import Schedule
-from refiner_core.nightly.values import Alarm, Alerts, Checkpoint, Nightly, Source, When
+from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.loading import warn_former
+from refiner_core.contract.steering_config import Alarm, is_place
+
+#: Version of the rows of a history.
+ROW_VERSION = 1
+SourceKind = Literal["hub", "folder", "stage", "newest"]
+When = Literal["any", "drop", "rise"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint comes from.
+
+    Attributes
+    ----------
+    kind
+        ``hub``: ``ref`` is a repository, ``revision`` a commit, branch or tag. ``folder``: a folder
+        with weights, or ``builtin:tiny``. ``stage``: the id of a stage that has trained or
+        exported. ``newest``: ``ref`` is ``run ID``, ``recipe NAME``, ``sweep NAME`` or
+        ``sweep NAME/ARM``.
+    digest
+        SHA-256 of the weights' folder that is expected; empty: any.
+    """
+
+    kind: SourceKind
+    ref: str
+    revision: str = ""
+    digest: str = ""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is the same weights in every night."""
+        return bool(self.digest) or self.kind == "stage" or self.is_commit
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether ``revision`` names one commit for good."""
+        hexadecimal = all(c in "0123456789abcdef" for c in self.revision)
+        return self.kind == "hub" and len(self.revision) == 40 and hexadecimal
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        if self.kind == "hub":
+            return f"{self.ref}@{self.revision}"
+        return f"newest of {self.ref}" if self.kind == "newest" else self.ref
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model that is evaluated every night; ``name`` is for people, tables and paths."""
+
+    name: str
+    source: Source
+
+
+@dataclass(frozen=True)
+class Alerts:
+    """What is worth an alert.
+
+    Attributes
+    ----------
+    metrics
+        These are watched, under every protocol and decoding.
+    when
+        In which direction a model's change matters. Drift is told in both.
+    smallest
+        Changes below it are left alone, in units of the metric.
+    """
+
+    metrics: tuple[str, ...] = ("reward",)
+    when: When = "any"
+    smallest: float = 0.0
+    alarms: tuple[Alarm, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nightly:
+    """A nightly evaluation as it was written.
+
+    Attributes
+    ----------
+    schedule, timezone
+        A cron line of five fields, and the zone that it is meant in (IANA).
+    recipe, overrides
+        Data, judge and evaluation settings; its model and its training are not used.
+    canary
+        The frozen checkpoint. It is evaluated afresh every night.
+    catch_up
+        How many missed nights are looked after at most when one comes late.
+    text, origin, folder
+        The file, word for word; where it lies; the folder that its paths are relative to.
+    """
+
+    name: str
+    schedule: str
+    timezone: str
+    recipe: str
+    overrides: tuple[str, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    canary: Checkpoint
+    alerts: Alerts = Alerts()
+    catch_up: int = 3
+    text: str = ""
+    origin: str = ""
+    folder: str = "."
+
+    @property
+    def everybody(self) -> tuple[Checkpoint, ...]:
+        """The canary first: should time be short, it has the most to say."""
+        return (self.canary, *self.checkpoints)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint under one protocol in one night.
+
+    Attributes
+    ----------
+    night
+        Date (ISO) in the schedule's time zone.
+    protocol, protocol_name, protocol_set, decoding
+        Fingerprint; name for people; name of the protocol file (empty: the recipe's own).
+    digest, source
+        Of the weights, and what they were, in words.
+    stage, samples
+        Id of the evaluation, and its file of per-sample results, relative to the stage's output.
+    fresh
+        Whether it was measured for this night; else the numbers of an earlier one still hold,
+        because neither the weights nor the protocol have changed.
+    late
+        Whether the row was written when a later night had already begun.
+    measured_in
+        The night whose conditions the numbers were made under; empty where they were made outside
+        of this nightly evaluation.
+    numbers
+        Metric -> ``value``, ``low``, ``high``, ``n``, ``protocol`` (that of ``reward`` covers how
+        it is combined, too).
+    facts
+        What may have changed beside the weights, as text by name: ``judge.model``,
+        ``judge.revision``, ``judge.served``, ``code``, ``versions.torch``, ``host.name`` …
+    """
+
+    version: int
+    nightly: str
+    night: str
+    checkpoint: str
+    canary: bool
+    protocol: str
+    protocol_name: str
+    protocol_set: str
+    decoding: str
+    digest: str
+    source: str
+    stage: str
+    samples: str
+    run: str
+    fresh: bool
+    late: bool
+    measured_in: str
+    evaluated_at: str
+    numbers: Mapping[str, Mapping[str, Any]]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Unique in its history; also the name of its file."""
+        return f"{self.night}--{self.checkpoint}--{self.protocol}"
+
+
+#: So many occasions are looked at for two in one night.
+_LOOKED_AT = 400
+#: Nobody means a line that has no occasion within so many days.
+_LONGEST_GAP = timedelta(days=370)
+
+
+class Schedule:
+    """The nights of a cron line.
+
+    Parameters
+    ----------
+    cron, timezone
+        Five fields, and an IANA name such as ``Europe/Berlin``.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them cannot be read, or the line has two occasions in one night, or hardly any.
+    """
+
+    def __init__(self, cron: str, timezone: str) -> None:
+        self.cron, self.timezone = cron, timezone
+        self._zone = _zone(timezone)
+        self._check()
+
+    def night_at(self, moment: datetime) -> str:
+        """The newest night that has begun by then."""
+        return self.nights_up_to(moment, 1)[0]
+
+    def nights_up_to(self, moment: datetime, count: int) -> list[str]:
+        """The last ``count`` nights that have begun by then, oldest first."""
+        from cronsim import CronSim
+
+        # One that begins exactly now has begun.
+        there = self._here(moment) + timedelta(seconds=1)
+        found = CronSim(self.cron, there, reverse=True)
+        return [next(found).date().isoformat() for _ in range(count)][::-1]
+
+    def next_after(self, moment: datetime) -> datetime:
+        """When the next night begins."""
+        from cronsim import CronSim
+
+        return next(CronSim(self.cron, self._here(moment)))
+
+    def begins(self, night: str) -> datetime:
+        """When a night begins.
+
+        Raises
+        ------
+        ConfigurationError
+            It is no date, or the schedule has no night on it.
+        """
+        day = _date(night)
+        start = datetime(day.year, day.month, day.day, tzinfo=self._zone) - timedelta(seconds=1)
+        begins = self.next_after(start)
+        if begins.date() != day:
+            raise ConfigurationError(
+                f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
+                expected=f"a date on which it has one, such as {begins.date()}",
+                fix="name another --night, or correct `schedule`",
+            )
+        return begins
+
+    def _here(self, moment: datetime) -> datetime:
+        """The moment in the zone, as a plain one: Prefect's are of a kind that computes otherwise,
+        and takes cronsim a night too far back."""
+        return datetime.fromtimestamp(moment.timestamp(), self._zone)
+
+    def _check(self) -> None:
+        from cronsim import CronSim, CronSimError
+
+        if len(self.cron.split()) != 5:
+            raise self._refusal(f"has {len(self.cron.split())} fields")
+        moment = datetime(2026, 1, 1, tzinfo=UTC)
+        try:
+            found = CronSim(self.cron, moment.astimezone(self._zone))
+            occasions = [next(found) for _ in range(_LOOKED_AT)]
+        except CronSimError as error:
+            raise self._refusal(f"cannot be read ({error})") from error
+        except StopIteration as error:
+            raise self._refusal("never comes, or ends some day") from error
+        for one, other in pairwise(occasions):
+            if one.date() == other.date():
+                raise self._refusal(
+                    f"has two occasions in one night ({one:%H:%M} and {other:%H:%M})"
+                )
+            if other - one > _LONGEST_GAP:
+                raise self._refusal("leaves more than a year between two nights")
+
+    def _refusal(self, why: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"`schedule: {self.cron}` {why}.",
+            expected="a cron line of five fields with at most one occasion a day, such as "
+            "`0 3 * * *` (three in the morning) or `30 2 * * 1-5`",
+            fix="correct `schedule`",
+        )
+
+
+def _zone(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (ValueError, OSError, KeyError) as error:  # ZoneInfoNotFoundError is a KeyError
+        from zoneinfo import available_timezones
+
+        raise ConfigurationError(
+            f"There is no time zone {name!r}.{suggest(name, available_timezones())}",
+            expected="an IANA name such as Europe/Berlin, or UTC",
+            fix="correct `timezone`",
+        ) from error
+
+
+def _date(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{text!r} is no date.", expected="a night as YYYY-MM-DD", fix="correct --night"
+        ) from error
+
 
 _FIELDS = (
     *("name", "description", "schedule", "timezone", "recipe", "overrides", "checkpoints"),
@@ -169,12 +458,12 @@ def _checkpoint(value: Any, where: str, name: str | None = None) -> Checkpoint:
             fix=f"correct `{where}`",
         )
     kind = kinds[0]
-    for field, kind_of_field in (("revision", ("hub",)), ("digest", ("folder", "stage"))):
-        if values.get(field) is not None and kind not in kind_of_field:
+    for key, kind_of_field in (("revision", ("hub",)), ("digest", ("folder", "stage"))):
+        if values.get(key) is not None and kind not in kind_of_field:
             raise ConfigurationError(
-                f"`{where}` has a {field}, and is a {kind}.",
-                expected=f"`{field}` beside {' or '.join(kind_of_field)}",
-                fix=f"drop `{field}`",
+                f"`{where}` has a {key}, and is a {kind}.",
+                expected=f"`{key}` beside {' or '.join(kind_of_field)}",
+                fix=f"drop `{key}`",
             )
     ref = _newest(values[kind], where) if kind == "newest" else str(values[kind])
     source = Source(

@@ -8,6 +8,7 @@ attempt waits for its reward.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,9 +17,145 @@ from typing import Any, Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from refiner_core.contract.errors import DamagedCheckpoint
+from refiner_core.contract.config import SampleConfig
+from refiner_core.contract.errors import DamagedCheckpoint, DataError
 from refiner_core.contract.files import replacing
-from refiner_core.rejection.selection import Candidate, Choice, Flaw
+
+#: Scores are sums of products; what is this close to a threshold has reached it.
+EPSILON = 1e-9
+#: Why an attempt is no candidate. ``unscored``: the judge failed; ``error``: the infrastructure
+#: did; ``no_reward``: its prompt has nothing to be rewarded for; the others are the policy's.
+Flaw = Literal["", "error", "unscored", "no_reward", "malformed", "truncated"]
+#: What became of an attempt.
+Why = Literal[
+    "full_success",
+    "best_partial",
+    "error",
+    "unscored",
+    "no_reward",
+    "malformed",
+    "truncated",
+    "duplicate",
+    "surplus",
+    "too_low",
+    "not_best",
+    "not_full",
+]
+#: Those that are kept.
+KEPT: tuple[Why, ...] = ("full_success", "best_partial")
+WORDS: dict[str, str] = {
+    "full_success": "a full success",
+    "best_partial": "the best attempt at a prompt without a full success",
+    "error": "ended by an error of the infrastructure",
+    "unscored": "the judge failed",
+    "no_reward": "its prompt has nothing to be rewarded for",
+    "malformed": "it ends with what cannot be read",
+    "truncated": "it was cut off by a limit",
+    "duplicate": "the same as one that is kept",
+    "surplus": "more than sample.max_kept",
+    "too_low": "the best one, below sample.min_partial",
+    "not_best": "another one of its prompt is better",
+    "not_full": "its prompt has full successes",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """As much of an attempt as the rule looks at.
+
+    Attributes
+    ----------
+    index
+        Its number among the attempts at its prompt.
+    flaw
+        Why it cannot be kept; empty where it can.
+    score
+        Its reward, 1 being full; None where it has none.
+    partial
+        Its partial score in [0, 1]; None where it has none.
+    tools
+        The tools that it called, in order; None for an answer without tools.
+    text
+        What it said.
+    """
+
+    index: int
+    flaw: Flaw
+    score: float | None
+    partial: float | None
+    tools: tuple[str, ...] | None
+    text: str
+
+
+class Choice(NamedTuple):
+    """Whether an attempt is kept, and why or why not."""
+
+    kept: bool
+    why: Why
+
+
+def is_full(candidate: Candidate, rule: SampleConfig) -> bool:
+    """Whether it is a full success: scored high enough, ended by itself, readable."""
+    score = candidate.score
+    return not candidate.flaw and score is not None and score >= rule.success - EPSILON
+
+
+def form_of(candidate: Candidate, rule: SampleConfig) -> tuple[object, ...]:
+    """What two attempts have in common that are the same by ``sample.distinct``."""
+    if rule.distinct == "none":
+        return (candidate.index,)
+    if rule.distinct == "tools" and candidate.tools is not None:
+        return candidate.tools
+    return (candidate.text,)
+
+
+def choose(candidates: Sequence[Candidate], rule: SampleConfig) -> list[Choice]:
+    """What becomes of each of one prompt's attempts, in order."""
+    found: dict[int, Choice] = {}
+    for place, candidate in enumerate(candidates):
+        if candidate.flaw:
+            found[place] = Choice(False, candidate.flaw)
+    left = [place for place in range(len(candidates)) if place not in found]
+    full = [place for place in left if is_full(candidates[place], rule)]
+    if full:
+        found |= {place: Choice(False, "not_full") for place in left}
+        found |= _of_successes(candidates, full, rule)
+    elif left:
+        found |= _of_partial(candidates, left, rule)
+    return [found[place] for place in range(len(candidates))]
+
+
+def _of_successes(
+    candidates: Sequence[Candidate], places: Sequence[int], rule: SampleConfig
+) -> dict[int, Choice]:
+    found: dict[int, Choice] = {}
+    forms: set[tuple[object, ...]] = set()
+    for place in sorted(places, key=lambda p: (-_number(candidates[p].score), candidates[p].index)):
+        form = form_of(candidates[place], rule)
+        if form in forms:
+            found[place] = Choice(False, "duplicate")
+        elif rule.max_kept is not None and len(forms) >= rule.max_kept:
+            found[place] = Choice(False, "surplus")
+        else:
+            forms.add(form)
+            found[place] = Choice(True, "full_success")
+    return found
+
+
+def _of_partial(
+    candidates: Sequence[Candidate], places: Sequence[int], rule: SampleConfig
+) -> dict[int, Choice]:
+    best = min(places, key=lambda p: (-_number(candidates[p].partial), candidates[p].index))
+    partial = candidates[best].partial
+    enough = partial is not None and partial >= rule.min_partial - EPSILON
+    found = {place: Choice(False, "not_best") for place in places}
+    found[best] = Choice(True, "best_partial") if enough else Choice(False, "too_low")
+    return found
+
+
+def _number(value: float | None) -> float:
+    return float("-inf") if value is None else value
+
 
 Status = Literal["sampled", "scored", "malformed", "unscored", "error"]
 #: Columns that hold JSON.
@@ -177,3 +314,139 @@ def _attempt(row: dict[str, Any]) -> Attempt:
     for name in ("token_ids", "own", "tools"):
         row[name] = None if row[name] is None else tuple(row[name])
     return Attempt(**row)
+
+
+_UNMEASURED = ("error", "unscored", "no_reward")
+
+
+class Tally:
+    """Counts of all attempts, or of those of one domain; whole prompts are added."""
+
+    def __init__(self, rule: SampleConfig) -> None:
+        self._rule = rule
+        self._of_prompts: Counter[str] = Counter()
+        self._acceptance: Counter[int] = Counter()
+        self._attempts: Counter[str] = Counter()
+        self._why: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._scores, self._partial, self._distinct = 0.0, 0.0, 0
+
+    def add(self, attempts: Sequence[Attempt]) -> None:
+        """All attempts at one prompt."""
+        full = [a for a in attempts if is_full(a.candidate, self._rule)]
+        kept = [a for a in attempts if a.kept]
+        outcome = "full" if full else "partial" if kept else "none"
+        self._of_prompts.update(("total", outcome))
+        self._acceptance[len(full)] += 1
+        self._distinct += len({form_of(a.candidate, self._rule) for a in full})
+        self._why.update(a.why for a in attempts)
+        self._errors.update(a.error_kind or "error" for a in attempts if a.status == "error")
+        measured = [a for a in attempts if a.flaw not in _UNMEASURED]
+        self._attempts.update(total=len(attempts), measured=len(measured), full=len(full))
+        self._scores += sum(a.score or 0.0 for a in measured)
+        self._partial += sum(a.partial or 0.0 for a in measured)
+        self._tokens.update(
+            sampled=sum(a.sampled_tokens for a in attempts),
+            kept=sum(a.sampled_tokens for a in kept),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        measured, full = self._attempts["measured"], self._attempts["full"]
+        return {
+            "prompts": {name: self._of_prompts[name] for name in _OUTCOMES},
+            "acceptance": {str(n): self._acceptance[n] for n in range(self._rule.attempts + 1)},
+            "attempts": {name: self._attempts[name] for name in ("total", "measured", "full")},
+            "success_rate": full / measured if measured else None,
+            "score_mean": self._scores / measured if measured else None,
+            "partial_mean": self._partial / measured if measured else None,
+            "distinct_full": self._distinct,
+            "kept": {
+                "demonstrations": sum(self._why[why] for why in KEPT),
+                **{why: self._why[why] for why in KEPT},
+            },
+            "not_kept": {why: n for why, n in sorted(self._why.items()) if why not in KEPT},
+            "errors": dict(sorted(self._errors.items())),
+            "tokens": {name: self._tokens[name] for name in ("sampled", "kept")},
+        }
+
+
+_OUTCOMES = ("total", "full", "partial", "none")
+
+
+class Report:
+    """The report of a stage, as batches are added."""
+
+    def __init__(self, rule: SampleConfig, lane: str) -> None:
+        self._rule, self._lane = rule, lane
+        self._all, self._domains = Tally(rule), dict[str, Tally]()
+
+    def add(self, attempts: Sequence[Attempt]) -> None:
+        """A batch: all attempts at some prompts, prompt by prompt."""
+        size = self._rule.attempts
+        for first in range(0, len(attempts), size):
+            group = attempts[first : first + size]
+            self._all.add(group)
+            self._domains.setdefault(group[0].domain, Tally(self._rule)).add(group)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; ``lane`` is ``answers`` or ``episodes``."""
+        rule = self._rule
+        of_rule = ("attempts", "temperature", "success", "min_partial", "max_kept", "distinct")
+        return {
+            "lane": self._lane,
+            "rule": {name: getattr(rule, name) for name in of_rule},
+            **self._all.as_json(),
+            "by_domain": {name: self._domains[name].as_json() for name in sorted(self._domains)},
+        }
+
+
+def require_kept(report: dict[str, Any]) -> None:
+    """Refuse to leave nothing to train on.
+
+    Raises
+    ------
+    DataError
+        With the numbers of acceptance, and the fields to lower.
+    """
+    if report["kept"]["demonstrations"]:
+        return
+    attempts, prompts, rule = report["attempts"], report["prompts"], report["rule"]
+    why = ", ".join(f"{n} {name}" for name, n in report["not_kept"].items())
+    mean = report["score_mean"]
+    shown = "" if mean is None else f", {mean:.3f} on average"
+    policy = sum(report["not_kept"].get(name, 0) for name in ("malformed", "truncated"))
+    fix = "lower sample.success or sample.min_partial, or raise sample.attempts"
+    if policy >= attempts["measured"]:  # no threshold is in the way
+        fix = "train longer before `rft`, or raise grpo.response_length"
+    raise DataError(
+        f"Of {attempts['total']} attempts at {prompts['total']} prompts none is kept: "
+        f"{attempts['measured']} have a score{shown}, {attempts['full']} reach "
+        f"sample.success={rule['success']:g}, and no prompt's best one has a partial score of "
+        f"sample.min_partial={rule['min_partial']:g} ({why})",
+        expected="at least one attempt to fine-tune on",
+        fix=fix,
+    )
+
+
+def batch_metrics(number: int, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """The numbers that a batch logs."""
+    total = len(attempts)
+    scores = [a.score for a in attempts if a.score is not None and a.flaw not in _UNMEASURED]
+    why = Counter(attempt.why for attempt in attempts)
+    tokens = [attempt.sampled_tokens for attempt in attempts]
+    metrics: dict[str, float] = {
+        "sample/batch": number,
+        "sample/attempts": total,
+        "sample/kept": sum(why[name] for name in KEPT),
+        "sample/kept_share": sum(why[name] for name in KEPT) / total,
+        "sample/errors": why["error"],
+        "sample/unscored": why["unscored"],
+        "val/sequence_lengths": sum(tokens) / total,
+    }
+    if scores:
+        metrics["scores"] = sum(scores) / len(scores)
+        partial = [a.partial or 0.0 for a in attempts if a.flaw not in _UNMEASURED]
+        metrics["sample/partial"] = sum(partial) / len(partial)
+    return metrics

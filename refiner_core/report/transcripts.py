@@ -1,19 +1,32 @@
-"""Answers and prompts as markup: what is cited is marked, what is long is cut, nothing is obeyed.
+"""Answers, prompts and agents' attempts as pages show them: marked, bounded, never obeyed.
 
-In: texts as policies have sampled them, which may hold anything. Out: escaped markup; a claim in
-its snippet tag is a mark that names its ids, and so are the snippets of the prompt that an answer
-cites. A page holds a bounded number of characters; what is left out is said.
+In: texts as policies have sampled them, which may hold anything, and the JSON of
+:class:`~refiner_core.environments.protocol.EpisodeRecord`, which may be older than this code. Out:
+escaped markup, in which a claim in its snippet tag is a mark that names its ids, and plain lines
+that templates escape. A page holds a bounded number of characters; what is left out is said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from markupsafe import Markup, escape
 
-from refiner_core.answers.tags import read_attributes, scan_tags
-from refiner_core.report.printing import count, plain
+from refiner_core.answers import (
+    Tag,
+    parse_answer,
+    parse_evidence,
+    read_attributes,
+    says_something,
+    scan_tags,
+    strip_tags,
+)
+from refiner_core.evaluation.metric_names import FAILURE_WORDS
+from refiner_core.report.printing import count, counted, plain
+from refiner_core.report.sweep.document import Answer, AttemptsRow
 
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 12_000
@@ -88,3 +101,382 @@ def cited_ids(text: str) -> frozenset[str]:
     """Ids that the snippet tags of an answer name."""
     found = spans(text[:MOST_OF_ANSWER])
     return frozenset(i for span in found if span.ids is not None for i in span.ids)
+
+
+_TAG = Markup('<span class="tag">{}</span>')
+_OUTSIDE = Markup('<span class="outside" title="not in an answer block">{}</span>')
+_UNCITED = Markup(
+    '<span class="claim uncited" data-n="{}" title="claim {}: cites nothing">{}</span>'
+)
+_MOST_BEHIND = 20
+_MOST_OF_SNIPPET = 1_500
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A prompt as it is shown: ``anchors`` are the elements of its snippets by id; ``known`` is
+    every id that may be cited."""
+
+    markup: Markup
+    anchors: dict[str, str]
+    known: frozenset[str]
+
+
+def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
+    """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
+    keeps anchors of prompts apart."""
+    known = frozenset(parse_evidence(prompt).texts)
+    cited = {i for text in answers for span in spans(text[:MOST_OF_ANSWER]) for i in span.ids or ()}
+    marker = _Marker(known, frozenset(cited), name)
+    parts: list[Markup] = []
+    behind = 0
+    for span in spans(plain(prompt), any_case=True):
+        if (room := MOST_OF_PROMPT - span.start) > 0:
+            parts.append(marker.piece(_cut(span, room)))
+        elif behind < _MOST_BEHIND and marker.awaited(span.ids or ()):
+            behind += 1
+            parts.append(Markup('<span class="cut"> … </span>'))
+            parts.append(marker.piece(_cut(span, _MOST_OF_SNIPPET)))
+    parts.append(left_out(len(prompt) - MOST_OF_PROMPT))
+    return Evidence(Markup("").join(parts), marker.anchors, known)
+
+
+def _cut(span: Span, room: int) -> Span:
+    return span if len(span.text) <= room else span._replace(text=span.text[:room] + " …")
+
+
+@dataclass
+class _Marker:
+    """Marks what may be cited; ``anchors`` names the first element of each id."""
+
+    known: frozenset[str]
+    cited: frozenset[str]
+    name: str
+    anchors: dict[str, str] = field(default_factory=dict)
+    count: int = 0
+
+    def awaited(self, ids: Iterable[str]) -> bool:
+        """Whether an answer cites one of these, and nothing that is shown has it yet."""
+        return any(i in self.cited and i not in self.anchors for i in ids)
+
+    def piece(self, span: Span) -> Markup:
+        """A snippet, or what stands between two; a web page's opening tag may be cited too."""
+        if span.ids is not None:
+            return self._source(tagged(span), span.ids)
+        parts, at, text = [], 0, span.text
+        for tag in scan_tags(text):
+            raw = _TAG.format(text[tag.start : tag.end])
+            page = tag.name == "webpage" and not tag.closing
+            parts.append(escape(text[at : tag.start]))
+            parts.append(self._source(raw, read_attributes(tag.attributes).ids) if page else raw)
+            at = tag.end
+        return Markup("").join([*parts, escape(text[at:])])
+
+    def _source(self, shown: Markup, ids: Iterable[str]) -> Markup:
+        mine = [i for i in ids if i in self.known]
+        if not mine:
+            return shown
+        anchor = f"{self.name}-s{self.count}"
+        self.count += 1
+        for i in mine:
+            self.anchors.setdefault(i, anchor)
+        kind = "source cited" if self.cited.intersection(mine) else "source"
+        return Markup('<mark class="{}" id="{}" tabindex="-1">{}</mark>').format(
+            kind, anchor, shown
+        )
+
+
+def answer_markup(text: str, evidence: Evidence) -> Markup:
+    """An answer with its claims numbered as its judgements number them."""
+    shown, body = plain(text[:MOST_OF_ANSWER]), parse_answer(text).body
+    start = end = 0
+    if body is not None:
+        start = next(t.end for t in scan_tags(text) if _opens_answer(t))
+        end = start + len(body)
+    parts = [_around(shown[:start], evidence)]
+    count = 0
+    for span in spans(shown[start:end]):
+        if span.ids is not None:
+            parts.append(_claim(span, evidence, count))
+        elif says_something(strip_tags(span.text)):
+            parts.append(_UNCITED.format(count + 1, count + 1, span.text))
+        else:
+            parts.append(escape(span.text))
+            continue
+        count += 1
+    parts += [_around(shown[end:], evidence), left_out(len(text) - MOST_OF_ANSWER)]
+    return Markup("").join(parts)
+
+
+def _opens_answer(tag: Tag) -> bool:
+    plainly = tag.complete and tag.lower_case and not tag.attributes.strip()
+    return tag.name == "answer" and not tag.closing and plainly
+
+
+def _around(text: str, evidence: Evidence) -> Markup:
+    """What is not in an answer block, or all of it where there is no single one."""
+    return Markup("").join(
+        _outside(span.text) if span.ids is None else _claim(span, evidence, None)
+        for span in spans(text)
+    )
+
+
+def _outside(text: str) -> Markup:
+    parts, at = [], 0
+    for tag in scan_tags(text):
+        parts += [_beside(text[at : tag.start]), _TAG.format(text[tag.start : tag.end])]
+        at = tag.end
+    return Markup("").join([*parts, _beside(text[at:])])
+
+
+def _beside(text: str) -> Markup:
+    return _OUTSIDE.format(text) if says_something(text) else escape(text)
+
+
+def _claim(span: Span, evidence: Evidence, place: int | None) -> Markup:
+    ids = span.ids or ()
+    anchors = list(dict.fromkeys(evidence.anchors[i] for i in ids if i in evidence.anchors))
+    missing = [i for i in ids if i not in evidence.known]
+    number = "" if place is None else str(place + 1)
+    said = f"claim {number}: " if number else ""
+    if not ids:
+        kind, said = "uncited", said + "cites nothing"
+    elif missing:
+        kind = "unknown"
+        said += f"cites {', '.join(ids)}; not in the prompt: {', '.join(missing)}"
+    else:
+        kind, said = "cites", said + f"cites {', '.join(ids)}"
+    if anchors:
+        return Markup(
+            '<a class="claim {}" href="#{}" data-cites="{}" data-n="{}" title="{}">{}</a>'
+        ).format(kind, anchors[0], " ".join(anchors), number, said[:400], tagged(span))
+    return Markup('<mark class="claim {}" data-n="{}" title="{}">{}</mark>').format(
+        kind, number, said[:400], tagged(span)
+    )
+
+
+#: Characters of one message, and of a whole attempt, on a page; an attempt's size for its bound.
+MOST_OF_MESSAGE = 2_000
+MOST_OF_EPISODE = 16_000
+_MOST_CHECKS = 60
+
+_TURN_WORDS = {
+    "no_call": "no tool call",
+    "many_calls": "more than one call",
+    "bad_json": "no JSON in the call",
+    "bad_shape": "no call of a name and arguments",
+    "too_long": "arguments too long",
+    "cut": "cut off",
+}
+_REFUSED = {
+    "wrong_tool": "no such tool",
+    "wrong_argument": "arguments refused",
+    "rule_broken": "against the rules",
+}
+
+Who = Literal["user", "agent", "call", "tool"]
+
+
+@dataclass(frozen=True)
+class Said:
+    """One thing in a transcript. ``label`` names who; ``trouble`` what was wrong with it; ``other``
+    is what was sampled beside it where a turn was sampled twice, and ``other_label`` says which;
+    ``cut`` characters are left out."""
+
+    who: Who
+    label: str
+    text: str
+    trouble: str = ""
+    other: str = ""
+    other_label: str = ""
+    cut: int = 0
+
+
+@dataclass(frozen=True)
+class CheckShown:
+    """One thing that a task asked for."""
+
+    kind: str
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """An attempt as it is shown. ``verdict`` is ``passed``, ``failed`` or ``error``; ``left_out``
+    says what does not fit."""
+
+    verdict: Literal["passed", "failed", "error"]
+    why: str
+    said: tuple[Said, ...]
+    checks: tuple[CheckShown, ...]
+    excluded: tuple[str, ...]
+    left_out: str
+
+
+def conversation(episode: Mapping[str, Any]) -> Conversation:
+    """What the page shows of an attempt."""
+    kept: list[Said] = []
+    room, everything = MOST_OF_EPISODE, list(_said(episode))
+    for said in everything:
+        room -= min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+        if room < 0 and kept:
+            break
+        kept.append(_within(said))
+    missing = len(everything) - len(kept)
+    checks = [_check(check) for check in episode.get("checks") or ()]
+    verdict, why = verdict_of(episode)
+    return Conversation(
+        verdict,
+        why,
+        tuple(kept),
+        tuple(sorted(checks, key=lambda check: check.passed)[:_MOST_CHECKS]),
+        tuple(str(name) for name in episode.get("excluded") or ()),
+        f"{counted(missing, 'message')} more in report.json." if missing else "",
+    )
+
+
+def size_of(episode: Mapping[str, Any]) -> int:
+    """Characters that an attempt takes on a page, about."""
+    found = sum(
+        min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE) + 120
+        for said in _said(episode)
+    )
+    return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
+
+
+def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", "error"], str]:
+    """How an attempt ended, and why, in words."""
+    if episode.get("status") == "error":
+        kind = str(episode.get("error_kind") or "error")
+        told = str(episode.get("error") or "")
+        return "error", f"{kind}: {told}" if told else kind
+    failure = episode.get("failure")
+    if not failure:
+        return "passed", ""
+    ending = {"turn_limit": " (turns)", "context_limit": " (context)"}
+    ended = ending.get(str(episode.get("ended")), "") if failure == "limit" else ""
+    return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
+
+
+def _within(said: Said) -> Said:
+    return replace(
+        said,
+        text=said.text[:MOST_OF_MESSAGE],
+        other=said.other[:MOST_OF_MESSAGE],
+        cut=max(0, len(said.text) - MOST_OF_MESSAGE),
+    )
+
+
+def _said(episode: Mapping[str, Any]) -> Iterator[Said]:
+    for role, content in episode.get("first_messages") or ():
+        yield _message(role, content)
+    for place, turn in enumerate(episode.get("turns") or (), start=1):
+        messages = turn.get("messages") or ()
+        yield _turn(place, turn, messages)
+        for role, content in messages:
+            yield _message(role, content)
+
+
+def _message(role: str, content: str) -> Said:
+    return Said("user", "User", content) if role == "user" else Said("tool", "Tool", content)
+
+
+def _turn(place: int, turn: Mapping[str, Any], messages: Sequence[Sequence[str]]) -> Said:
+    call, label = turn.get("call"), f"Agent, turn {place}"
+    status = str(turn.get("status") or "ok")
+    if call is None:
+        other = str(turn.get("retried") or "")
+        told = "sampled once more, which was no call either" if other else ""
+        trouble = _TURN_WORDS.get(status, status)
+        return Said("agent", label, str(turn.get("text")), trouble, other, told)
+    other = str(turn.get("repaired") or "")
+    told = "sampled again: what came first was no call" if other else ""
+    trouble = _REFUSED.get(str(turn.get("tool_error")), str(turn.get("tool_error") or ""))
+    name, arguments = str(call.get("name")), call.get("arguments") or {}
+    spoken = _spoken(arguments)
+    if spoken and messages and all(role == "user" for role, _ in messages):
+        return Said("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
+    return Said("call", label, f"{name}({_arguments(arguments)})", trouble, other, told)
+
+
+def _spoken(arguments: Mapping[str, Any]) -> str:
+    """The words of a call that has nothing but words."""
+    values = list(arguments.values())
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else ""
+
+
+def _arguments(arguments: Mapping[str, Any]) -> str:
+    said = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
+    return ", ".join(said)
+
+
+def _check(check: Mapping[str, Any]) -> CheckShown:
+    return CheckShown(
+        str(check.get("kind") or ""),
+        str(check.get("name") or ""),
+        bool(check.get("passed")),
+        str(check.get("detail") or ""),
+    )
+
+
+def attempts_of(answers: Iterable[Answer]) -> list[int]:
+    """Numbers of the attempts that are shown, ascending."""
+    return sorted({answer.sample_index for answer in answers if answer.episode is not None})
+
+
+# ---------------------------------------------------------------- counts
+
+
+@dataclass(frozen=True)
+class AttemptsTable:
+    """Attempts of one model under one way of measuring; a row per arm and domain, and where there
+    are several domains one of all of them."""
+
+    name: str
+    classes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    rows: tuple[AttemptsRow, ...]
+
+
+def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[AttemptsTable]:
+    """Tables of the arms given, in their order; only classes that occur have a column."""
+    by_name: dict[str, list[AttemptsRow]] = {}
+    for row in rows:
+        if row.arm in arms:
+            name = f"{row.model}, {row.decoding}, protocol {row.protocol}"
+            by_name.setdefault(name, []).append(row)
+    made = []
+    for name, found in by_name.items():
+        shown: list[AttemptsRow] = []
+        for arm in arms:
+            mine = [row for row in found if row.arm == arm]
+            shown += [*mine, _all_of(mine)] if len(mine) > 1 else mine
+        occurring = {c for row in found for c, n in row.failures.items() if n}
+        known = [c for c in FAILURE_WORDS if c in occurring]
+        classes = (*known, *sorted(occurring - set(known)))
+        kinds = tuple(sorted({kind for row in found for kind, n in row.errors.items() if n}))
+        made.append(AttemptsTable(name, classes, kinds, tuple(shown)))
+    return made
+
+
+def _all_of(rows: Sequence[AttemptsRow]) -> AttemptsRow:
+    first = rows[0]
+    return AttemptsRow(
+        first.arm,
+        first.model,
+        first.decoding,
+        first.protocol,
+        "",
+        sum(row.tasks for row in rows),
+        sum(row.asked for row in rows),
+        sum(row.passed for row in rows),
+        _sum([row.failures for row in rows]),
+        _sum([row.errors for row in rows]),
+    )
+
+
+def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for found in counts for name in found)
+    return {name: sum(found.get(name, 0) for found in counts) for name in names}

@@ -28,17 +28,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from refiner_core.evaluation.statistics import CONFIDENCE, Estimate, Kind, estimate
-from refiner_core.rescoring.rollouts import StoredRollout, groups_of
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.evaluation.statistics import (
+    CONFIDENCE,
+    Difference,
+    Estimate,
+    Kind,
+    estimate,
+    paired_difference_over_seeds,
+)
+from refiner_core.judge_report.measures import Agreement, agreement
+from refiner_core.rescoring.rollouts import StoredRollout, described, groups_of
 from refiner_core.rescoring.scores import METRICS, Metric, Scores
-from refiner_core.training.rollouts.advantages import EQUAL_REWARDS
+from refiner_core.training.rollouts.rollout import EQUAL_REWARDS
 
 Floats = npt.NDArray[np.float64]
 #: An advantage that is smaller has no sign: it is what rounding leaves of a mean.
@@ -295,3 +306,222 @@ def _weighted_spearman(places: Sequence[npt.NDArray[Any]], weights: Floats) -> f
     if spread <= 0:
         return None
     return max(-1.0, min(1.0, float((weights * x * y).sum()) / math.sqrt(spread)))
+
+
+#: Rubrics that were judged less often by both stand in the numbers of their kind alone.
+LEAST_PAIRS = 8
+#: Rubrics that are listed, those that were asked most often.
+MOST_CRITERIA = 40
+
+Pair = tuple[float | None, float | None, str]
+
+
+class CriterionAgreement(NamedTuple):
+    """``criterion`` is empty for all questions of the kind together."""
+
+    kind: str
+    title: str
+    criterion: str
+    agreement: Agreement
+
+
+def judges_agree(
+    rollouts: Sequence[StoredRollout], first: Scores, second: Scores, *, resamples: int = 1000
+) -> list[CriterionAgreement]:
+    """Agreement of the judgements that both scorings have, kinds first."""
+    kinds: dict[str, list[Pair]] = defaultdict(list)
+    rubrics: dict[str, list[Pair]] = defaultdict(list)
+    titles: dict[str, str] = {}
+    for rollout, a, b in zip(rollouts, first.judgements, second.judgements, strict=True):
+        theirs = _by_question(b)
+        for question, entry in _by_question(a).items():
+            if question not in theirs:
+                continue
+            pair = (entry["score"], theirs[question]["score"], rollout.prompt.sample_id)
+            kinds[entry["kind"]].append(pair)
+            if entry["kind"] == "rubric":
+                rubrics[entry["criterion"]].append(pair)
+                titles[entry["criterion"]] = str(entry.get("title") or "")
+    found = [CriterionAgreement(kind, "", "", _of(p, resamples)) for kind, p in kinds.items()]
+    listed = sorted(rubrics, key=lambda c: -len(rubrics[c]))[:MOST_CRITERIA]
+    found += [
+        CriterionAgreement("rubric", titles[c], c, _of(rubrics[c], resamples))
+        for c in listed
+        if len(rubrics[c]) >= LEAST_PAIRS
+    ]
+    return found
+
+
+def _of(pairs: Sequence[Pair], resamples: int) -> Agreement:
+    a, b, questions = ([pair[i] for pair in pairs] for i in range(3))
+    return agreement(a, b, questions, resamples=resamples)  # type: ignore[arg-type]
+
+
+def _by_question(judgements: Sequence[Mapping[str, Any]]) -> dict[Hashable, Mapping[str, Any]]:
+    return {described(entry): entry for entry in judgements}
+
+
+#: Scores of a policy's rollouts: per setting, one value per rollout.
+Values = Mapping[str, Sequence[float | None]]
+
+
+class Reversal(NamedTuple):
+    """Two policies that ``under`` puts in another order than ``than`` does, the first one ahead.
+
+    The order is that of the means. The differences are first policy minus second, paired on prompts
+    that both have a value for; where judgements failed they need not go the same way. ``clear``
+    where the one is above 0 and the other below with their whole intervals.
+    """
+
+    policies: tuple[str, str]
+    than: str
+    under: str
+    difference_than: Difference
+    difference_under: Difference
+
+    @property
+    def clear(self) -> bool:
+        """Whether both orders are more than luck."""
+        low, high = self.difference_than.low, self.difference_under.high
+        return low is not None and high is not None and low > 0 > high
+
+
+class Matrix(NamedTuple):
+    """``cells`` by policy, then setting; ``ranks`` by setting, then policy, best first: 1 is the
+    best, and policies of one mean have one rank."""
+
+    metric: str
+    prompts: int
+    cells: dict[str, dict[str, Estimate | None]]
+    ranks: dict[str, dict[str, int]]
+    reversals: tuple[Reversal, ...]
+
+
+def prompts_of(rollouts: Sequence[StoredRollout]) -> dict[str, str]:
+    """Prompt id -> what was asked."""
+    return {r.prompt.sample_id: r.prompt.prompt_text for r in rollouts}
+
+
+def common_prompts(
+    policies: Mapping[str, Sequence[StoredRollout]], *, restrict: bool
+) -> dict[str, list[StoredRollout]]:
+    """The policies' rollouts on the prompts that all of them have.
+
+    Parameters
+    ----------
+    policies
+        Rollouts by policy.
+    restrict
+        Whether prompts that not all have may be left out.
+
+    Raises
+    ------
+    ConfigurationError
+        They have other prompts and ``restrict`` is off, or no prompt in common.
+    """
+    asked = {name: prompts_of(rollouts) for name, rollouts in policies.items()}
+    (first, reference), *others = asked.items()
+    for name, prompts in others:
+        if prompts != reference and not restrict:
+            shared = len(prompts.items() & reference.items())
+            raise ConfigurationError(
+                f"{first} and {name} cannot stand in one matrix: {first} has {len(reference)} "
+                f"prompts and {name} {len(prompts)}, {shared} of them in common"
+                f"{_odd(reference, prompts)}",
+                expected="policies that were asked the same",
+                fix="add --common to use the prompts that they share, choose --steps in which they "
+                "were asked the same, or use `--from evaluation`",
+            )
+    common = set.intersection(*(set(prompts.items()) for prompts in asked.values()))
+    if not common:
+        raise ConfigurationError(
+            f"{', '.join(policies)} have no prompt in common",
+            expected="policies that were asked the same",
+            fix="name runs on the same data",
+        )
+    ids = {prompt for prompt, _ in common}
+    return {
+        name: [r for r in rollouts if r.prompt.sample_id in ids]
+        for name, rollouts in policies.items()
+    }
+
+
+def _odd(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+    odd = sorted(set(a) ^ set(b)) or sorted(p for p in a if a[p] != b[p])
+    return f" (such as {odd[0]}, on one side only)" if set(a) ^ set(b) else f" (other: {odd[0]})"
+
+
+def make_matrix(
+    metric: str,
+    policies: Mapping[str, Sequence[StoredRollout]],
+    values: Mapping[str, Values],
+    *,
+    resamples: int = RESAMPLES,
+) -> Matrix:
+    """The matrix of a metric. Settings stand in the order in which the first policy has them; the
+    first of them is the one whose ranking the others are compared with.
+
+    Parameters
+    ----------
+    metric
+        What is averaged, for people.
+    policies
+        Rollouts by policy, on the same prompts (:func:`common_prompts`).
+    values
+        By policy and setting, one value per rollout; None where there is none.
+    """
+    settings = list(next(iter(values.values())))
+    cells = {
+        name: {
+            setting: mean_of(rollouts, values[name][setting], resamples=resamples)
+            for setting in settings
+        }
+        for name, rollouts in policies.items()
+    }
+    ranks = {s: _ranks({name: cells[name][s] for name in policies}) for s in settings}
+    prompts = len(prompts_of(next(iter(policies.values()))))
+    return Matrix(metric, prompts, cells, ranks, _reversals(policies, values, ranks))
+
+
+def _ranks(column: Mapping[str, Estimate | None]) -> dict[str, int]:
+    known = {name: e.value for name, e in column.items() if e is not None}
+    slack = EQUAL_REWARDS * max(1.0, *map(abs, known.values())) if known else 0.0
+    ranks = {
+        name: 1 + sum(other > value + slack for other in known.values())
+        for name, value in known.items()
+    }
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def _reversals(
+    policies: Mapping[str, Sequence[StoredRollout]],
+    values: Mapping[str, Values],
+    ranks: Mapping[str, Mapping[str, int]],
+) -> tuple[Reversal, ...]:
+    (reference, order), *others = ranks.items()
+    found = []
+    for setting, other in others:
+        for a, b in combinations(order, 2):
+            known = a in other and b in other
+            if known and (order[a] - order[b]) * (other[a] - other[b]) < 0:
+                than, under = (
+                    _difference((a, b), policies, values, s) for s in (reference, setting)
+                )
+                found.append(Reversal((a, b), reference, setting, than, under))
+    return tuple(found)
+
+
+def _difference(
+    pair: tuple[str, str],
+    policies: Mapping[str, Sequence[StoredRollout]],
+    values: Mapping[str, Values],
+    setting: str,
+) -> Difference:
+    sides: list[list[dict[str, Any]]] = [
+        [
+            {"sample_id": r.prompt.sample_id, "value": v}
+            for r, v in zip(policies[name], values[name][setting], strict=True)
+        ]
+        for name in pair
+    ]
+    return paired_difference_over_seeds([sides[0]], [sides[1]], "value")

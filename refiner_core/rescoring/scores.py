@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.types import Judge
-from refiner_core.rescoring.questions import items_of
-from refiner_core.rescoring.rollouts import StoredRollout, groups_of
+from refiner_core.rescoring.rollouts import StoredRollout, groups_of, items_of
 from refiner_core.rewards import compute_rewards
-from refiner_core.training.rollouts.advantages import DropReason, Normalization, group_advantages
+from refiner_core.training.rollouts.rollout import DropReason, Normalization, group_advantages
 
 Metric = Literal["total", "rubric", "citation"]
 METRICS: tuple[Metric, ...] = ("total", "rubric", "citation")

@@ -4,7 +4,6 @@ In: rollouts, the reward configuration, a judge. Out: one
 :class:`~refiner_core.contract.types.RewardResult` per rollout, in order.
 """
 
-from refiner_core.rewards.compute import RewardInput, RewardStream, compute_rewards
-from refiner_core.rewards.outage import require_scored
+from refiner_core.rewards.compute import RewardInput, RewardStream, compute_rewards, require_scored
 
 __all__ = ["RewardInput", "RewardStream", "compute_rewards", "require_scored"]

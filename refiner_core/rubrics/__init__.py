@@ -4,14 +4,14 @@ In: a row's rubric JSON, the name or file of a static rubric set, the reward con
 Out: :class:`Rubric` values in a fixed order (a row's own first, then the static ones).
 """
 
-from refiner_core.rubrics.row import Rubric, normalise_rubrics, parse_rubrics
-from refiner_core.rubrics.select import select_rubrics
+from refiner_core.rubrics.rows import Rubric, normalise_rubrics, parse_rubrics
 from refiner_core.rubrics.sets import (
     RubricSet,
     check_rubrics_unchanged,
     hold_rubrics,
     load_rubric_set,
     rubric_set_digest,
+    select_rubrics,
     shipped_rubric_sets,
 )
 

@@ -18,7 +18,7 @@ from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
 from refiner_core.training.model import loading
-from refiner_core.training.model.tensors import load_weights
+from refiner_core.training.model.loading import load_weights
 from refiner_core.training.state.checkpoint import PROGRESS
 from refiner_core.training.steps.boundary import curve
 

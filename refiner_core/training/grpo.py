@@ -40,9 +40,9 @@ from refiner_core.contract.errors import (
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.protocol import Environment
-from refiner_core.generation.limits import check_positions
+from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
-from refiner_core.judges.usage import (
+from refiner_core.judges.surroundings import (
     usage_between,
     usage_from_json,
     usage_metrics,
@@ -50,16 +50,13 @@ from refiner_core.judges.usage import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.training.batches.order import order_hash, prompt_batch
-from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.batches import order_hash, prompt_batch
+from refiner_core.training.engines.protocol import Engine, open_engine
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO
-from refiner_core.training.rollouts.in_flight import IN_FLIGHT, Flight
-from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
-from refiner_core.training.rollouts.opening import open_lane
-from refiner_core.training.rollouts.pipeline import Pipeline, on_first
+from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline, on_first
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
     LivePolicy,
@@ -69,10 +66,9 @@ from refiner_core.training.rollouts.policies import (
     Servers,
 )
 from refiner_core.training.rollouts.rollout import RewardFunction, RolloutBatch, TrainSample
-from refiner_core.training.steps.boundary import Boundary, curve
-from refiner_core.training.steps.telling import Clock, Teller
+from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
 from refiner_core.training.support import refuse_unsupported
-from refiner_core.training.updates.grpo_update import GrpoUpdate
+from refiner_core.training.updates import GrpoUpdate
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.

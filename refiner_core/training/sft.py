@@ -32,20 +32,22 @@ from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
-from refiner_core.generation.limits import check_positions
+from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
-from refiner_core.training.batches.order import SftStep, order_hash, sft_steps
-from refiner_core.training.batches.packing import (
+from refiner_core.training.batches import (
     Batch,
     Pack,
     Sample,
+    SftStep,
     build_pack,
     collate,
+    order_hash,
     pack_samples,
+    sft_steps,
+    share_packs,
     to_device,
 )
-from refiner_core.training.batches.shares import share_packs
-from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.engines.protocol import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import OneRank, Ranks, RanksIO

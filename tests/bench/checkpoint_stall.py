@@ -31,7 +31,7 @@ from infra.attempt.stage_io import AttemptIO
 from infra.store.checkpoints import CheckpointStore, damage_of, step_name
 from infra.store.layout import StagePaths
 from refiner_core.contract.config import ModelConfig
-from refiner_core.training.batches.packing import Sample, build_pack, collate
+from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater

@@ -23,11 +23,10 @@ from typing import Any
 
 import submitit
 
-from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
-from infra.jobs.worker_command import WorkerCommand
-from infra.slurm.commands import RealSlurm
+from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
+from infra.slurm.scheduler import RealSlurm
 from infra.store.provenance import host
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources

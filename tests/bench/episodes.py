@@ -47,8 +47,8 @@ from refiner_core.contract.types import (
 from refiner_core.environments.conversation import prompt_ids
 from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
 from refiner_core.environments.registry import open_environment
+from refiner_core.generation.completions import LockstepTurns
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.lockstep import LockstepTurns
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models.random_model import save_random_model
 from tests.bench.__main__ import ROUNDS, compare

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from refiner_core.training.batches.packing import Pack, Sample, collate, pack_samples
+from refiner_core.training.batches import Pack, Sample, collate, pack_samples
 from tests.bench.training_work import REAL_ROWS, machine, texts
 
 VOCABULARY = 16_384

@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.host.processes import ProcessId
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
-from infra.jobs.worker_command import WorkerCommand
+from infra.jobs.dispatch import LocalDispatcher
+from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerCommand
 from infra.publishing.targets import FileToPublish, Publication
 from infra.store.provenance import host
-from infra.store.published import EVIDENCE
+from infra.store.stage_records import EVIDENCE
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, PublishConfig, Resources

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.store.workspace import Workspace
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult, to_json
 from tests.support.command import refiner
 

@@ -69,8 +69,7 @@ def _in_a_process(what: str, trials: int, rounds: int) -> list[dict[str, Any]]:
 
 def measure(what: str, trials: int) -> dict[str, Any]:
     """One measurement, in this process: planning alone, or the whole dry run for scripts."""
-    from flows.sweeping.planning import make_sweep_plan
-    from flows.sweeping.showing import sweep_json
+    from flows.sweeping.planning import make_sweep_plan, sweep_json
 
     with tempfile.TemporaryDirectory() as folder:
         place = f"workspace={folder}/none"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.before import look_before
+from flows.sweeping.evidence import rescore_share
 from flows.sweeping.forecasting import forecast_of
-from flows.sweeping.rescoring import rescore_share
+from flows.sweeping.planning import look_before
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
 from refiner_core.data.copier import random_copier
-from refiner_core.evaluation.samples import sample_row
+from refiner_core.evaluation.metrics import sample_row
 from refiner_core.judges import build_judge
 from refiner_core.rewards import RewardInput, compute_rewards
 from sweeps.values import Arm, Limits, Question, SweepFile, SweepPlan, Trial

@@ -22,19 +22,18 @@ from infra.attempt.attempt import AttemptRun
 from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
-from infra.jobs.protocol import AttemptRef, OpenAttempt
-from infra.jobs.worker_command import job_settings
-from infra.orchestrator.explain import observe_actions
-from infra.orchestrator.history import read_events
+from infra.jobs.protocol import AttemptRef, OpenAttempt, job_settings
+from infra.orchestrator.observe import observe_actions
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.store.snapshot import snapshot_code
+from infra.orchestrator.timeline import read_events
+from infra.store.provenance import snapshot_code
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RetryConfig
 from refiner_core.contract.errors import NoSpaceError, UnsupportedError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import StageRecord
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan
 from tests.support.quota import small_tmpfs
 

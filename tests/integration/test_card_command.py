@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from refiner_core.cards.template import shipped_template
+from refiner_core.cards.build import shipped_template
 from tests.support.command import Finished, refiner
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun

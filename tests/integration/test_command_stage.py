@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.foreign.layout import work_folder
+from infra.foreign.checkpoints import work_folder
 from infra.host.processes import ProcessId
 from infra.jobs.failures import budget_left
 from infra.store.traces import read_metrics

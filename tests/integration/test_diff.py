@@ -12,11 +12,10 @@ import pytest
 
 from flows.cli.main import main
 from flows.diffing import Difference, diff_sides, find_side
-from flows.diffing.text import difference_lines, next_commands
+from flows.diffing.document import difference_lines, next_commands
 from infra.attempt.attempt import AttemptRun
 from infra.store.sweep_records import note_trial, write_sweep
-from refiner_core.contract.records import Outcome
-from refiner_core.contract.sweep_records import SWEEP_VERSION, SweepRecord, TrialRecord
+from refiner_core.contract.records import SWEEP_VERSION, Outcome, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import write_prompts
 from tests.support.recorded_run import (

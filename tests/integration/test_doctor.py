@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from flows.doctor import examine
-from infra.doctor.finding import Finding
-from infra.doctor.look import Check, Look
+from infra.doctor.check import Check, Finding, Look
 from infra.doctor.runner import run_checks
 from infra.host.processes import ProcessId
-from infra.store.ownership import SHARED
+from infra.store.workspace import SHARED
 from refiner_core.contract.errors import ConfigurationError
 from tests.support.command import ROOT, environment, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
@@ -294,7 +293,7 @@ def test_a_scheduler_that_never_answers_holds_nobody_up(
     for command in ("sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo", "sacct"):
         program(tmp_path / "bin", command, "sleep 60")
     first_on_path(monkeypatch, tmp_path / "bin")
-    monkeypatch.setattr("infra.doctor.slurm_config.SLURM_S", 1.0)
+    monkeypatch.setattr("infra.doctor.slurm.SLURM_S", 1.0)
     found = examine("tiny", ["dispatch.executor=slurm"], only=["slurm"], limit_s=0.5)
     controller = named(found, "slurm", "controller")
     assert (controller.state, controller.what) == ("broken", "no answer in 0.5 s")

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from infra.hub import patience, upload
-from infra.hub.preflight import check_hub
-from infra.hub.target import HubTarget
+from infra.hub import errors as patience
+from infra.hub import upload
+from infra.hub.target import HubTarget, check_hub
 from infra.publishing.targets import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
@@ -474,7 +474,7 @@ def test_before_a_run_the_repository_is_looked_at(
 def test_a_hub_that_cannot_be_reached_before_a_run_is_a_warning(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infra.hub.preflight._PATIENCE_S", 0.1)
+    monkeypatch.setattr("infra.hub.target._PATIENCE_S", 0.1)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     publish = PublishConfig(target="hub", repo_id="me/model")
     warnings = check_hub(RecipeConfig(publish=publish))

@@ -19,7 +19,7 @@ import pytest
 
 from flows.cli.main import main
 from flows.running.calls import make_recipe_plan
-from flows.starting.surroundings import read_partitions
+from flows.starting.questions import read_partitions
 from refiner_core.contract.loading import load_recipe
 from refiner_core.data.synthetic import generate_rows
 from tests.support.command import ROOT, command, environment

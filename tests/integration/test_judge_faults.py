@@ -28,12 +28,11 @@ from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import JudgeUsage, PromptRow, RewardResult
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
+from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from refiner_core.rewards import RewardInput, compute_rewards
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
-from refiner_core.training.rollouts.advantages import group_advantages
+from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.judge_server import (
     HANGS_S,
     JudgeProcess,

@@ -19,14 +19,13 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from infra.jobs.dispatch import Router
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.worker_command import WorkerCommand
+from infra.jobs.dispatch import LocalDispatcher, Router
+from infra.jobs.protocol import WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support import service_bench
 from tests.support.command import Stage, environment, refiner, wait_until
 from tests.support.plans import SOURCES

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flows.checking.sources import model_digest
-from refiner_core.nightly.schedule import Schedule
+from refiner_core.nightly.definition import Schedule
 from tests.support.command import refiner
 from tests.support.judge_server import JudgeServer, completion
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from infra.store.proofs import read_proof
+from infra.store.provenance import read_proof
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Finished, refiner, start, wait_until
 

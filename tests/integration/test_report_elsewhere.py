@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flows.reporting.tracked import log_report
-from flows.reporting.writing import Written
+from flows.reporting.writing import Written, log_report
 from infra.store.workspace import Workspace
 from tests.support.sweep_reports import full_report
 

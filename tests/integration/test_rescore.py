@@ -36,10 +36,9 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.load import load_tokenizer
 from refiner_core.judges import build_judge, prompting
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.training.batches.order import prompt_batch
+from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
-from refiner_core.training.rollouts.rollout import Sampled, form_groups
-from refiner_core.training.rollouts.rows import rollout_rows
+from refiner_core.training.rollouts.rollout import Sampled, form_groups, rollout_rows
 from tests.support.command import command, environment, start, wait_until
 from tests.support.judge_server import JudgeServer, Reply, digest_of, score
 from tests.support.recorded_run import RecordedRun

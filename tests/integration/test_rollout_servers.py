@@ -23,25 +23,22 @@ import psutil
 import pytest
 import torch
 
-from infra.process.leftovers import mark_of
-from infra.ranks.gpus import JOB_GPUS
+from infra.process.child import mark_of
+from infra.ranks.settings import JOB_GPUS
 from infra.rollouts import sweeper
-from infra.rollouts.command import (
+from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
+from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
     Place,
-    rollout_environment,
-    rollout_server_text,
-)
-from infra.rollouts.memory import (
     memory_folder,
     note_shared,
     remove_leftovers,
+    rollout_environment,
+    rollout_server_text,
     shared_memory,
 )
-from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
-from infra.services.command import Listening
-from infra.services.process import free_port
+from infra.services.process import Listening, free_port
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -50,7 +47,7 @@ from refiner_core.contract.errors import (
     KilledError,
     StageFailed,
 )
-from refiner_core.contract.resources import Resources
+from refiner_core.contract.steering_config import Resources
 from refiner_core.contract.training_config import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
@@ -262,8 +259,8 @@ def test_a_port_that_another_user_has_taken_is_passed_over(
 LIFE = """
 import sys
 from pathlib import Path
-from infra.rollouts.command import Place
-from infra.rollouts.memory import memory_folder
+from infra.rollouts.servers import Place
+from infra.rollouts.servers import memory_folder
 from infra.rollouts.servers import LocalRolloutServers
 from refiner_core.contract.config import RecipeConfig
 
@@ -390,7 +387,7 @@ def test_links_of_others_to_shared_memory_are_not_taken_for_it() -> None:
 def memory_folder_of_another(parent: Path) -> Iterator[None]:
     """Another process comes and goes."""
     code = (
-        "import sys; from pathlib import Path; from infra.rollouts.memory import memory_folder\n"
+        "import sys; from pathlib import Path; from infra.rollouts.servers import memory_folder\n"
         "with memory_folder(Path(sys.argv[1])): pass"
     )
     subprocess.run([sys.executable, "-c", code, str(parent)], check=True, timeout=60)
@@ -571,7 +568,7 @@ def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> 
 def test_the_way_of_weights_follows_from_where_the_gpus_are(
     gpus: int, server: dict[str, Any], servers: int, way: str
 ) -> None:
-    from refiner_core.contract.resources import Resources
+    from refiner_core.contract.steering_config import Resources
 
     settings = config(servers, grpo={"resources": Resources(gpus=gpus)}, **server)
     assert weight_transfer(settings, servers) == way

@@ -18,8 +18,8 @@ from flows.reporting.run import report_of_run, write_run_report
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
+from refiner_core.report.drawing import kind_of, timeline
 from refiner_core.report.run.document import AttemptRow, Example, RunReport, StageRow
-from refiner_core.report.run.drawing import kind_of, timeline
 from tests.support.recorded_run import RecordedRun
 
 MODELS = "evaluate.models=[base,sft,grpo]"

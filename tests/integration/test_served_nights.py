@@ -151,7 +151,7 @@ def test_a_pool_that_is_not_there_is_refused_with_those_that_are(
 
 def test_the_night_of_a_run_is_that_for_which_it_was_scheduled(served: Served) -> None:
     """The server's clock is moved: what it will start a month from now are nights of the file."""
-    from refiner_core.nightly.schedule import Schedule
+    from refiner_core.nightly.definition import Schedule
 
     schedule = Schedule(f"{soon():%M %H} * * *", "UTC")
     found = served.prefect.get("/deployments/name/nightly/soon")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.commands import RealSlurm, Row
-from infra.slurm.query import Patience
+from infra.slurm.scheduler import Patience, RealSlurm, Row
 from infra.slurm.states import facts_of_accounts
 from tests.support.require import require
 from tests.support.slurm_campaign import SMALL, Campaign

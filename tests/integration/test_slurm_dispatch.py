@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from infra.jobs.dispatch import Router
-from infra.jobs.worker_command import WorkerCommand
-from infra.slurm.commands import SlurmUnavailable
+from infra.jobs.protocol import WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
+from infra.slurm.scheduler import SlurmUnavailable
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.plans import FAKE_WORKER, orchestrator_on, run_record, small_plan
 from tests.support.slurm_campaign import SMALL, Campaign
 from tests.support.slurm_cluster import Cluster

@@ -15,7 +15,7 @@ from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, wor
 from flows.running.calls import Showing
 from flows.sweeping.launching import Launch, workspace_of
 from infra.host.processes import ProcessId
-from infra.orchestrator import room_keeping
+from infra.orchestrator import waiting as room_keeping
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace

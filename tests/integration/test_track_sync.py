@@ -10,7 +10,7 @@ import pytest
 import wandb
 
 from flows.cli.main import main
-from infra.tracking.tracker import TrackedRun, Tracker, tracked_address, without_paths
+from infra.tracking import TrackedRun, Tracker, tracked_address, without_paths
 from refiner_core.contract.config import TrackingConfig
 from tests.support.recorded_run import RecordedRun
 from tests.support.wandb_server import KEY, WandbServer

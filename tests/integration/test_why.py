@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flows.cli.diff import why_command
 from flows.cli.main import main
-from flows.cli.why import why_command
 from flows.why import parse_query
-from refiner_core.evaluation.samples import load_samples
+from refiner_core.evaluation.metrics import load_samples
 from tests.support.command import refiner
 from tests.support.recorded_run import RecordedRun
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.store.ownership import SHARED
 from infra.store.traces import read_metrics
-from infra.store.workspace import Claim, Workspace
+from infra.store.workspace import SHARED, Claim, Workspace
 from refiner_core.contract.records import Attempt, StageRecord
 from tests.support.command import ROOT, environment, wait_until
 from tests.support.plans import FAKE_WORKER, OWNER, small_plan

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from tests.lint.findings import Finding
 from tests.lint.source import Function, budget, modules
 
-MODULE_LINES = 450
+MODULE_LINES = 700
 #: Without the docstring.
 FUNCTION_LINES = 60
 FOLDER_MODULES = 22
 #: How many entries the budget may have; it only goes down.
-MOST_EXCEPTIONS = 12
+MOST_EXCEPTIONS = 10
 _BUDGET = "tests/lint/budget.toml"
 
 

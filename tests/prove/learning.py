@@ -21,8 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from refiner_core.evaluation.compare import compare_results
-from refiner_core.evaluation.results import load_results
+from refiner_core.evaluation.results import compare_results, load_results
 
 LIMIT_S = 600.0
 

@@ -33,42 +33,35 @@ from tests.support.command import ROOT
 #: Area -> file -> names of its nearest test files, quickest first (``test_NAME.py``).
 NEAREST: dict[str, dict[str, str]] = {
     "stores": {
-        "infra/store/atomic.py": "records workspace every_write",
-        "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_keeper",
-        "infra/store/holds.py": "disk_copies publications",
-        "infra/store/leases.py": "serving",
-        "infra/store/room.py": "failures disk_keeper workspace",
-        "infra/store/snapshot.py": "workspace",
+        "infra/store/atomic.py": "records workspace every_write failures disk_keeper folder_target",
+        "infra/store/checkpoints.py": "checkpoints async_saves damaged_checkpoints disk_keeper "
+        "disk_copies publications",
+        "infra/store/orchestrators.py": "serving",
+        "infra/store/provenance.py": "workspace",
         "infra/store/stage_records.py": "records checkpoints reconcile restart workspace",
-        "infra/store/swap.py": "folder_target workspace",
     },
     "garbage collection": {
         "infra/disk/keeper.py": "disk_keeper disk_copies",
-        "infra/disk/ledger.py": "disk_keeper",
         "infra/disk/reaper.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
-        "infra/disk/stock.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
+        "infra/disk/inventory.py": "disk_policy disk_keeper disk_copies damaged_checkpoints",
     },
     "hub": {
         "infra/hub/errors.py": "hub_errors",
-        "infra/hub/patience.py": "hub_errors",
         "infra/hub/target.py": "hub hub_faults",
         "infra/hub/upload.py": "hub_sending hub hub_faults",
     },
     "packing": {
-        "refiner_core/training/batches/order.py": "batch_order",
-        "refiner_core/training/batches/packing.py": "packing",
-        "refiner_core/training/batches/shares.py": "shares",
+        "refiner_core/training/batches.py": "batch_order packing shares",
     },
     "rewards": {
-        "refiner_core/rewards/citations.py": "rewards reward_traps rewards_composition",
-        "refiner_core/rewards/combine.py": "rewards rewards_recomputed rewards_composition",
+        "refiner_core/rewards/combine.py": "rewards reward_traps rewards_composition "
+        "rewards_recomputed",
         "refiner_core/rewards/compute.py": "rewards reward_stream rewards_composition",
     },
     "statistics": {
-        "refiner_core/evaluation/compare.py": "compare_results",
-        "refiner_core/evaluation/crossed.py": "statistics statistics_truth",
-        "refiner_core/evaluation/pass_at_k.py": "pass_at_k",
+        "refiner_core/evaluation/results.py": "compare_results",
         "refiner_core/evaluation/statistics.py": "statistics statistics_truth",
+        "refiner_core/evaluation/metric_names.py": "pass_at_k",
     },
     "power": {
         "refiner_core/evaluation/power.py": "power",
@@ -76,13 +69,11 @@ NEAREST: dict[str, dict[str, str]] = {
     },
     "dispatch": {
         "infra/orchestrator/reconcile.py": "reconcile",
-        "infra/jobs/dispatch.py": "campaign_rounds status cancelling",
+        "infra/jobs/dispatch.py": "campaign_rounds status cancelling processes niceness",
         "infra/jobs/failures.py": "failures reconcile campaign_rounds",
-        "infra/jobs/local.py": "processes niceness campaign_rounds",
-        "infra/jobs/restart.py": "restart",
-        "infra/slurm/commands.py": "slurm_dispatcher",
+        "infra/jobs/signals.py": "restart",
+        "infra/slurm/scheduler.py": "slurm_dispatcher slurm_query",
         "infra/slurm/dispatcher.py": "slurm_dispatcher",
-        "infra/slurm/query.py": "slurm_query",
         "infra/slurm/states.py": "slurm_states",
         "infra/slurm/submission.py": "slurm_dispatcher",
     },
@@ -90,17 +81,17 @@ NEAREST: dict[str, dict[str, str]] = {
 #: (file, line as it is, line as changed): why no input tells them apart.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
-        "refiner_core/evaluation/crossed.py",
+        "refiner_core/evaluation/statistics.py",
         "_POINTS = 4096",
         "_POINTS = 4097",
     ): "how finely a table is drawn; ends of intervals move by less than 1e-7",
     (
-        "refiner_core/evaluation/crossed.py",
+        "refiner_core/evaluation/statistics.py",
         "level = np.where(place < _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
         "level = np.where(place <= _LOWEST, _AT_LEVEL * place / _LOWEST, 1.0)",
     ): "no place among random numbers is exactly that",
     (
-        "refiner_core/evaluation/crossed.py",
+        "refiner_core/evaluation/statistics.py",
         "critical = np.where(alpha >= spread.level, np.minimum(critical, both), both)",
         "critical = np.where(alpha > spread.level, np.minimum(critical, both), both)",
     ): "a level between 0 and 1 is no round number",
@@ -130,72 +121,67 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "safe = spread._replace(variance=np.where(flat, 2.0, spread.variance))",
     ): "in the place of 0 where the result is not used",
     (
-        "refiner_core/training/batches/order.py",
+        "refiner_core/training/batches.py",
         "if max_steps is not None and len(steps) >= max_steps:",
         "if max_steps is not None and len(steps) > max_steps:",
     ): "the list is cut to max_steps in the end",
     (
-        "refiner_core/training/batches/order.py",
+        "refiner_core/training/batches.py",
         "break",
         "continue",
-    ): "the list is cut to max_steps in the end",
+    ): "the list of steps is cut in the end; of parts that cost the same, the first is taken",
     (
-        "refiner_core/training/batches/packing.py",
+        "refiner_core/training/batches.py",
         "for parts in range(1, len(group) + 1):",
         "for parts in range(1, len(group) + 2):",
     ): "one part more than samples is one for each sample again",
     (
-        "refiner_core/training/batches/packing.py",
-        "break",
-        "continue",
-    ): "without attention more parts cost no less, and the first of equals is taken",
-    (
-        "refiner_core/training/batches/packing.py",
+        "refiner_core/training/batches.py",
         "branch_L=row.branch_L + [0] * missing,",
         "branch_L=row.branch_L + [1] * missing,",
     ): "padding sees itself alone, and nothing sees it",
     (
-        "refiner_core/training/batches/packing.py",
+        "refiner_core/training/batches.py",
         "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
         "shift, unit_shift = len(joined), (joined.unit_L[-1] + 2 if joined.unit_L else 0)",
     ): "units are told apart by their numbers, whichever these are",
     (
-        "refiner_core/training/batches/packing.py",
+        "refiner_core/training/batches.py",
         "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)",
         "shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 1)",
     ): "units are told apart by their numbers, whichever these are",
     (
-        "refiner_core/training/batches/packing.py",
+        "refiner_core/training/batches.py",
         "unit_L=[0] * (end - start),",
         "unit_L=[1] * (end - start),",
     ): "units are told apart by their numbers, whichever these are",
     (
-        "refiner_core/training/batches/shares.py",
+        "refiner_core/training/batches.py",
         "work = [0.0] * world",
         "work = [1.0] * world",
     ): "who has least is the same where all have one more",
     (
-        "refiner_core/training/batches/shares.py",
+        "refiner_core/training/batches.py",
         "return build_pack([[Sample((), (0, 0), (False, False))]])",
         "return build_pack([[Sample((), (0, 0), (True, False))]])",
     ): "nothing predicts the first token of a sample without a prompt",
     (
-        "refiner_core/training/batches/shares.py",
+        "refiner_core/training/batches.py",
         "return build_pack([[Sample((), (0, 0), (False, False))]])",
         "return build_pack([[Sample((), (1, 0), (False, False))]])",
     ): "nothing depends on tokens without a target",
     (
-        "refiner_core/training/batches/shares.py",
+        "refiner_core/training/batches.py",
         "return build_pack([[Sample((), (0, 0), (False, False))]])",
         "return build_pack([[Sample((), (0, 1), (False, False))]])",
     ): "nothing depends on tokens without a target",
     (
-        "infra/store/leases.py",
+        "infra/store/orchestrators.py",
         'self._thread = threading.Thread(target=self._run, name="lease", daemon=True)',
         'self._thread = threading.Thread(target=self._run, name="lease", daemon=False)',
     ): "the block that starts the thread ends it",
     (
-        "infra/store/leases.py",
+        "infra/store/orchestrators.py",
         'atomic.write_json(self._path, {"counter": self._counter}, sync=False)',
         'atomic.write_json(self._path, {"counter": self._counter}, sync=True)',
     ): "what a power cut takes from a counter, nobody would have read again",
@@ -230,12 +216,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "elif room.used_bytes is None and room.limit_bytes is None:",
     ): "both are known or neither is",
     (
-        "infra/disk/ledger.py",
+        "infra/disk/keeper.py",
         "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]",
         "root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:9]",
     ): "workspaces differ in eight digits of a hash, and in nine",
     (
-        "infra/hub/patience.py",
+        "infra/hub/errors.py",
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())",
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self._draw())",
     ): "both are far beyond LONGEST_S",

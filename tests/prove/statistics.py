@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import binomtest, t
 
-from refiner_core.evaluation.crossed import mean_spread, mean_squares
 from refiner_core.evaluation.power import Components, detectable_effect
-from refiner_core.evaluation.statistics import two_way_means
+from refiner_core.evaluation.statistics import mean_spread, mean_squares, two_way_means
 from refiner_core.report.sweep.comparing import make_report
 from refiner_core.report.sweep.document import ArmNumber
 from tests.support.made_evidence import made_from, prompt_names

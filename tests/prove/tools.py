@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refiner_core.evaluation.compare import compare_results
+from refiner_core.evaluation.results import compare_results
 from tests.prove.learning import (
     Claim,
     SeedRun,

@@ -16,24 +16,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flows.running.recording import Pinned
+from flows.running.calls import Pinned
 from flows.sweeping.admission import Admission, Outlook
-from flows.sweeping.canary import find_canary
-from flows.sweeping.limits import Budget
-from flows.sweeping.reading import last_words
-from flows.sweeping.trials import Trials
-from flows.sweeping.use import UseReader
+from flows.sweeping.budget import Budget, UseReader
+from flows.sweeping.status import last_words
+from flows.sweeping.trials import Trials, find_canary
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
-from infra.orchestrator.member import Member
+from infra.orchestrator.members import Given, Member, Source
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.sources import Given, Source
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig, RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
 from sweeps.forecast import SweepForecast
 from sweeps.planning import plan_sweep
 from sweeps.values import Limits, SweepFile, SweepPlan

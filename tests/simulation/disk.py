@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 
 from infra.disk.probe import Room
+from infra.store.atomic import PROBE_BYTES
 from infra.store.layout import Layout
-from infra.store.room import PROBE_BYTES
 from tests.simulation.world import World
 
 GIB = 1 << 30
@@ -55,7 +55,7 @@ class SimDisk:
         return Room(self.free(), self.used(), self.limit, source="simulated", knows_quota=True)
 
     def has_room(self, folder: Path, size: int = PROBE_BYTES) -> bool:
-        """Whether a probe write goes through: see :func:`infra.store.room.has_room`."""
+        """Whether a probe write goes through: see :func:`infra.store.atomic.has_room`."""
         return self.free() >= size or not (self.small_too or size > SMALL)
 
     def save(self, folder: Path, content: bytes, seconds: float) -> None:

@@ -26,10 +26,11 @@ from typing import Any, Protocol
 from unittest import mock
 
 import infra.attempt.attempt
-import infra.orchestrator.room_keeping
-import infra.store.room
+import infra.orchestrator.waiting
+import infra.store.atomic
 import infra.store.workspace
-from infra.attempt import heartbeat, room
+from infra.attempt import attempt as room
+from infra.attempt import stage_io as heartbeat
 from infra.disk import keeper, usage
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
@@ -213,7 +214,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (infra.store.room, infra.orchestrator.room_keeping, infra.store.workspace):
+    for module in (infra.store.atomic, infra.orchestrator.waiting, infra.store.workspace):
         put(module, "has_room", disk.has_room)
 
     def refusal(folder: Path, size: int) -> int | None:

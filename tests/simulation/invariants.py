@@ -20,7 +20,7 @@ from typing import Any
 from infra.store.layout import Layout
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from tests.simulation.disk import read_state
 from tests.simulation.worker import Shape, chain_after
 from tests.simulation.world import Process, Violation, World

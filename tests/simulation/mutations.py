@@ -19,8 +19,7 @@ from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
 from infra.orchestrator.observe import Observer
 from infra.store import atomic
-from infra.store.checkpoints import CheckpointStore
-from infra.store.holds import Holds
+from infra.store.checkpoints import CheckpointStore, Holds
 from infra.store.workspace import Workspace
 from tests.simulation.campaigns import run_schedule
 from tests.simulation.slurm import SimSlurm

@@ -20,7 +20,7 @@ from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import FailureClass
 from tests.simulation.weather import Weather
 from tests.simulation.world import Process, World

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
+from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, JudgeOutage, NotFiniteError, RefinerError
 from refiner_core.contract.types import Progress

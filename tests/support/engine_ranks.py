@@ -24,14 +24,12 @@ from transformers import AutoModelForCausalLM
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import StageFailed
-from refiner_core.training.batches.packing import Sample, collate, pack_samples
-from refiner_core.training.batches.shares import share_packs
-from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.batches import Sample, collate, pack_samples, share_packs
+from refiner_core.training.engines.protocol import Engine, open_engine
 from refiner_core.training.ranks import OneRank, Ranks, TorchRanks
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
-from refiner_core.training.updates.grpo_update import GrpoUpdate
+from refiner_core.training.updates import GrpoUpdate
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (
     VOCABULARY,

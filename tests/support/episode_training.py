@@ -26,8 +26,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.prepared import write_prompts
 from refiner_core.environments.conversation import prompt_ids
-from refiner_core.environments.protocol import InfrastructureError, Message, Task
-from refiner_core.environments.rows import row_of_task
+from refiner_core.environments.protocol import InfrastructureError, Message, Task, row_of_task
 from refiner_core.training.grpo import train_grpo
 from tests.support.counting import TOOLS, Counting, CountingEpisode, call
 from tests.support.stage_io import FolderStageIO

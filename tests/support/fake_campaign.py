@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 
 Change = tuple[float, Mapping[str, Any]]  # seconds after the stage may begin, fields of the view
 

@@ -20,11 +20,10 @@ import click
 from flows.api import forecast, plan_json
 from flows.cli.main import cli
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.planning import make_sweep_plan
-from flows.sweeping.showing import sweep_json
+from flows.sweeping.planning import make_sweep_plan, sweep_json
 from refiner_core.contract.errors import EXIT_CODES
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.recipes import shipped_recipes
 from tests.support.command import ROOT
 
 GOLDENS = Path(__file__).resolve().parents[1] / "data" / "goldens"

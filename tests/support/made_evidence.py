@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from refiner_core.contract.fingerprint import digest
-from refiner_core.contract.sweep_records import ArmRecord, SweepRecord, TrialRecord
+from refiner_core.contract.records import ArmRecord, SweepRecord, TrialRecord
 from refiner_core.report.sweep.document import TrialRow, TrialState
 from refiner_core.report.sweep.evidence import (
     Evaluation,

@@ -14,21 +14,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.nightly.checkpoints import resolve
+from flows.nightly.checkpoints import base_config, evaluations_in, night_plan, resolve
 from flows.nightly.files import in_folder_of, load_nightly
+from flows.nightly.history import Reading, read_history
 from flows.nightly.night import NightOutcome, run_night
-from flows.nightly.plans import base_config, evaluations_in, night_plan
-from flows.nightly.reading import Reading, read_history
 from infra.attempt.attempt import AttemptRun
 from infra.store.nightly_records import NightlyRecords
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
+from refiner_core.evaluation.metrics import METRICS
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import Measured, Measurement, write_results
-from refiner_core.evaluation.samples import METRICS
 from tests.support.recorded_run import OWNER, write_model
 
 PROMPTS = 24

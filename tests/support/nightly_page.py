@@ -8,11 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from refiner_core.nightly.compare import Values
+from refiner_core.nightly.changes import Values, alert_of, series_of
+from refiner_core.nightly.definition import ROW_VERSION, Alerts, Row
 from refiner_core.nightly.page import Trends
-from refiner_core.nightly.series import series_of
-from refiner_core.nightly.values import ROW_VERSION, Alerts, Row
-from refiner_core.nightly.words import alert_of
 
 NIGHTS = [(date(2026, 9, 1) + timedelta(days=i)).isoformat() for i in range(60)]
 PROMPTS = tuple(f"p{i:02d}" for i in range(50))

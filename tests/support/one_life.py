@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.attempt.attempt import AttemptRun
-from infra.jobs.restart import attempt_to_run, job_of
+from infra.jobs.signals import attempt_to_run, job_of
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import Outcome
 from tests.support.fake_worker import work
 from tests.support.faulty_disk import FaultyDisk

@@ -6,12 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.jobs.dispatch import Router
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.worker_command import WorkerCommand
-from infra.orchestrator.member import Member
+from infra.jobs.dispatch import LocalDispatcher, Router
+from infra.jobs.protocol import WorkerCommand
+from infra.orchestrator.members import Given, Member
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.sources import Given
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import (
     DiskConfig,
@@ -19,7 +17,8 @@ from refiner_core.contract.config import (
     RecipeConfig,
     TrackingConfig,
 )
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
 
 SOURCES = {"data.sft": "rows-1", "data.rl": "rows-2", "model": "weights-1"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -31,8 +31,8 @@ from refiner_core.environments.protocol import (
     Step,
     Task,
     ToolCall,
+    row_of_task,
 )
-from refiner_core.environments.rows import row_of_task
 from refiner_core.environments.turns import call_text
 from refiner_core.models.tokenizer import build_tokenizer
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from infra.publishing.targets import FileToPublish, Publication
-from infra.store.published import EVIDENCE
+from infra.store.stage_records import EVIDENCE
 
 RUN, OTHER_RUN = "aaaa1111", "bbbb2222"
 REPO = "me/model"

@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from infra.attempt.attempt import AttemptRun
-from infra.attempt.logs import set_up_logging
+from infra.attempt.stage_io import set_up_logging
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig

@@ -18,15 +18,14 @@ from typing import Any
 
 import psutil
 
-from flows.running.attaching import attach
+from flows.running.background import attach
 from infra.host.processes import ProcessId
-from infra.orchestrator.diary import Diary, stage_event
+from infra.orchestrator.members import Diary, stage_event
 from infra.store import atomic
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import StageResult, to_json
-from refiner_core.contract.types import Progress
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import Progress, StageView
 from tests.support.plans import claim, run_record, small_plan
 
 

@@ -24,15 +24,15 @@ from infra.store.stage_records import Claim
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RECORD_VERSION, Outcome, RunRecord, to_json
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import write_prompts
 from refiner_core.data.synthetic import generate_rows
+from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol
 from refiner_core.evaluation.results import Measured, Measurement, write_results
-from refiner_core.evaluation.samples import sample_row
 from refiner_core.judges import build_judge
 from refiner_core.models import tiny_model_dir
 from refiner_core.rewards import RewardInput, compute_rewards

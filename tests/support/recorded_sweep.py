@@ -28,16 +28,18 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import (
     RECORD_VERSION,
+    ArmRecord,
     Attempt,
     RunRecord,
     StageResult,
     StageSpec,
+    SweepRecord,
+    TrialRecord,
     to_json,
 )
-from refiner_core.contract.sweep_records import ArmRecord, SweepRecord, TrialRecord
 from refiner_core.contract.types import PromptRow
 from refiner_core.data.prepared import write_prompts
-from refiner_core.evaluation.samples import METRICS
+from refiner_core.evaluation.metrics import METRICS
 from tests.support.made_evidence import PROTOCOL
 
 AT = "2026-11-21T10:00:00.000+00:00"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from refiner_core.contract.config import RewardConfig
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow, RewardResult
 from refiner_core.rewards import RewardInput, compute_rewards
 

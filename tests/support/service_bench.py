@@ -24,7 +24,7 @@ from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import JudgeConfig, ServeConfig
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import StageResult
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
 from tests.support.plans import (
     SOURCES,

@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.jobs.worker_command import WorkerCommand
-from infra.slurm.commands import RealSlurm, SlurmCommands
+from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.slurm.query import Patience
+from infra.slurm.scheduler import Patience, RealSlurm, SlurmCommands
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan

@@ -12,25 +12,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.running.recording import Pinned
+from flows.running.calls import Pinned
 from flows.sweeping.admission import Admission, Outlook
-from flows.sweeping.canary import find_canary
+from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.launching import Launch, concurrency_of, config_of
-from flows.sweeping.limits import Budget
-from flows.sweeping.reading import last_words
-from flows.sweeping.trials import Trials
-from flows.sweeping.use import UseReader
+from flows.sweeping.status import last_words
+from flows.sweeping.trials import Trials, find_canary
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.room_keeping import ProbingKeeper
+from infra.orchestrator.waiting import ProbingKeeper
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult
 from sweeps.forecast import SweepForecast
 from sweeps.planning import plan_sweep

@@ -14,7 +14,7 @@ import pytest
 from flows.adopting import AdoptRequest, adopt
 from infra.adopting.checkpoint import How
 from infra.adopting.ours import find_stages
-from infra.foreign.contents import contents_damage
+from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import OutputFile, StageResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from refiner_core.training.rollouts.advantages import group_advantages
+from refiner_core.training.rollouts.rollout import group_advantages
 
 
 @pytest.mark.parametrize(

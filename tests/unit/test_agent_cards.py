@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 
 from refiner_core.cards import CardFacts, build_card, lint_card
-from refiner_core.cards.agent_results import agent_protocol_words
-from refiner_core.cards.agents import agent_data_lines
-from refiner_core.cards.curve import training_curve
+from refiner_core.cards.build import card_numbers
 from refiner_core.cards.evidence import evidence_text
 from refiner_core.cards.lint import check_card
-from refiner_core.cards.lint.names import metric_of
-from refiner_core.cards.numbers import card_numbers
-from refiner_core.cards.results import model_index, progression_tables, result_tables
+from refiner_core.cards.lint.quantities import metric_of
+from refiner_core.cards.results import (
+    agent_protocol_words,
+    model_index,
+    progression_tables,
+    result_tables,
+)
 from refiner_core.cards.settings import grpo_flags
+from refiner_core.cards.setup import agent_data_lines
+from refiner_core.cards.training import training_curve
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
     Desk,

@@ -13,8 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.answers import Problem, parse_answer, parse_evidence, strip_tags
-from refiner_core.answers.tags import read_attributes, scan_tags
+from refiner_core.answers import (
+    Problem,
+    parse_answer,
+    parse_evidence,
+    read_attributes,
+    scan_tags,
+    strip_tags,
+)
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 

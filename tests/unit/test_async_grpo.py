@@ -30,7 +30,7 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
-from refiner_core.training.rollouts.in_flight import IN_FLIGHT
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT
 from refiner_core.training.rollouts.policies import CopyPolicy, Servers
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge

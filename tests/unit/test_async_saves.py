@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from infra.attempt.stage_io import AttemptIO
-from infra.jobs.restart import AttemptClosed
+from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
-from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.engines.protocol import open_engine
 from refiner_core.training.ranks import OneRank
 from refiner_core.training.sft import train_sft
-from refiner_core.training.state.host_copies import HostCopies
+from refiner_core.training.state.checkpoint import HostCopies
 from refiner_core.training.steps.boundary import Boundary
 from tests.support.plans import claim, small_plan
 from tests.support.stage_io import FolderStageIO

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from refiner_core.contract.errors import DataError
-from refiner_core.training.batches.order import (
+from refiner_core.training.batches import (
     SftStep,
     order_hash,
     permutation,

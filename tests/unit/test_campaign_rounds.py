@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 
 from infra.host.processes import ProcessId
-from infra.jobs.dispatch import Router
+from infra.jobs.dispatch import LocalDispatcher, Router
 from infra.jobs.failures import outcome_of
-from infra.jobs.local import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator.actions import Launch
-from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.room_keeping import ProbingKeeper
-from infra.orchestrator.views import view_of
+from infra.orchestrator.orchestrator import Orchestrator, view_of
+from infra.orchestrator.reconcile import Launch
+from infra.orchestrator.waiting import ProbingKeeper
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import Outcome, StageResult
 from tests.support.plans import (
     OWNER,

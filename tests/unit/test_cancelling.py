@@ -16,7 +16,7 @@ from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.store.workspace import Claim, Workspace
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
 from tests.support.plans import OWNER, orchestrator_on, run_record, small_plan
 from tests.support.users import STRANGER, run_as

@@ -21,8 +21,8 @@ from refiner_core.cards import (
     shipped_template,
 )
 from refiner_core.cards.evidence import published_facts
+from refiner_core.cards.facts import CONTROLS
 from refiner_core.cards.lint import check_card
-from refiner_core.cards.printed import CONTROLS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields

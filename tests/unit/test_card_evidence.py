@@ -22,8 +22,7 @@ from refiner_core.cards import (
     load_evidence,
     record_of,
 )
-from refiner_core.cards.evidence import published_facts
-from refiner_core.cards.public import public_address, public_command, public_text
+from refiner_core.cards.evidence import public_address, public_command, public_text, published_facts
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields

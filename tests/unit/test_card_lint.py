@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from flows.cards.commands import command_problem
 from refiner_core.cards import CardFacts, build_card, lint_card
+from refiner_core.cards.build import card_numbers
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import RULES, Finding, check_card
-from refiner_core.cards.lint.against import differences
+from refiner_core.cards.lint.against import differences, file_findings
 from refiner_core.cards.lint.markdown import read_document, split_row
-from refiner_core.cards.lint.proof import file_findings
-from refiner_core.cards.numbers import card_numbers
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.records import OutputFile
 from refiner_core.evaluation.statistics import wilson

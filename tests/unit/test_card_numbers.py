@@ -20,7 +20,7 @@ from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import walk
-from refiner_core.contract.recipes.protocol_files import load_protocol
+from refiner_core.contract.recipes import load_protocol
 from tests.support.card_facts import full_facts, sft_facts
 
 pytestmark = pytest.mark.slow

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
+from flows.certify.device import _load as load
 from flows.certify.node import make_order, run_part
-from flows.certify.numerics import EXACT, kernel_check, own_samples, score_rows
-from flows.certify.numerics import _load as load
 from flows.certify.ranks import engine_checks
 from flows.certify.servers import server_checks
 from flows.certify.work import Order
-from flows.checking.speed import time_forecasts
+from flows.checking.resources import time_forecasts
 from flows.doctor import examine
 from flows.running.calls import make_recipe_plan
-from infra.store.proofs import read_certificate, read_certificates, write_certificate
+from infra.store.provenance import read_certificate, read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
-from refiner_core.cards.hardware import public_certificate
-from refiner_core.contract.certificates import Certificate, CertifiedCheck
+from refiner_core.cards.training import public_certificate
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from tests.support.card_facts import full_facts
 from tests.support.vllm_server import shim
 
@@ -126,7 +126,7 @@ def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
 def test_weights_that_are_changed_on_their_way_are_found(
     with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from refiner_core.generation.vllm.weights import write_folder
+    from refiner_core.generation.vllm.transfer import write_folder
 
     def perturbed(model: Any, tokenizer: Any, folder: Path) -> None:
         if folder.name.endswith("-2"):  # the second transfer
@@ -278,7 +278,7 @@ def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
 
 
 def test_a_plan_for_gpus_says_what_such_a_training_took_of_its_forecast(tmp_path: Path) -> None:
-    from flows.checking.speed import time_notes
+    from flows.checking.resources import time_notes
 
     words = (f"workspace={tmp_path}/runs", "sft.resources.gpus=1", "stages=[data,sft]")
     figures = {"tokens_per_s": 1e4, "parameters": 4e9, "memory_ratio": 0.9}

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt.attempt import AttemptClosed
-from infra.attempt.heartbeat import Heartbeat
-from infra.store import atomic, room
+from infra.attempt.stage_io import Heartbeat
+from infra.jobs.signals import AttemptClosed
+from infra.store import atomic
+from infra.store import atomic as room
 from infra.store.checkpoints import MARKER, CheckpointStore, step_name
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, NoSpaceError

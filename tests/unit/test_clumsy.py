@@ -18,15 +18,15 @@ import pytest
 
 from flows.cli.main import main
 from flows.proving.planning import Asked, draw_points
-from refiner_core.contract.checks.licenses import LICENSES
+from refiner_core.contract.checks.recipe import LICENSES
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fields import replace_fields
 from refiner_core.environments.checking import check_environment
-from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.environments.registry import open_environment
 from refiner_core.evaluation.attempts import _numbers
 from refiner_core.evaluation.metrics import main_metrics
-from refiner_core.training.steps.telling import Teller
+from refiner_core.training.steps.boundary import Teller
 from tests.support.command import environment
 
 

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.compare import compare_results
-from refiner_core.evaluation.results import RESULTS_VERSION
+from refiner_core.evaluation.results import RESULTS_VERSION, compare_results
 
 PROTOCOLS: dict[str, Any] = {
     "p1": {"data": "here", "sampling": {"temperature": 1.0, "data": "x", "top_p": 1.0}, "judge": 1},

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from flows.running.console import Console, bar, duration, state_line
-from flows.sweeping.words import TrialWord
-from refiner_core.contract.types import Progress
-from refiner_core.contract.views import StageView
+from flows.sweeping.trials import TrialWord
+from refiner_core.contract.types import Progress, StageView
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
 RUNNING = replace(SFT, state="running", attempt=1)

@@ -16,6 +16,7 @@ from refiner_core.contract.errors import EXIT_CODES, ConfigurationError, Refiner
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.fingerprint import (
     canonical_json,
+    derive_seed,
     digest,
     get_field,
     identity_values,
@@ -24,7 +25,6 @@ from refiner_core.contract.fingerprint import (
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import FieldInfo, identity, walk
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.seeds import derive_seed
 
 FIELDS = dict(walk(RecipeConfig))
 IDENTITY = [p for p, info in FIELDS.items() if info.mark == "identity"]

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from infra.attempt.stage_io import AttemptIO
+from infra.disk.inventory import read_stock
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.stock import read_stock
-from infra.host import reading
+from infra.host import files as reading
 from infra.store.checkpoints import (
     DAMAGED,
     MARKER,
@@ -25,7 +25,7 @@ from infra.store.checkpoints import (
 from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from tests.support.faulty_reads import FaultyReads
 from tests.support.plans import claim, small_plan
 

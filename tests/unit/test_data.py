@@ -30,9 +30,8 @@ from refiner_core.data.prepared import (
     write_demonstrations,
     write_prompts,
 )
-from refiner_core.data.rows import Row, parse_row
+from refiner_core.data.rows import Row, choose_questions, parse_row, same_questions
 from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
-from refiner_core.data.split import choose_questions, same_questions
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 CHATML = (

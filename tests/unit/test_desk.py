@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 from refiner_core import words as world
-from refiner_core.contract.environment_config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, draw_tasks, words
+from refiner_core.environments.desk.environment import FLAWS
 from refiner_core.environments.desk.episode import DeskEpisode
-from refiner_core.environments.desk.expert import FLAWS
-from refiner_core.environments.desk.registry import DOMAINS
-from refiner_core.environments.desk.tasks import own_tasks
+from refiner_core.environments.desk.tasks import DOMAINS, own_tasks
 from refiner_core.environments.desk.user import PATIENCE
 from refiner_core.environments.protocol import (
     FAILURES,

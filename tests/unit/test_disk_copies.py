@@ -17,13 +17,10 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from flows.cli.disk import disk_command
-from infra.disk.copies import FreshLook
-from infra.disk.held import Caller, Waiting, read_holds, why_idle
+from infra.disk.inventory import Caller, FreshLook, Waiting, read_holds, why_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank, carry_out
-from infra.store.checkpoints import CheckpointStore
-from infra.store.holds import Holds
-from infra.store.marks import pin, read_reclaimed
+from infra.store.checkpoints import CheckpointStore, Holds, pin, read_reclaimed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.plan import Plan, make_plan

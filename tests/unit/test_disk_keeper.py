@@ -14,22 +14,34 @@ from pathlib import Path
 
 import pytest
 
-from infra.disk import copies as copies_module
-from infra.disk import stock as stock_module
-from infra.disk.caches import find_caches
-from infra.disk.figures import Room
-from infra.disk.keeper import FLOOR_BYTES, SAVE_INODES, DiskKeeper, gib
-from infra.disk.ledger import Ledger, Need
+from infra.disk import inventory as copies_module
+from infra.disk import inventory as stock_module
+from infra.disk.inventory import StageFacts, Stock, read_stock
+from infra.disk.keeper import (
+    FLOOR_BYTES,
+    SAVE_INODES,
+    DiskEvent,
+    DiskKeeper,
+    DiskWatch,
+    Ledger,
+    Need,
+    gib,
+)
+from infra.disk.probe import Room
 from infra.disk.reaper import carry_out, plan_reclaim
-from infra.disk.stock import StageFacts, Stock, read_stock
-from infra.disk.usage import Item, Size, by_run_and_kind, measure, size_of, take_stock
-from infra.disk.watch import DiskEvent, DiskWatch
+from infra.disk.usage import Item, Size, by_run_and_kind, find_caches, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
-from infra.orchestrator.room_keeping import ProbingKeeper, Rooms
+from infra.orchestrator.waiting import ProbingKeeper, Rooms
 from infra.store import atomic
-from infra.store.checkpoints import CheckpointStore
-from infra.store.marks import pin, pins, read_reclaimed, reclaimed_text, unpin
+from infra.store.checkpoints import (
+    CheckpointStore,
+    pin,
+    pins,
+    read_reclaimed,
+    reclaimed_text,
+    unpin,
+)
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import CommandConfig, DiskConfig, RecipeConfig
 from refiner_core.contract.errors import NoSpaceError

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.disk import stock as stock_module
-from infra.disk.copies import Copy
+from infra.disk import inventory as stock_module
+from infra.disk.inventory import Copy, StageFacts, Stock, Weights, edges_of
 from infra.disk.reaper import Candidate, Rank, plan_reclaim
-from infra.disk.stock import StageFacts, Stock, Weights, edges_of
 from infra.disk.usage import Item, Kind, Size
 from refiner_core.contract.records import OutputFile, RunRecord
 

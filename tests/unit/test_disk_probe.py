@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from infra.disk.figures import Room, ToolFailed
 from infra.disk.parsers import (
     Limit,
     parse_btrfs_qgroups,
@@ -19,8 +18,8 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
-from infra.disk.probe import Prober, Used
-from infra.host.mounts import Mount, mount_of
+from infra.disk.probe import Prober, Room, ToolFailed, Used
+from infra.host.files import Mount, mount_of
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 

@@ -11,8 +11,7 @@ import pytest
 
 from flows.checking.sources import resolve_sources
 from flows.cli.main import main
-from flows.stages.environments import as_planned
-from flows.stages.work import StageWork, run_stage
+from flows.stages.work import StageWork, as_planned, run_stage
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
@@ -21,9 +20,9 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
-from refiner_core.environments.own import load_own
-from refiner_core.environments.rows import row_of_task
-from refiner_core.training.rollouts.episode_lane import EpisodeLane
+from refiner_core.environments.protocol import row_of_task
+from refiner_core.environments.registry import load_own
+from refiner_core.training.rollouts.lane import EpisodeLane
 from tests.support.stage_io import FolderStageIO
 
 OWN = Path(__file__).parents[1] / "support" / "own_environment.py"

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 import refiner_core.environments
-from refiner_core.contract.environment_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.desk import DeskEnvironment
-from refiner_core.environments.own import load_own
 from refiner_core.environments.protocol import FAILURES
+from refiner_core.environments.registry import load_own
 
 README = Path(refiner_core.environments.__file__).with_name("README.md").read_text()
 

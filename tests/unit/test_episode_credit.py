@@ -13,18 +13,18 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
-from refiner_core.environments.record import EpisodeRecord, TurnRecord
+from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import FrozenModel, PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater
-from refiner_core.training.rollouts.credit import (
+from refiner_core.training.rollouts.episodes import (
     form_episode_groups,
     group_turn_advantages,
     spread_over_tokens,
     turn_rewards,
 )
 from refiner_core.training.rollouts.rollout import Sampled, TrainSample
-from refiner_core.training.updates.grpo_update import GrpoUpdate
+from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
 
 NAN = math.nan

@@ -20,30 +20,27 @@ from refiner_core.contract.errors import (
     Interrupted,
 )
 from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.protocols import protocol_of as protocol_of_file
-from refiner_core.contract.seeds import derive_seed
 from refiner_core.contract.types import PromptRow
-from refiner_core.environments.protocol import FAILURES
-from refiner_core.environments.record import EpisodeRecord
-from refiner_core.environments.rows import over_domains
-from refiner_core.evaluation.attempts import failure_of
-from refiner_core.evaluation.compare import compare_results
-from refiner_core.evaluation.do_nothing import ending_call
+from refiner_core.environments.protocol import FAILURES, EpisodeRecord, over_domains
+from refiner_core.evaluation.attempts import ending_call, failure_of
 from refiner_core.evaluation.episodes import evaluate_episodes
 from refiner_core.evaluation.metrics import (
+    METRICS,
     episode_metrics,
     higher_is_better,
     in_order,
+    load_samples,
     main_metrics,
 )
 from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sampling_params
-from refiner_core.evaluation.results import load_results
-from refiner_core.evaluation.samples import METRICS, load_samples
+from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
+from refiner_core.report.sweep.exports import markdown
 from refiner_core.report.sweep.html import page, views_of
-from refiner_core.report.sweep.markdown import markdown
-from sweeps.questions import measures
+from sweeps.checks import measures
 from tests.support.made_evidence import MadeSweep
 from tests.support.playing import (
     Desk,

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from infra.jobs.failures import classify
-from refiner_core.contract.checks.shaping import check_curriculum
-from refiner_core.contract.environment_config import (
+from refiner_core.contract.checks.environment import check_curriculum
+from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
+from refiner_core.contract.training_config import (
     CurriculumConfig,
     EnvironmentConfig,
     ShapingConfig,
 )
-from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
-from refiner_core.environments.protocol import Check
-from refiner_core.environments.record import EpisodeRecord, TurnRecord, record_from_json
+from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord, record_from_json
 from refiner_core.environments.scoring import (
     Curriculum,
     alpha_of,

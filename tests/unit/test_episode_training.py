@@ -11,7 +11,6 @@ import pytest
 
 from refiner_core.contract.checks.training import check_training
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig
-from refiner_core.contract.environment_config import CurriculumConfig, ShapingConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
@@ -19,11 +18,12 @@ from refiner_core.contract.errors import (
     Interrupted,
     UnsupportedError,
 )
+from refiner_core.contract.training_config import CurriculumConfig, ShapingConfig
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.data.prepared import load_prompts
-from refiner_core.environments.record import record_from_json
+from refiner_core.environments.protocol import record_from_json
 from refiner_core.environments.scoring import shaped_reward
-from refiner_core.training.rollouts.in_flight import IN_FLIGHT
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT
 from tests.support.counting import CountingEpisode
 from tests.support.episode_training import (
     CallingSampler,
@@ -396,7 +396,7 @@ def test_rows_that_are_no_tasks_are_refused(tmp_path, inputs):
 
 
 def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
-    from refiner_core.training.rollouts.opening import open_lane
+    from refiner_core.training.rollouts.lane import open_lane
 
     config = recipe({"nl_assertions": "judge"})
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from refiner_core.environments.workers import Ended, Workers
+from refiner_core.environments.episodes import Ended, Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,7 +111,7 @@ def test_no_more_threads_than_asked_for_and_none_after_close() -> None:
 def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:
     code = (
         "import threading\n"
-        "from refiner_core.environments.workers import Workers\n"
+        "from refiner_core.environments.episodes import Workers\n"
         "pool = Workers(1)\n"
         "pool.submit(1, threading.Event().wait, 0.05)\n"
         "print([one.late for one in pool.ended(30)])\n"

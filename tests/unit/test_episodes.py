@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("transformers")
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, StageFailed
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, TurnDesk
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.episodes import (
@@ -29,8 +29,7 @@ from refiner_core.environments.episodes import (
     run_episodes,
     settings_of,
 )
-from refiner_core.environments.protocol import Message, Task
-from refiner_core.environments.record import EpisodeRecord, record_from_json
+from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
 from refiner_core.models.tokenizer import build_tokenizer
 from tests.support.command import wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of

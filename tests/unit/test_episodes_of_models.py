@@ -17,13 +17,12 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, Generator, TurnGenerator
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.episodes import EpisodeRequest, EpisodeSettings, run_episodes
-from refiner_core.environments.protocol import Message, ToolCall
-from refiner_core.environments.record import record_from_json
-from refiner_core.generation.lockstep import LockstepTurns
+from refiner_core.environments.protocol import Message, ToolCall, record_from_json
+from refiner_core.generation.completions import LockstepTurns
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like

@@ -28,15 +28,13 @@ from refiner_core.contract.types import (
     SavedCheckpoint,
 )
 from refiner_core.data.prepared import write_prompts
-from refiner_core.evaluation.compare import compare_results
+from refiner_core.evaluation.metrics import METRICS, load_samples, metric_kind
 from refiner_core.evaluation.protocol import make_protocol
-from refiner_core.evaluation.results import load_results
+from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.run import Circumstances, evaluate_model
-from refiner_core.evaluation.samples import METRICS, load_samples, metric_kind
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.openai import OpenAIJudge
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
+from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, score
 from tests.support.threaded_judge import ThreadedJudge
 

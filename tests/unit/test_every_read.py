@@ -24,7 +24,7 @@ import pytest
 
 from infra.attempt.attempt import AttemptRun
 from infra.disk import keeper
-from infra.host import reading
+from infra.host import files as reading
 from infra.jobs.failures import CLASSES
 from infra.store import provenance
 from infra.store.atomic import TEMPORARY

@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from flows.running.following import Follower
-from infra.disk.keeper import DiskKeeper
-from infra.disk.watch import DiskEvent, DiskWatch
-from infra.host import reading
+from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
+from infra.host import files as reading
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store import atomic
-from infra.store.leases import Lease, LeaseWatch, attempt_holder
+from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.records import StageResult

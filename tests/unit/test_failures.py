@@ -16,8 +16,8 @@ from infra.jobs.failures import (
     detailed,
     traceback_signature,
 )
-from infra.store import room
-from infra.store.room import has_room, is_no_space
+from infra.store import atomic as room
+from infra.store.atomic import has_room, is_no_space
 from refiner_core.contract.config import RetryConfig
 from refiner_core.contract.errors import (
     EXIT_CODES,

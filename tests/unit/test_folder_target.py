@@ -15,8 +15,8 @@ import pytest
 
 from infra.publishing.folder import FolderTarget
 from infra.publishing.targets import Published, report_of
-from infra.store import swap
-from infra.store.published import target_damage
+from infra.store import atomic as swap
+from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

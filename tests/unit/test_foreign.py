@@ -18,28 +18,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.foreign.calling import Call, command_text, environment
 from infra.foreign.checkpoints import (
     CheckpointRule,
+    damage,
     find_checkpoints,
     newest_complete,
     remove_older,
     remove_unfinished,
 )
-from infra.foreign.endings import Ending, error_of, kernel_oom_kills
 from infra.foreign.exports import (
     find_export,
     link_or_copy,
     make_model,
     require_whole,
 )
-from infra.foreign.process import Line, TrainerProcess
-from infra.foreign.reading import LineReader
+from infra.foreign.process import (
+    Call,
+    Ending,
+    Line,
+    LineReader,
+    TrainerLog,
+    TrainerProcess,
+    command_text,
+    environment,
+    error_of,
+    kernel_oom_kills,
+)
 from infra.foreign.sightings import choose, sight
-from infra.foreign.trainer_log import TrainerLog
-from infra.foreign.weights import damage
 from infra.jobs.failures import classify
-from infra.process.leftovers import MARK, kill_leftovers
+from infra.process.child import MARK, kill_leftovers
 from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import Progress

@@ -15,7 +15,7 @@ from flows.running.status import find_run
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.samples import load_samples, write_samples
+from refiner_core.evaluation.metrics import load_samples, write_samples
 from refiner_core.report.sweep.comparing import make_report
 from tests.support.recorded_sweep import RecordedSweep
 

@@ -18,9 +18,8 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
-from refiner_core.generation.batches import plan_batches
 from refiner_core.generation.load import load_architecture, load_model, load_tokenizer
-from refiner_core.generation.sampling import draw, processed_logprobs, uniform_streams
+from refiner_core.generation.sampling import draw, plan_batches, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models import tiny_model_dir
 from tests.support.tiny_training import BATCH_ROPES, tiny_model
@@ -429,7 +428,7 @@ def test_top_k_and_temperature_are_in_the_logprobs() -> None:
 
 
 def test_text_shows_special_tokens_but_for_the_last() -> None:
-    from refiner_core.generation.text import completion_text
+    from refiner_core.generation.completions import completion_text
     from refiner_core.models.tokenizer import IM_END, IM_START, build_tokenizer
 
     tokenizer = build_tokenizer()

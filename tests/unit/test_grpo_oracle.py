@@ -39,9 +39,8 @@ from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engines.plain import FrozenModel, PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater
-from refiner_core.training.rollouts.advantages import group_advantages
-from refiner_core.training.rollouts.rollout import TrainSample
-from refiner_core.training.updates.grpo_update import GrpoUpdate
+from refiner_core.training.rollouts.rollout import TrainSample, group_advantages
+from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import (
     EOS,
     VOCABULARY,

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig
-from refiner_core.training.batches.order import permutation
+from refiner_core.training.batches import permutation
 from refiner_core.training.engines.plain import FrozenModel, PlainEngine
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.rollout import TrainSample
-from refiner_core.training.updates.grpo_update import GrpoUpdate
+from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import VOCABULARY, recipe, tiny_model, tiny_tokenizer
 
 SEED, STEP = 7, 3

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refiner_core.contract.types import Endpoint
-from refiner_core.http.breaker import Breaker, Trouble
-from refiner_core.http.fleet import BreakerSettings, Fleet, Server
+from refiner_core.http.fleet import Breaker, BreakerSettings, Fleet, Server, Trouble
 
 NONE, BUSY, SICK, GONE = Trouble.NONE, Trouble.BUSY, Trouble.SICK, Trouble.GONE
 

@@ -14,14 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.checking.sources import resolve_sources
-from flows.stages.judge_prompts import planned_prompts
+from flows.stages.work import planned_prompts
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import StageSpec
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judges import LexicalJudge, judge_prompts_digest, parse_judgement, parsing
-from refiner_core.judges.calls import Call, Reply, Unusable, plan_calls, read_reply, request_body
-from refiner_core.judges.parsing import parse_batch
+from refiner_core.judges import LexicalJudge, judge_prompts_digest, parse_judgement
+from refiner_core.judges import calls as parsing
+from refiner_core.judges.calls import (
+    Call,
+    Reply,
+    Unusable,
+    parse_batch,
+    plan_calls,
+    read_reply,
+    request_body,
+)
 from refiner_core.judges.prompting import fence, hold_judge_prompts, load_judge_prompts
 from refiner_core.rewards import RewardInput, compute_rewards
 

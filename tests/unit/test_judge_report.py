@@ -20,11 +20,9 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judge_report.agreement import agreement, cohen_kappa, raw_agreement
-from refiner_core.judge_report.asking import Asker
-from refiner_core.judge_report.build import PADDING, Options, judge_report
-from refiner_core.judge_report.findings import findings_of
+from refiner_core.judge_report.build import PADDING, Options, findings_of, judge_report
 from refiner_core.judge_report.material import (
+    Asker,
     Attack,
     Item,
     Material,
@@ -33,9 +31,12 @@ from refiner_core.judge_report.material import (
     shipped_material,
 )
 from refiner_core.judge_report.measures import (
+    agreement,
     by_place,
     changes,
+    cohen_kappa,
     credit_by_length,
+    raw_agreement,
     repeatability,
     resistance,
     shift,

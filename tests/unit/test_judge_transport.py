@@ -27,11 +27,9 @@ from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges import build_judge, prompting
 from refiner_core.judges.calls import plan_calls
 from refiner_core.judges.openai import OpenAIJudge, retry_after_s
+from refiner_core.judges.served.asking import Batch
 from refiner_core.judges.served.engine import Engine, Pace
-from refiner_core.judges.served.usage import Counts
-from refiner_core.judges.served.work import Batch
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
+from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 
 RUBRIC = JudgeRequest("rubric", "Which crop?", "The crop is wheat.", "Names the crop")

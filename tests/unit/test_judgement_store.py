@@ -16,7 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.judgements import reading, store, upkeep, writing
+from infra.judgements import segments as writing
+from infra.judgements import store
+from infra.judgements import store as upkeep
+from infra.judgements import table as reading
 from infra.judgements.segments import (
     HEADER_BYTES,
     RECORD_BYTES,

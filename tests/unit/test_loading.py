@@ -12,7 +12,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import apply_overrides, load_recipe, parse_config
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import to_json
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.protocol import JobRequest, JobSight, OpenAttempt
-from infra.jobs.worker_command import WorkerCommand
+from infra.jobs.dispatch import LocalDispatcher
+from infra.jobs.protocol import JobRequest, JobSight, OpenAttempt, WorkerCommand
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import Resources
 from tests.support.plans import claim, small_plan

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from infra.attempt.logs import MaskingFormatter
+from infra.attempt.stage_io import MaskingFormatter
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from refiner_core.training.updates.losses import (
+from refiner_core.training.updates import (
     importance_weights,
     kl_estimates,
     policy_terms,

@@ -14,8 +14,8 @@ from flows.running.console import Console, state_line
 from flows.running.status import Watcher
 from infra.jobs.failures import classify
 from refiner_core.contract.errors import HealthStop
-from refiner_core.contract.malformed import all_malformed
-from refiner_core.contract.views import StageView
+from refiner_core.contract.records import all_malformed
+from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
 #: Of a training whose rollouts had no answer block.

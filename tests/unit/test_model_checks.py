@@ -13,8 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from flows.api import make_recipe_plan
-from flows.checking.model_checks import check_model_files
-from flows.checking.model_files import ModelFiles, model_files
+from flows.checking.models import ModelFiles, check_model_files, model_files
 from flows.sweeping.planning import make_sweep_plan
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from infra.jobs.local import LocalDispatcher
-from infra.jobs.niceness import gives_way
-from infra.jobs.protocol import JobRequest
-from infra.jobs.worker_command import WorkerCommand
+from infra.jobs.dispatch import LocalDispatcher, gives_way
+from infra.jobs.protocol import JobRequest, WorkerCommand
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import PublishConfig, Resources
 from refiner_core.contract.plan import make_plan

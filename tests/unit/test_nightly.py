@@ -11,14 +11,13 @@ import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
 from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
-from flows.nightly.night import check_nightly, run_night
+from flows.nightly.night import check_nightly, run_night, status_json
 from flows.nightly.serving import due_night
-from flows.nightly.showing import status_json
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
-from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.nightly.values import Alarm, Checkpoint, Source
+from refiner_core.contract.loading import warn_former
+from refiner_core.nightly.definition import Alarm, Checkpoint, Source
 from tests.support.git_hub import LoopbackHub
 from tests.support.hook import Hook
 from tests.support.nightly import NightLab

@@ -10,9 +10,16 @@ import numpy.typing as npt
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.nightly.changes import Change, Point, read_series, worth_telling
-from refiner_core.nightly.compare import Values, compare, night_noise
-from refiner_core.nightly.schedule import Schedule
+from refiner_core.nightly.changes import (
+    Change,
+    Point,
+    Values,
+    compare,
+    night_noise,
+    read_series,
+    worth_telling,
+)
+from refiner_core.nightly.definition import Schedule
 
 PROMPTS = tuple(f"p{i:03d}" for i in range(60))
 NIGHTS = [(date(2026, 1, 1) + timedelta(days=i)).isoformat() for i in range(60)]

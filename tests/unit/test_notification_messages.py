@@ -12,25 +12,24 @@ import apprise
 import psutil
 import pytest
 
-from flows.notifying import channels, words
+from flows.notifying import channels
+from flows.notifying import messages as words
 from flows.notifying.channels import ChannelFailed
-from flows.notifying.pauses import Pauses, Sight
-from flows.notifying.watching_sweeps import SweepWatching
-from flows.notifying.words import Topic
+from flows.notifying.messages import Pauses, Sight, Topic
+from flows.notifying.watching import SweepWatching
 from flows.running.calls import warn_of_silence
-from flows.sweeping.words import TrialWord
+from flows.sweeping.trials import TrialWord
 from infra.orchestrator.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
-from refiner_core.contract.alarms import Alarm, alarms_of
-from refiner_core.contract.checks.former import warn_former
 from refiner_core.contract.config import NotifyConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.loading import load_recipe, warn_former
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.views import StageView
+from refiner_core.contract.steering_config import Alarm, alarms_of
+from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
 from tests.support.hook import Hook
 

@@ -18,13 +18,15 @@ import pytest
 from flows.cli.status import closing_lines
 from flows.running.status import Watcher
 from infra.host.processes import ProcessId
-from infra.jobs.local import LocalDispatcher
+from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt
-from infra.store import atomic, record_files
+from infra.store import atomic
+from infra.store import records as record_files
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import SystemOutage, WorkspaceError
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from tests.simulation.campaigns import whole_plan
 from tests.support.plans import OWNER, small_plan
 from tests.support.quota import small_tmpfs

@@ -15,8 +15,7 @@ from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import JudgeOutage
 from refiner_core.contract.types import JudgeUsage
 from refiner_core.judges import build_judge
-from refiner_core.judges.store import MemoryStore
-from refiner_core.judges.surroundings import Surroundings
+from refiner_core.judges.surroundings import MemoryStore, Surroundings
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
 from tests.support.judge_server import JudgeServer, Reply, completion, digest_of

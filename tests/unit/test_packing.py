@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.training.batches.packing import (
+from refiner_core.training.batches import (
     Sample,
     cheapest_units,
     collate,

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.pass_at_k import (
+from refiner_core.evaluation.metric_names import (
     pass_at_k,
     pass_hat_k,
     pass_names,

@@ -29,7 +29,7 @@ from flows.running.console import Console
 from flows.running.showing import run_shown
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.fake_campaign import FakeCampaign
 
 

@@ -14,8 +14,8 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.plan_memo import PlanMemo
-from refiner_core.contract.recipes.protocol_files import load_protocol, shipped_protocols
+from refiner_core.contract.planned import PlanMemo
+from refiner_core.contract.recipes import load_protocol, shipped_protocols
 
 FIELDS = dict(walk(RecipeConfig))
 #: Drawn below, or no matter of one plan.

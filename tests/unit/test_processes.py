@@ -15,7 +15,7 @@ import pytest
 
 from infra.host import processes
 from infra.host.processes import ProcessId, user_name
-from infra.jobs.local import LocalDispatcher
+from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.store.workspace import Workspace
 from tests.support.plans import claim, small_plan

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from flows.cards.recipe_text import recipe_text, said_again, stands_for
+from flows.cards.reproduction import recipe_text, said_again, stands_for
 from flows.checking.sources import protocol_sources, resolve_sources
 from flows.running.calls import make_recipe_plan
 from flows.stages.fetch import _wanted
 from flows.why.figures import Figure, figures_of_stages, parse_query
-from infra.disk.judged import evaluation_samples
+from infra.disk.forecast import evaluation_samples
 from infra.store.workspace import Workspace
-from refiner_core.cards.public import public_protocol
+from refiner_core.cards.evidence import public_protocol
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -36,7 +36,7 @@ from refiner_core.contract.protocols import (
     parse_protocol,
     protocol_fingerprint,
 )
-from refiner_core.contract.recipes.protocol_files import load_protocol, shipped_protocols
+from refiner_core.contract.recipes import load_protocol, shipped_protocols
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.protocol import make_protocol

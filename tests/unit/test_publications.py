@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from infra.orchestrator.actions import Action, Block, Fail, Launch, Wait
-from infra.orchestrator.reconcile import Observed, Policy, Seen
-from infra.store.checkpoints import CheckpointStore
-from infra.store.holds import Holds, held_steps
+from infra.orchestrator.reconcile import Action, Block, Fail, Launch, Observed, Policy, Seen, Wait
+from infra.store.checkpoints import CheckpointStore, Holds, held_steps
 from infra.store.layout import StagePaths
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config

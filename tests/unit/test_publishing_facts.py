@@ -13,9 +13,9 @@ import pytest
 from flows.checking.sources import resolve_sources
 from flows.publishing import facts_of_stage
 from infra.attempt.attempt import AttemptRun
-from infra.store.proofs import write_proof
+from infra.store.provenance import write_proof
 from infra.store.workspace import Workspace
-from infra.tracking.tracker import ADDRESS_FILE
+from infra.tracking import ADDRESS_FILE
 from refiner_core.cards import build_card, lint_card, load_evidence
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError

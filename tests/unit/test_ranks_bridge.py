@@ -18,12 +18,11 @@ import pytest
 
 from infra.attempt.stage_io import AttemptIO
 from infra.jobs.failures import classify, detailed, traceback_signature
-from infra.jobs.restart import AttemptClosed
+from infra.jobs.signals import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
-from infra.ranks.endings import Ended, error_of
-from infra.ranks.errors import decode, encode
-from infra.ranks.events import event_line, read_event
-from infra.ranks.gpus import JOB_GPUS, VISIBLE, trainer_settings, visible
+from infra.ranks.events import decode, encode, event_line, read_event
+from infra.ranks.launch import Ended, error_of
+from infra.ranks.settings import JOB_GPUS, VISIBLE, trainer_settings, visible
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from infra.store.traces import read_metrics, read_rollouts

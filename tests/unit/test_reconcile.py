@@ -10,25 +10,29 @@ import pytest
 
 from infra.jobs.failures import CLASSES, outcome_of
 from infra.jobs.protocol import Sight
-from infra.orchestrator.actions import (
+from infra.orchestrator.reconcile import (
     Action,
     Block,
     CloseAttempt,
     Done,
     Fail,
     Launch,
+    Observed,
     Pause,
+    Policy,
     Release,
     Rest,
+    Seen,
     Serve,
+    Union,
     Wait,
+    stages_by_id,
 )
-from infra.orchestrator.reconcile import Observed, Policy, Seen
 from infra.orchestrator.reconcile import reconcile as reconcile_union
-from infra.orchestrator.union import Union, stages_by_id
 from refiner_core.contract.config import JudgeConfig, RetryConfig
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import (
     Attempt,
     FailureClass,

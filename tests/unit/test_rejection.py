@@ -14,18 +14,16 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.checks.sample import sampling_notes
+from refiner_core.contract.checks.training import sampling_notes
 from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfig, SftConfig
-from refiner_core.contract.environment_config import EnvironmentConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.placement import sampling_servers
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.services import asks_judge
+from refiner_core.contract.training_config import EnvironmentConfig
 from refiner_core.contract.types import PromptRow
-from refiner_core.rejection.answers import highest_reward
-from refiner_core.rejection.episodes import with_ends_of_turns
-from refiner_core.rejection.report import Report, require_kept
-from refiner_core.rejection.selection import Candidate, choose
+from refiner_core.rejection.attempts import Candidate, Report, choose, require_kept
+from refiner_core.rejection.lanes import highest_reward, with_ends_of_turns
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
 

@@ -18,7 +18,7 @@ from flows.cli.main import main
 from flows.sweeping.live import LOG, LivePage
 from infra.store.sweep_records import read_sweep, write_sweep
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.sweep_records import (
+from refiner_core.contract.records import (
     SWEEP_VERSION,
     ArmRecord,
     SweepRecord,
@@ -34,10 +34,16 @@ from refiner_core.report.printing import (
     with_interval,
 )
 from refiner_core.report.sweep.document import SweepReport
+from refiner_core.report.sweep.exports import (
+    document,
+    escaped,
+    markdown,
+    number_rows,
+    numbers_csv,
+    trials_csv,
+)
 from refiner_core.report.sweep.html import page
-from refiner_core.report.sweep.markdown import escaped, markdown
-from refiner_core.report.sweep.table import document, number_rows, numbers_csv, trials_csv
-from refiner_core.report.sweep.words import answer
+from refiner_core.report.sweep.wording import answer
 from tests.support.sweep_reports import (
     HOSTILE,
     full_report,

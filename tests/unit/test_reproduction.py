@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from flows.cards.reproduction import Made, Reproduction, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
-from refiner_core.cards.public import public_command
+from refiner_core.cards.evidence import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.plan import Plan, PlannedStage, make_plan
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import RECORD_VERSION, StageSpec
 from refiner_core.judges import prompting
 

@@ -15,37 +15,41 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau, spearmanr
 
 from flows.rescoring.asking import JudgePlan, _chunks
+from flows.rescoring.planning import Options, judge_of, make_settings, own_setting, rubrics_of
 from flows.rescoring.reading import with_legacy_values
-from flows.rescoring.settings import Options, judge_of, make_settings, own_setting, rubrics_of
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.rescoring.agreement import judges_agree
 from refiner_core.rescoring.compare import (
     best_samples,
+    common_prompts,
     compare,
+    judges_agree,
     kendall_tau_b,
+    make_matrix,
     pooled_spearman,
 )
-from refiner_core.rescoring.document import comparison_json, matrix_json, plain
-from refiner_core.rescoring.figure import Cloud, draw
-from refiner_core.rescoring.matrix import common_prompts, make_matrix
-from refiner_core.rescoring.questions import (
+from refiner_core.rescoring.document import (
+    Cloud,
+    comparison_json,
+    draw,
+    matrix_json,
+    plain,
+    reversal_lines,
+)
+from refiner_core.rescoring.rollouts import (
     NobodyToAsk,
     RecordedJudge,
+    StoredRollout,
+    from_training,
     judge_identity,
     keys_of,
     questions_of,
     recorded,
-)
-from refiner_core.rescoring.rollouts import (
-    StoredRollout,
-    from_training,
     some_groups,
 )
 from refiner_core.rescoring.scores import Scores, fidelity, scores_under
-from refiner_core.rescoring.table import reversal_lines
-from refiner_core.training.rollouts.advantages import group_advantages
+from refiner_core.training.rollouts.rollout import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
 

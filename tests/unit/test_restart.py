@@ -12,19 +12,22 @@ import pytest
 
 from infra.attempt.attempt import AttemptRun
 from infra.host.processes import ProcessId
-from infra.jobs.restart import AttemptClosed, attempt_to_run, job_of
 from infra.jobs.signals import (
+    AttemptClosed,
     SlurmJob,
     Why,
     ask_scheduler,
+    attempt_to_run,
     job_facts,
+    job_of,
     why_restarted,
     why_stopped,
 )
 from infra.store.traces import read_metrics
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.errors import Interrupted
-from refiner_core.contract.plan import Plan, PlannedStage
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import FailureClass, Outcome, StageResult
 from refiner_core.contract.types import Progress
 from tests.support.plans import OWNER, small_plan

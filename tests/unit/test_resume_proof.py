@@ -16,19 +16,26 @@ import torch
 from safetensors.torch import save_file
 
 from flows.proving import plan_proofs
-from flows.proving.interrupting import as_they_were
-from flows.proving.planning import PHASES, Asked, Trained, draw_points
-from flows.proving.text import exit_code, proof_lines, proofs_json
-from infra.store.proofs import keep_scratch, new_scratch, read_proof, write_proof
+from flows.proving.planning import (
+    PHASES,
+    Asked,
+    Trained,
+    draw_points,
+    exit_code,
+    proof_lines,
+    proofs_json,
+)
+from flows.proving.runs import as_they_were
+from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
 from infra.store.workspace import Workspace
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import check_card
-from refiner_core.cards.resume import public_proof
+from refiner_core.cards.notes import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
-from refiner_core.training.engines.choose import open_engine
+from refiner_core.training.engines.protocol import open_engine
 from refiner_core.training.state.equality import (
     Row,
     compare_checkpoints,

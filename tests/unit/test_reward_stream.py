@@ -22,7 +22,7 @@ from refiner_core.contract.types import (
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.calls import Unusable, plan_calls, read_reply
-from refiner_core.judges.usage import (
+from refiner_core.judges.surroundings import (
     usage_between,
     usage_from_json,
     usage_metrics,

@@ -38,8 +38,8 @@ from typing import Any
 import pytest
 
 from refiner_core.answers import Problem, parse_answer, parse_evidence
-from refiner_core.rewards.citations import harmonic_mean
-from refiner_core.training.rollouts.advantages import group_advantages
+from refiner_core.rewards.combine import harmonic_mean
+from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.rewarding import (
     BOTH,
     EVIDENCE,

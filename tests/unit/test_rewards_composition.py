@@ -17,11 +17,16 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.types import JudgeRequest
 from refiner_core.judges import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.citations import citation_format, plan_citations, score_citations
-from refiner_core.rewards.combine import aggregate_rubrics, format_bonus
+from refiner_core.rewards.combine import (
+    aggregate_rubrics,
+    citation_format,
+    format_bonus,
+    plan_citations,
+    score_citations,
+)
 from refiner_core.rewards.combine import total_reward as total_of_components
 from refiner_core.rubrics import Rubric, load_rubric_set
-from refiner_core.training.rollouts.advantages import group_advantages
+from refiner_core.training.rollouts.rollout import group_advantages
 from tests.support.rewarding import EVIDENCE, ScriptedJudge, hashed_judge, reward_of, rollout
 
 GOLDEN = Path(__file__).parent / "golden" / "rewards.json"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.stages.rubric_sets import planned_rubrics
+from flows.stages.work import planned_rubrics
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.records import StageSpec

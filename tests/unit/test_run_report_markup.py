@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from refiner_core.answers.claims import parse_answer
+from refiner_core.answers import parse_answer
+from refiner_core.report.drawing import picked, shares
 from refiner_core.report.printing import plain
-from refiner_core.report.run.claims import answer_markup, evidence_of
 from refiner_core.report.run.document import MetricCurve, RewardPart, StageRow
-from refiner_core.report.run.drawing import picked, shares
 from refiner_core.report.run.html import page
-from refiner_core.report.transcripts import spans
+from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from tests.support.run_reports import empty_report, hostile_report
 
 _PIECES = (

@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.reporting import samples
-from flows.reporting.run.curves import points_of, thinned
-from flows.reporting.run.examples import choose
-from flows.reporting.run.facts import changed_settings, shown_overrides
-from flows.reporting.run.said import said_in_evaluation, said_in_training
+from flows.reporting.run.examples import choose, said_in_evaluation, said_in_training
+from flows.reporting.run.numbers import points_of, thinned
+from flows.reporting.run.report import changed_settings, shown_overrides
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.contract.config import RecipeConfig, RewardConfig

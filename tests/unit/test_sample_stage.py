@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, SampleConfig
-from refiner_core.contract.environment_config import EnvironmentConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     DataError,
@@ -26,7 +25,8 @@ from refiner_core.contract.errors import (
     JudgeOutage,
     StageFailed,
 )
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.training_config import EnvironmentConfig
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -44,13 +44,13 @@ from refiner_core.data.prepared import (
     write_prompts,
 )
 from refiner_core.environments.conversation import prompt_ids
-from refiner_core.environments.rows import row_of_task
+from refiner_core.environments.protocol import row_of_task
 from refiner_core.judges import LexicalJudge
-from refiner_core.rejection import work
+from refiner_core.rejection import stage as work
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.telling import Teller
+from refiner_core.training.steps.boundary import Teller
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO
@@ -411,7 +411,7 @@ class EpisodeBench:
 def test_turns_are_not_told_as_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`33 attempts, 18 finished` of 15: a generator counts what it samples, and that is turns."""
     bench, now = EpisodeBench(tmp_path), [0.0]
-    monkeypatch.setattr("refiner_core.rejection.work.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("refiner_core.rejection.stage.time.monotonic", lambda: now[0])
     io, player = FolderStageIO(tmp_path / "io"), bench.plays()
 
     @contextmanager

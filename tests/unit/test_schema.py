@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.field_facts import recipe_schema
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
-from refiner_core.contract.schema import recipe_schema
 from tests.support.command import ROOT, refiner
 
 SCHEMA = recipe_schema()

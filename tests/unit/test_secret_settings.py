@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 import infra
-from flows.cards.recipe_text import recipe_text, said_again
-from infra.host.environment import environment
+from flows.cards.reproduction import recipe_text, said_again
+from infra.host.processes import environment
 from infra.host.secrets import mask_keys_of, masked, without_secrets
 from infra.slurm.profiles import load_profile
 from infra.store.provenance import masked_command
 from refiner_core.cards import build_card, evidence_text
-from refiner_core.cards.evidence import published_facts
-from refiner_core.cards.public import public_body, public_command
+from refiner_core.cards.evidence import public_body, public_command, published_facts
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.checks.secrets import given_secrets, has_secret, is_secret_name
 from refiner_core.contract.config import RecipeConfig
@@ -180,9 +179,9 @@ def test_nobody_reads_the_environment_in_a_way_that_such_a_thread_breaks() -> No
     root = Path(infra.__file__).parent.parent
     spread = re.compile(r"\*\*os\.environ|os\.environ\.(?:items|copy|values)\(|dict\(os\.environ\)")
     files = [f for name in ("flows", "infra", "sweeps") for f in (root / name).rglob("*.py")]
-    said_of = root / "infra/host/environment.py"
+    said_of = root / "infra/host/processes.py"
     found = [str(f) for f in files if f != said_of and spread.search(f.read_text("utf-8"))]
-    assert found == [], "infra.host.environment.environment() is a copy that cannot fail"
+    assert found == [], "infra.host.processes.environment() is a copy that cannot fail"
 
 
 # ---------------------------------------------------------------- what is published

@@ -15,15 +15,15 @@ import pytest
 
 from infra.host.processes import ProcessId, host_name
 from infra.prefect_server import server
-from infra.prefect_server import state as server_state
+from infra.prefect_server import server as server_state
 from infra.prefect_server.server import (
     ServerError,
     ensure_server,
     passed_on,
     server_status,
+    state_dir,
     stop_server,
 )
-from infra.prefect_server.state import state_dir
 from refiner_core.contract.errors import WorkspaceError
 
 #: Answers every request on the port given, as a server does that is up.

@@ -23,17 +23,30 @@ import psutil
 import pytest
 
 from flows.running.status import is_finished
-from infra.foreign.calling import MARK
-from infra.host.listeners import holder_of
+from infra.foreign.process import MARK
+from infra.host.processes import holder_of
 from infra.jobs.failures import classify
-from infra.orchestrator.explain import observe_actions
-from infra.services.command import Listening, server_environment, server_text
-from infra.services.health import Asked, Refuses, check_chat
-from infra.services.keys import known_key, service_key
-from infra.services.process import ServerProcess, Words, free_port
-from infra.services.server import Order, Server, error_line, node_address
-from infra.store import leases as leases_module
-from infra.store.leases import (
+from infra.orchestrator.observe import observe_actions
+from infra.services.process import (
+    Listening,
+    ServerProcess,
+    Words,
+    free_port,
+    server_environment,
+    server_text,
+)
+from infra.services.registry import known_key, service_key
+from infra.services.server import (
+    Asked,
+    Order,
+    Refuses,
+    Server,
+    check_chat,
+    error_line,
+    node_address,
+)
+from infra.store import orchestrators as leases_module
+from infra.store.orchestrators import (
     LOST_AFTER_S,
     RENEW_S,
     CallLeases,
@@ -47,7 +60,8 @@ from infra.store.leases import (
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
-from refiner_core.contract.plan import judge_service, make_plan
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.records import Outcome, StageResult
 from refiner_core.contract.types import Endpoint, JudgeRequest
 from refiner_core.judges.openai import OpenAIJudge

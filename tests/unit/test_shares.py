@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.training.batches.packing import Sample, collate, pack_samples
-from refiner_core.training.batches.shares import (
+from refiner_core.training.batches import (
+    Sample,
+    collate,
     even_out,
     neutral_pack,
+    pack_samples,
     packs_of_ranks,
     share_among,
     share_packs,

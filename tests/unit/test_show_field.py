@@ -26,7 +26,7 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import make_plan
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.recipes import shipped_recipes
 
 #: A recipe in which every kind of stage has a place, and values that none has by default.
 SOURCES = {"model": "m", "data.sft": "s", "data.rl": "r", "judge_prompt": "j", "rubrics": "u"}

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from infra.slurm.commands import RealSlurm, SlurmUnavailable
 from infra.slurm.profiles import Container, Place, Profile
+from infra.slurm.scheduler import RealSlurm, SlurmUnavailable
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import (
     ConfigurationError,

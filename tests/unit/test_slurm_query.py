@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from infra.slurm.commands import Accounts, Row, SlurmUnavailable
-from infra.slurm.query import LONGEST_PAUSE_S, Answer, Patience, SchedulerView, Wanted
+from infra.slurm.scheduler import (
+    LONGEST_PAUSE_S,
+    Accounts,
+    Answer,
+    Patience,
+    Row,
+    SchedulerView,
+    SlurmUnavailable,
+    Wanted,
+)
 
 
 @dataclass

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from infra.attempt.attempt import AttemptClosed, AttemptRun
+from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import AttemptIO
+from infra.jobs.signals import AttemptClosed
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics, read_rollouts
 from infra.store.workspace import Workspace
-from infra.tracking.tracker import TrackedRun, Tracker
+from infra.tracking import TrackedRun, Tracker
 from refiner_core.contract.config import TrackingConfig
 from refiner_core.contract.errors import Interrupted, NoSpaceError, WorkspaceError
-from refiner_core.contract.plan import PlannedStage
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import Progress
 from tests.support.plans import claim, small_plan
 

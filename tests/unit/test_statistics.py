@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import mean_spread
 from refiner_core.evaluation.statistics import (
     Floats,
     cluster_bootstrap,
     estimate,
     holm,
     mcnemar_of,
+    mean_spread,
     paired_difference_over_seeds,
     two_way_mean,
     two_way_means,

@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.evaluation.crossed import mean_squares
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,
     power_of,
     variance_components,
 )
-from refiner_core.evaluation.statistics import holm, mcnemar_of, two_way_mean, two_way_means
+from refiner_core.evaluation.statistics import (
+    holm,
+    mcnemar_of,
+    mean_squares,
+    two_way_mean,
+    two_way_means,
+)
 from tests.prove.statistics import Cell, count, leniency, ours, over_prompts, pooled
 from tests.support.results import World
 

@@ -16,8 +16,7 @@ import pytest
 
 from flows.cli.main import main
 from flows.cli.status import cells
-from flows.running.hurried import HurriedRouter
-from flows.running.status import RunStatus, StageStatus, Watcher, eta_s, find_run
+from flows.running.status import HurriedRouter, RunStatus, StageStatus, Watcher, eta_s, find_run
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router, router_to_look
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt

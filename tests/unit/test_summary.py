@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.api.summary import summary_lines
 from flows.running.calls import RunOutcome
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
 
 

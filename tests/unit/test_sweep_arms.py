@@ -11,11 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.loading import parse_override
-from refiner_core.contract.overrides import override_text, read_overrides
+from refiner_core.contract.loading import override_text, parse_override, read_overrides
 from sweeps.arms import find_baseline, make_arms
-from sweeps.definition import parse_sweep
-from sweeps.labels import NAME, value_text
+from sweeps.definition import NAME, parse_sweep, value_text
 from sweeps.values import SweepFile
 
 WEIGHTS = "reward.paper_citation_weight"

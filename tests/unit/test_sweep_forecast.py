@@ -10,12 +10,19 @@ import pytest
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.forecasting import forecast_json, forecast_lines
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.plan import Plan, PlannedStage
-from sweeps.fitting import passed_limits, refuse_what_cannot_fit, what_fits
-from sweeps.forecast import SweepForecast, forecast_sweep
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+from sweeps.forecast import (
+    Job,
+    SweepForecast,
+    forecast_sweep,
+    passed_limits,
+    refuse_what_cannot_fit,
+    wall_seconds,
+    what_fits,
+)
 from sweeps.history import CanaryMeasure, History, Measured, judge_of, shape_of, work_of
 from sweeps.values import Limits, SweepFile, SweepPlan, Trial
-from sweeps.wall import Job, wall_seconds
 
 BASE = (
     *("sft.max_train_steps=10", "sft.save_freq=5", "grpo.num_training_steps=20"),

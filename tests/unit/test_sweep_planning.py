@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.planning import make_sweep_plan, plan_of
-from flows.sweeping.showing import look_at_sweep, show_sweep_plan, sweep_json
-from flows.sweeping.versions import record_version
+from flows.sweeping.launching import record_version
+from flows.sweeping.planning import (
+    look_at_sweep,
+    make_sweep_plan,
+    plan_of,
+    show_sweep_plan,
+    sweep_json,
+)
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fingerprint import get_field

@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import brentq
 
 from flows.running.calls import make_recipe_plan
-from flows.sweeping.before import detectable_json, detectable_lines
+from flows.sweeping.planning import detectable_json, detectable_lines
 from refiner_core.evaluation.power import (
     Components,
     detectable_effect,

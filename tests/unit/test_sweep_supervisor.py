@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from flows.running.following import SweepFollower
-from flows.sweeping.cancelling import suspend_sweep
 from flows.sweeping.forecasting import used_before
-from flows.sweeping.reading import SweepReader
-from flows.sweeping.status import SweepWatcher, status_lines
-from flows.sweeping.versions import record_version
+from flows.sweeping.launching import record_version, suspend_sweep
+from flows.sweeping.status import SweepReader, SweepWatcher, status_lines
 from infra.jobs.protocol import AttemptRef, JobRequest
-from infra.orchestrator.history import read_events
-from infra.orchestrator.member import Member
+from infra.orchestrator.members import Member
+from infra.orchestrator.timeline import read_events
 from infra.store import atomic
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, take_up
@@ -27,8 +25,7 @@ from infra.store.sweep_records import read_sweep, trial_run
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
-from refiner_core.contract.records import RunRecord, StageRecord
-from refiner_core.contract.sweep_records import SweepRecord
+from refiner_core.contract.records import RunRecord, StageRecord, SweepRecord
 from sweeps.forecast import SweepForecast, forecast_sweep
 from sweeps.history import History
 from sweeps.values import Limits, SweepPlan

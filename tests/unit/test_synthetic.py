@@ -15,8 +15,7 @@ import pytest
 from refiner_core import words
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.copier import random_copier
-from refiner_core.data.synthetic import generate_rows
-from refiner_core.data.synthetic_world import FLAWS, draw_scene, flawed_answer
+from refiner_core.data.synthetic import FLAWS, draw_scene, flawed_answer, generate_rows
 from refiner_core.data.truth import score_truth
 
 TRUTH = {

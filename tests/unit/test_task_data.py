@@ -15,10 +15,13 @@ from refiner_core.data.conversations import read_conversations
 from refiner_core.data.prepared import load_demonstrations, load_prompts
 from refiner_core.data.tasks import prepare_tasks
 from refiner_core.environments.checking import check_environment
-from refiner_core.environments.own import load_own, own_digest
-from refiner_core.environments.protocol import Task
-from refiner_core.environments.registry import environment_digest, open_environment
-from refiner_core.environments.rows import task_of_row
+from refiner_core.environments.protocol import Task, task_of_row
+from refiner_core.environments.registry import (
+    environment_digest,
+    load_own,
+    open_environment,
+    own_digest,
+)
 from refiner_core.models.tokenizer import build_tokenizer
 
 OWN = Path(__file__).parents[1] / "support" / "own_environment.py"

@@ -20,16 +20,22 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks.shaping import alpha_of, check_weights
+from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.data.conversations import read_conversations
-from refiner_core.environments.protocol import InfrastructureError, Message, ToolCall, WritesResults
-from refiner_core.environments.record import EpisodeRecord, record_from_json
+from refiner_core.environments.protocol import (
+    EpisodeRecord,
+    InfrastructureError,
+    Message,
+    ToolCall,
+    WritesResults,
+    record_from_json,
+)
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
-from refiner_core.environments.tau2.reward import failure_of, read_reward_info
+from refiner_core.environments.tau2.tasks import failure_of, read_reward_info
 from refiner_core.models.tokenizer import build_tokenizer
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
@@ -578,7 +584,7 @@ def test_the_recipe_is_planned_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flows.api import make_recipe_plan
-    from flows.checking.memory import planning_notes
+    from flows.checking.resources import planning_notes
 
     without = [p for p in sys.path if p != str(DOUBLE)]
     monkeypatch.setattr(sys, "path", without)
@@ -686,7 +692,7 @@ def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
 def test_an_evaluation_leaves_what_its_own_tools_read(helpful: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     from refiner_core.environments.conversation import prompt_ids
-    from refiner_core.environments.rows import row_of_task
+    from refiner_core.environments.protocol import row_of_task
     from refiner_core.environments.turns import call_text
     from refiner_core.evaluation.episodes import evaluate_episodes
     from tests.support.counting import Scripted

@@ -19,7 +19,7 @@ from flows.running.logs import log_pieces
 from infra.host.terminal import printable
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome, RunRecord, to_json
-from refiner_core.contract.views import StageView
+from refiner_core.contract.types import StageView
 from tests.support.command import command, environment, refiner
 from tests.support.plans import claim, run_record, small_plan
 

@@ -11,22 +11,20 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from refiner_core.contract.config import ModelConfig  # noqa: E402
-from refiner_core.contract.environment_config import (  # noqa: E402
+from refiner_core.contract.errors import ConfigurationError  # noqa: E402
+from refiner_core.contract.training_config import (  # noqa: E402
     EnvironmentConfig,
     UserConfig,
 )
-from refiner_core.contract.errors import ConfigurationError  # noqa: E402
 from refiner_core.environments.conversation import Conversation, prompt_ids  # noqa: E402
 from refiner_core.environments.desk import DeskEnvironment  # noqa: E402
 from refiner_core.environments.turns import call_text, parse_turn  # noqa: E402
 from refiner_core.generation.load import load_model, load_tokenizer, resolve_ref  # noqa: E402
 from refiner_core.models import builtin_model_dir, tiny_model_dir  # noqa: E402
 from refiner_core.models.pretrain import encode_documents, weighted_loss  # noqa: E402
-from refiner_core.models.pretrain_text import draw_document  # noqa: E402
-from refiner_core.models.tokenizer import build_tokenizer  # noqa: E402
+from refiner_core.models.pretrain_text import draw_document, draw_records_document  # noqa: E402
+from refiner_core.models.tokenizer import bare_and_spaced, build_tokenizer  # noqa: E402
 from refiner_core.models.tools import desk_tokenizer, make_tools_model  # noqa: E402
-from refiner_core.models.tools_text import draw_records_document  # noqa: E402
-from refiner_core.models.tools_tokenizer import bare_and_spaced  # noqa: E402
 
 FOLDER = builtin_model_dir("tiny-tools")
 

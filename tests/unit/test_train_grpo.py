@@ -23,13 +23,17 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Completion, Judgement, PromptRow, RewardResult
 from refiner_core.data.prepared import write_prompts
-from refiner_core.generation.text import completion_text
+from refiner_core.generation.completions import completion_text
 from refiner_core.judges import LexicalJudge
-from refiner_core.training.batches.order import prompt_batch
+from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
-from refiner_core.training.rollouts.rollout import RolloutSampler, Sampled, form_groups
-from refiner_core.training.rollouts.rows import rollout_rows
+from refiner_core.training.rollouts.rollout import (
+    RolloutSampler,
+    Sampled,
+    form_groups,
+    rollout_rows,
+)
 from tests.support.stage_io import FolderStageIO
 from tests.support.threaded_judge import ThreadedJudge
 from tests.support.tiny_training import (
@@ -408,14 +412,14 @@ def test_every_part_of_the_reward_is_logged_under_its_name(run):
 
 
 def test_tokens_that_were_sampled_during_a_save_are_not_counted_as_free() -> None:
-    from refiner_core.training.steps.telling import Clock
+    from refiner_core.training.steps.boundary import Clock
 
     assert Clock().metrics(100, beside=50.0)["tokens_per_second"] == pytest.approx(2.0)
 
 
 def test_a_long_step_says_how_far_it_is(run, monkeypatch):
     """Minutes without a sign of life are taken for a hang."""
-    from refiner_core.training.steps import telling
+    from refiner_core.training.steps import boundary as telling
 
     now = iter(range(10**6))
     monkeypatch.setattr(telling.time, "monotonic", lambda: float(next(now)))

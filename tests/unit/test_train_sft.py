@@ -18,7 +18,7 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
-from refiner_core.training.batches.order import sft_steps
+from refiner_core.training.batches import sft_steps
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import (

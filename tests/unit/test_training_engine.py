@@ -20,9 +20,9 @@ from refiner_core.contract.errors import (
     UnsupportedError,
     WorkspaceError,
 )
-from refiner_core.generation.limits import check_positions
+from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import device_for
-from refiner_core.training.batches.packing import Sample, build_pack, collate
+from refiner_core.training.batches import Sample, build_pack, collate
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import Updater
 from refiner_core.training.state import checkpoint

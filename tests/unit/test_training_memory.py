@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from flows.api import make_recipe_plan
-from flows.checking.memory import memory_json, memory_needs, planning_notes
-from refiner_core.contract.checks.memory import MemoryNeed, ModelShape, training_memory
+from flows.checking.resources import memory_json, memory_needs, planning_notes
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.placement import MemoryNeed, ModelShape, training_memory
 from tests.support.command import refiner
 
 BILLION = 10**9

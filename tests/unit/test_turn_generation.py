@@ -23,10 +23,9 @@ from refiner_core.contract.types import (
     Turns,
 )
 from refiner_core.generation import turns as turns_module
+from refiner_core.generation.completions import LockstepTurns, turn_generator
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.lockstep import LockstepTurns, turn_generator
-from refiner_core.generation.prefixes import common_prefix, plan_spans
-from refiner_core.generation.slot_cache import SlotCache
+from refiner_core.generation.slots import SlotCache, common_prefix, plan_spans
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.turns import prefill_parts
 from refiner_core.models import tiny_model_dir

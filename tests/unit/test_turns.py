@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refiner_core.environments.protocol import ToolCall
-from refiner_core.environments.record import TurnStatus
+from refiner_core.environments.protocol import ToolCall, TurnStatus
 from refiner_core.environments.turns import MAX_DEPTH, call_text, parse_turn
 
 MOST = 1000

@@ -22,9 +22,9 @@ from refiner_core.contract.types import (
     GenerationRequest,
     SamplingParams,
 )
-from refiner_core.generation.text import completion_text
+from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.vllm.lanes import Shares
+from refiner_core.generation.vllm.call import Shares
 from refiner_core.generation.vllm.wire import (
     Asked,
     Unusable,

@@ -15,7 +15,7 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnRequest,
 )
-from refiner_core.generation.vllm.lanes import Conversations
+from refiner_core.generation.vllm.call import Conversations
 from tests.support.tiny_training import save_tiny_model, tiny_model
 from tests.support.turn_script import Script
 from tests.support.vllm_fleet import Fixed, furthest, generator

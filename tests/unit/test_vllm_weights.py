@@ -16,8 +16,12 @@ from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed,
 from refiner_core.contract.types import Completion
 from refiner_core.generation.vllm import extension
 from refiner_core.generation.vllm.sync import WeightSync
-from refiner_core.generation.vllm.transfer import open_transfer
-from refiner_core.generation.vllm.weights import check_folder, named_weights, write_folder
+from refiner_core.generation.vllm.transfer import (
+    check_folder,
+    named_weights,
+    open_transfer,
+    write_folder,
+)
 from tests.support.tiny_training import save_tiny_model, tiny_model, tiny_tokenizer
 from tests.support.vllm_fleet import (
     PLAIN,

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.cards.calls import show
+from flows.cards.inspection import show
 from flows.nightly.checkpoints import resolve
 from flows.publishing.by_hand import _run_with_model
-from flows.running.which import find_run, newest_runs
-from flows.why.finding import find_figures
-from flows.why.text import one_line
+from flows.running.status import find_run, newest_runs
+from flows.why.explanation import one_line
+from flows.why.figures import find_figures
 from infra.jobs.failures import outcome_of
 from infra.store.workspace import Workspace
-from refiner_core.nightly.values import Checkpoint, Source
+from refiner_core.nightly.definition import Checkpoint, Source
 from tests.support.recorded_run import RecordedRun
 
 NEWEST = Checkpoint("latest", Source("newest", "recipe tiny"))

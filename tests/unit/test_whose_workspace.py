@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from flows.api.upkeep import disk_report
-from infra.jobs.worker_command import job_settings
-from infra.orchestrator.explain import observe_actions
-from infra.store.ownership import SHARED
-from infra.store.snapshot import require_snapshot, snapshot_code
-from infra.store.workspace import Workspace
+from infra.jobs.protocol import job_settings
+from infra.orchestrator.observe import observe_actions
+from infra.store.provenance import require_snapshot, snapshot_code
+from infra.store.workspace import SHARED, Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import Outcome
 from tests.support.plans import claim, fake_router, orchestrator_on, run_record, small_plan

@@ -16,13 +16,21 @@ import pytest
 
 from flows.running.calls import plan_of_run
 from flows.running.status import Watcher, unfinished_runs
-from infra.orchestrator.explain import explain_difference, observe_actions
-from infra.store import atomic, record_files
-from infra.store.ownership import SHARED
-from infra.store.provenance import checkout_of, host, limited_diff, masked_command, run_provenance
-from infra.store.record_files import Part
-from infra.store.snapshot import _write, reads_parts_apart, snapshot_code
-from infra.store.workspace import FORMAT, Claim, Workspace
+from infra.orchestrator.observe import explain_difference, observe_actions
+from infra.store import atomic
+from infra.store import records as record_files
+from infra.store.provenance import (
+    _write,
+    checkout_of,
+    host,
+    limited_diff,
+    masked_command,
+    reads_parts_apart,
+    run_provenance,
+    snapshot_code,
+)
+from infra.store.records import Part
+from infra.store.workspace import FORMAT, SHARED, Claim, Workspace
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import (
     ConfigurationError,

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 _TWO_STEPS = """
 import sys
-from refiner_core.training.engines.choose import open_engine
-from refiner_core.training.batches.packing import Sample, build_pack, collate
+from refiner_core.training.engines.protocol import open_engine
+from refiner_core.training.batches import Sample, build_pack, collate
 from tests.support.tiny_training import recipe
 
 config = recipe(

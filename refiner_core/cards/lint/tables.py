@@ -9,13 +9,32 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
+from math import comb, lcm
+from typing import Any
 
-from refiner_core.cards.lint.figures import Figure
-from refiner_core.cards.lint.findings import Finding
-from refiner_core.cards.lint.markdown import Document, Table
-from refiner_core.cards.lint.names import metric_of, names_change, total_kind, words
-from refiner_core.cards.lint.quantities import Quantity, case_columns, figures_of
+from refiner_core.cards.lint.form import IndexValue
+from refiner_core.cards.lint.markdown import Document, Finding, Table
+from refiner_core.cards.lint.quantities import (
+    Figure,
+    Metric,
+    Quantity,
+    agree,
+    can_be_share,
+    case_columns,
+    figures_of,
+    metric_of,
+    names_change,
+    nearest_shares,
+    parse_figure,
+    repeats_in,
+    role_of,
+    scale,
+    total_kind,
+    uneven_in,
+    words,
+)
 
 _INTERVAL_WORDS = re.compile(r"(?i)\bCI\b|interval|confidence|credible")
 #: Whole numbers that were rounded, unlike counts.
@@ -211,3 +230,188 @@ def _by_row(known: Sequence[Quantity]) -> Iterable[list[Quantity]]:
 def _falls(less: Figure, more: Figure) -> bool:
     same = less.percent == more.percent and not less.hedged and not more.hedged
     return same and less.value - less.unit / 2 > more.value + more.unit / 2
+
+
+_FIX = (
+    "say on how many cases, and with how many tries each, it was measured; or measure it again, as "
+    "the others were"
+)
+_YES_NO = re.compile(r"(?i)pass\s?@|accura|success|solved|correct|exact match")
+_OF_CASES = re.compile(
+    r"(?<![\d.,])(?P<share>\d+(?:\.\d+)?\s?%)\W{0,4}"
+    r"(?:\(?\s*[nN]\s*=\s*(?P<n>\d[\d,]*)\b(?!\.\d)"
+    r"|of\s+(?:the\s+|all\s+)?(?P<cases>\d[\d,]*)\s+(?:[a-z-]+\s+){0,2}?"
+    r"(?:tasks|questions|problems|prompts|examples|rows|cases|instances|items)\b)"
+)
+
+
+def impossible_shares(
+    document: Document, known: Sequence[Quantity]
+) -> Iterator[tuple[Finding, Quantity | None]]:
+    """Findings, each with the number of a table that it is about."""
+    repeats, uneven = repeats_in(document.text), uneven_in(document.text)
+    highest = max((q.metric.drawn or 1 for q in known), default=1)
+    for q in known:
+        if q.n is None or not q.metric.yes_no or q.figure.hedged or not 0 < q.n <= 10**7:
+            continue
+        whole = scale(q.figure, fractions=q.fractions)
+        if not 0 <= q.figure.value <= whole:
+            continue
+        stated = _denominators(q.metric, q.n, repeats)
+        if stated is not None and uneven is not None:
+            stated.append(q.n * _common(q.metric.drawn or 1, uneven))
+        if can_be_share(q.figure, stated or _usual(q.metric, q.n, highest), whole):
+            continue
+        surely = stated is not None
+        yield (
+            Finding(
+                q.line,
+                "percentage-impossible",
+                _message(q, whole, surely),
+                _FIX,
+                "error" if surely else "warning",
+            ),
+            q,
+        )
+    for finding in _in_prose(document, repeats):
+        yield finding, None
+
+
+def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] | None:
+    """All that a share of ``n`` cases can be a fraction of; None where the card does not say how
+    often each case was tried and that is usual for the metric."""
+    k = metric.drawn
+    if metric.once:
+        return [n]
+    if k is None:
+        return [n, *(n * r for r in repeats)]
+    if not repeats:
+        return None
+    if k == 1:
+        return [n, *(n * r for r in repeats)]
+    return [n, *(n * comb(r, k) for r in repeats if r > k)]
+
+
+def _common(k: int, most: int) -> int:
+    """What all shares of cases with 1 to ``most`` tries are fractions of, for ``k`` drawn."""
+    return lcm(*(comb(tries, k) for tries in range(k, most + 1)))
+
+
+def _usual(metric: Metric, n: int, highest: int) -> list[int]:
+    """As nobody says how often each case was tried: pass@k of k tries, and pass@1 of the same;
+    pass^k of as many as the largest k."""
+    if metric.every is not None:
+        return [n, n * comb(highest, metric.every)]
+    return [n, n * highest] if metric.k == 1 else [n]
+
+
+def _message(q: Quantity, whole: int, surely: bool) -> str:
+    assert q.n is not None
+    where = f" (line {q.n_line})" if q.n_line and q.n_line != q.line else ""
+    text = f"{q.shown} is no share of n = {q.n}{where}: {nearest_shares(q.figure, q.n, whole)}"
+    return text if surely else text + "; it does not say how often each was tried"
+
+
+def _in_prose(document: Document, repeats: frozenset[int]) -> Iterator[Finding]:
+    for paragraph in document.paragraphs:
+        for found in _OF_CASES.finditer(paragraph.without_code):
+            figure = parse_figure(found["share"])
+            n = int((found["n"] or found["cases"]).replace(",", ""))
+            if figure is None or not 0 < n <= 10**7 or figure.value > 100:
+                continue
+            if found["n"] and not _counts(paragraph.text):
+                continue
+            if not _possible(figure, n, repeats):
+                yield Finding(
+                    paragraph.line_of(found.start()),
+                    "percentage-impossible",
+                    f"{figure.text} is no share of n = {n}: {nearest_shares(figure, n, 100)}",
+                    _FIX,
+                )
+
+
+def _possible(figure: Figure, n: int, repeats: frozenset[int]) -> bool:
+    return can_be_share(figure, [n, *(n * r for r in repeats)], 100)
+
+
+@lru_cache(maxsize=1)
+def _counts(text: str) -> bool:
+    """Whether a paragraph is about something that each case has or has not."""
+    return _YES_NO.search(text) is not None
+
+
+_MARK = re.compile(r"\b[0-9a-f]{12,64}\b")
+_DECODING = re.compile(r"\b(?:greedy|sampled)\b")
+
+
+def index_findings(
+    document: Document, index: Sequence[IndexValue], known: Sequence[Quantity]
+) -> Iterator[Finding]:
+    """All findings about ``model-index``."""
+    for entry in index:
+        figure, metric = parse_figure(entry.text), _index_metric(entry)
+        if figure is None:
+            continue
+        there = [(q.figure, q.line) for q in _same(entry, metric, known)] if metric else []
+        there = there or _by_label(entry, document)
+        if there and not any(agree(figure, printed) for printed, _ in there):
+            printed, line = there[0]
+            what = f"{entry.name or entry.type} is {entry.text} here"
+            message = f"{what} and {printed.text} in line {line}"
+            yield Finding(entry.line, "model-index", message, "correct one of them")
+    yield from _pass_at_k(index)
+
+
+def _by_label(entry: IndexValue, document: Document) -> list[tuple[Figure, int]]:
+    """Numbers of the card's own model in rows that are called as the entry's type, under a heading
+    that names the fingerprint in its data set's name, and the decoding in its own."""
+    marks = _MARK.findall(entry.dataset) + _DECODING.findall(entry.name)
+    found = []
+    for table in document.tables:
+        heading = " ".join(table.headings[-1:])
+        if not _MARK.search(entry.dataset) or not all(mark in heading for mark in marks):
+            continue
+        own = [c for c, label in enumerate(table.header) if role_of(label) == "own"]
+        for row, figures in zip(table.rows, figures_of(table), strict=True):
+            if row.cells[0].text == entry.type:
+                found += [(f, row.line) for c in own if (f := figures[c]) is not None]
+    return found
+
+
+def _index_metric(entry: IndexValue) -> Metric | None:
+    return metric_of(entry.type.replace("_", " ")) or metric_of(entry.name)
+
+
+def _same(entry: IndexValue, metric: Metric, known: Sequence[Quantity]) -> list[Quantity]:
+    """The numbers of the tables that an entry is to be: of its metric, its own model, and of the
+    words in parentheses or of its data set."""
+    there = [q for q in known if q.metric.key == metric.key and q.role != "base"]
+    there = [q for q in there if not q.compares or q.role == "own"]
+    said = words(" ".join(re.findall(r"\(([^)]*)\)", entry.name)))
+    exact = [q for q in there if said and q.name and q.name <= said]
+    if exact:
+        return exact
+    dataset = words(re.sub(r"\([^)]*\)", "", entry.dataset))
+    of_set = [
+        q for q in there if dataset and dataset <= words(f"{q.label} {' '.join(q.table.headings)}")
+    ]
+    return [q for q in of_set if not said and not (q.name - dataset)]
+
+
+def _pass_at_k(index: Sequence[IndexValue]) -> Iterator[Finding]:
+    groups: dict[Any, list[tuple[int, IndexValue, Figure]]] = {}
+    for entry in index:
+        metric, figure = _index_metric(entry), parse_figure(entry.text)
+        if metric is not None and metric.k is not None and figure is not None:
+            name = re.sub(r"(?i)pass\s?@\s?\d+", "", entry.name).strip().lower()
+            groups.setdefault((entry.dataset, name), []).append((metric.k, entry, figure))
+    for group in groups.values():
+        ordered = sorted(group, key=lambda g: g[0])
+        for (k, _, less), (more_k, entry, more) in pairwise(ordered):
+            if k != more_k and less.value > more.value:
+                yield Finding(
+                    entry.line,
+                    "pass-at-k",
+                    f"pass@{k} of {less.text} is more than pass@{more_k} of {more.text}",
+                    "correct one of them",
+                )

@@ -17,30 +17,185 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from refiner_core.contract.checks.command import check_command
 from refiner_core.contract.checks.environment import check_environment
-from refiner_core.contract.checks.licenses import LICENSES
-from refiner_core.contract.checks.notify import check_notify
-from refiner_core.contract.checks.sample import check_sampling
 from refiner_core.contract.checks.secrets import check_secrets
-from refiner_core.contract.checks.training import check_training
+from refiner_core.contract.checks.training import check_sampling, check_training
 from refiner_core.contract.config import (
+    LEXICAL_MODELS,
     DataConfig,
     EnvironmentConfig,
     EvaluateConfig,
     JudgeConfig,
     RecipeConfig,
     RewardConfig,
+    placeholders,
 )
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.judge_config import LEXICAL_MODELS
 from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.services import asks_judge
-from refiner_core.contract.services import serves as serves
+from refiner_core.contract.services import asks_judge, serves
+from refiner_core.contract.steering_config import is_place
+
+_OPEN = (
+    "apache-2.0 mit afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear "
+    "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 isc "
+    "lgpl lgpl-2.1 lgpl-3.0 lgpl-lr lppl-1.3c ms-pl mpl-2.0 ncsa ofl-1.1 openmdw-1.0 osl-3.0 "
+    "postgresql unlicense wtfpl zlib"
+)
+_CREATIVE_COMMONS = (
+    "cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 "
+    "cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 "
+    "cc-by-nc-sa-3.0 cc-by-nc-sa-4.0"
+)
+_OF_DATA = "c-uda cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 odc-by odbl pddl"
+_OF_MODELS = (
+    "openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 "
+    "bigcode-openrail-m apple-ascl apple-amlr deepfloyd-if-license "
+    "fair-noncommercial-research-license h-research intel-research gemma grok2-community llama2 "
+    "llama3 llama3.1 llama3.2 llama3.3 llama4"
+)
+LICENSES = frozenset(
+    " ".join((_OPEN, _CREATIVE_COMMONS, _OF_DATA, _OF_MODELS, "unknown other")).split()
+)
+
+
+def check_command(config: RecipeConfig) -> None:
+    """Refuse a `command` section that cannot work, naming the field."""
+    if "command" not in config.stages:
+        return
+    command = config.command
+    if bool(command.run.strip()) == bool(command.adopted):
+        both = "both `command.run` and `command.adopted`" if command.adopted else "no command"
+        raise ConfigurationError(
+            f"The recipe has a `command` stage and {both}.",
+            expected="the shell command that trains (or weights that were adopted, not both)",
+            fix="set command.run='python train.py --out {output} {resume}'",
+        )
+    _check_placeholders(config)
+    for name in ("step_pattern", "progress_pattern"):
+        _check_pattern(f"command.{name}", getattr(command, name))
+    if not re.compile(command.step_pattern).groups:
+        raise ConfigurationError(
+            f"`command.step_pattern` {command.step_pattern!r} has no group.",
+            expected="a group around the number, e.g. `ckpt_(\\d+)`",
+            fix="put brackets around the part that is the step",
+        )
+    rule, _, value = command.complete.partition(":")
+    wrong = {
+        "weights": bool(value),
+        "file": not value or value.startswith("/") or ".." in value.split("/"),
+        "quiet": not _is_seconds(value),
+    }
+    if wrong.get(rule, True):
+        raise ConfigurationError(
+            f"`command.complete` is {command.complete!r}.",
+            expected="`weights`, `file:NAME` (a name inside the checkpoint) or `quiet:SECONDS`",
+            fix="set e.g. command.complete=file:trainer_state.json",
+        )
+    for name in ("checkpoints", "exports"):
+        text = getattr(command, name)
+        if not text or text.startswith(("/", "~")) or ".." in text.split("/"):
+            raise ConfigurationError(
+                f"`command.{name}` is {text!r}.",
+                expected="a path below {output}, not an absolute one",
+                fix=f"set e.g. command.{name}=" + ("ckpt_*" if name == "checkpoints" else "final"),
+            )
+    for setting in command.env:
+        if not re.match(r"[A-Za-z_]\w*=", setting):
+            raise ConfigurationError(
+                f"`command.env` holds {setting.partition('=')[0]!r}, which sets nothing.",
+                expected="NAME=VALUE each",
+                fix="correct command.env",
+            )
+
+
+def _check_placeholders(config: RecipeConfig) -> None:
+    command = config.command
+    everywhere = ("output", "seed", "data", "model", "workdir")
+    allowed = {
+        "run": (*everywhere, "resume"),
+        "resume_arguments": (*everywhere, "checkpoint"),
+        "companions": ("model",),
+    }
+    texts = [(f"command.{name}", getattr(command, name), known) for name, known in allowed.items()]
+    texts += [("command.env", setting, everywhere) for setting in command.env]
+    for path, text, known in texts:
+        for name in placeholders(text):
+            if name not in known:
+                raise ConfigurationError(
+                    f"`{path}` has the placeholder {{{name}}}.",
+                    expected="one of " + ", ".join(f"{{{k}}}" for k in known),
+                    fix=f"correct it, or write {{{{{name}}}}} where the braces are meant",
+                )
+    resumes = "checkpoint" in placeholders(command.resume_arguments)
+    if command.resume_arguments and not ("resume" in placeholders(command.run) and resumes):
+        raise ConfigurationError(
+            "`command.resume_arguments` would never reach the trainer.",
+            expected="{resume} in command.run, and {checkpoint} in command.resume_arguments",
+            fix="set e.g. command.run='python train.py {resume}' and "
+            "command.resume_arguments='--resume_from {checkpoint}'",
+        )
+
+
+def _check_pattern(path: str, text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigurationError(
+            f"`{path}` {text!r} is no regular expression: {error}.",
+            expected="a Python regular expression",
+            fix=f"correct {path}",
+        ) from error
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and float(text) > 0
+    except ValueError:
+        return False
+
+
+_ADDRESS = re.compile(r"(?i)\bhttps?://")
+
+
+def check_notify(config: RecipeConfig) -> None:
+    """Refuse a `notify` section that cannot work, or that would put an address into records. What
+    is wrong with it is not repeated: it may be a secret."""
+    notify = config.notify
+    for field, names in (("urls", notify.urls), ("webhook", (notify.webhook or "URL",))):
+        if not all(map(is_place, names)):
+            raise ConfigurationError(
+                f"`notify.{field}` has an address in it, or something else that is no name of a "
+                "variable.",
+                expected="the name of the environment variable, or the path (from / or ~/) of the "
+                "file, that holds the address: it is often a secret, and would stand in every "
+                "record of the run",
+                fix="export MY_HOOK=…, and set notify.urls=[MY_HOOK]",
+            )
+    if notify.command is not None and not notify.command.strip():
+        raise ConfigurationError(
+            "`notify.command` is empty.",
+            expected="a shell command, which gets the message as JSON on its standard input",
+            fix="set e.g. notify.command='cat >> ~/told.jsonl', or notify.command=null for none",
+        )
+    if notify.command is not None and _ADDRESS.search(notify.command):
+        raise ConfigurationError(
+            "`notify.command` has an address in it.",
+            expected="no address: the command stands in every record of the run, and whoever reads "
+            "such an address can often post to it",
+            fix='export MY_WEBHOOK=…, and write "$MY_WEBHOOK" in the command, in single quotes',
+        )
+    for name in ("after_min", "pause_min"):
+        value = getattr(notify, name)
+        if value < 0:
+            raise ConfigurationError(
+                f"`notify.{name}` is {value}.",
+                expected="minutes, zero or more",
+                fix=f"set notify.{name}=… to such a value",
+            )
 
 
 class Check(NamedTuple):

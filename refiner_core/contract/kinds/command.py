@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from refiner_core.contract.command_config import uses
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.kinds.kind import CardWords, Kind, Reads
 
 

@@ -8,7 +8,7 @@ JUDGE_WEIGHTS = "judge.weights"
 KIND = Kind(
     "serve",
     order=30,
-    run="flows.stages.serving:run_serve",
+    run="flows.stages.judging:run_serve",
     section="judge",
     part_of="(judge)",
     hub_reads=(JUDGE_WEIGHTS,),

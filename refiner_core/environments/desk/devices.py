@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from refiner_core.environments.desk import appliance, words
+from refiner_core.environments.desk import user as appliance
+from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import (
     COMMON,
     Call,

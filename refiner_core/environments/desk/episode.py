@@ -16,19 +16,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from refiner_core.environments.desk import schema
 from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK, Desk, Domain, Refused
-from refiner_core.environments.desk.registry import DOMAINS
+from refiner_core.environments.desk.tasks import DOMAINS
 from refiner_core.environments.desk.user import ScriptedUser
 from refiner_core.environments.protocol import (
     Check,
+    Failure,
     Message,
     Outcome,
     Step,
     Task,
     ToolCall,
 )
-from refiner_core.environments.record import Failure
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list, tuple),
+    "object": (Mapping,),
+}
+
+
+def fault(schema: Mapping[str, Any], arguments: object) -> str:
+    """What a model is told where its arguments do not fit; empty where they do."""
+    if not isinstance(arguments, Mapping):
+        return "arguments are no object"
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in arguments:
+            return f"{name} is required"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"there is no {str(name)[:24]}"
+        if not _fits(value, properties[name]["type"]):
+            return f"{name} is no {properties[name]['type']}"
+    return ""
+
+
+def _fits(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _TYPES[kind])
+
 
 KINDS = ("action", "communicate", "environment")
 Ended = Literal["", "finished", "handed_over", "user_left"]
@@ -81,7 +112,7 @@ class DeskEpisode:
         spec = next((spec for spec in self._domain.specs if spec.name == call.name), None)
         if spec is None:
             return self._refuse("wrong_tool", f"there is no tool {str(call.name)[:24]}")
-        wrong = schema.fault(spec.parameters, call.arguments)
+        wrong = fault(spec.parameters, call.arguments)
         if wrong:
             return self._refuse("wrong_argument", wrong)
         if call.name == SPEAK:

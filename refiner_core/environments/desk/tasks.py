@@ -14,10 +14,15 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from refiner_core.environments.desk.domain import Draft, Draw
-from refiner_core.environments.desk.registry import DOMAINS
+from refiner_core.environments.desk.bookings import BOOKINGS
+from refiner_core.environments.desk.devices import DEVICES
+from refiner_core.environments.desk.domain import Domain, Draft, Draw
+from refiner_core.environments.desk.orders import ORDERS
 from refiner_core.environments.protocol import Task
 from refiner_core.words import World
+
+DOMAINS: dict[str, Domain] = {domain.name: domain for domain in (BOOKINGS, ORDERS, DEVICES)}
+
 
 #: Pinned to the content of tasks, texts and rules by a test; see the README.
 VERSION = "1"

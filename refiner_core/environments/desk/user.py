@@ -25,8 +25,51 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from refiner_core.environments.desk import appliance, words
+from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import Desk
+
+WORKING = "green"
+#: What an agent can ask for, by the word that it is recognised by.
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {
+    "cable": ("cable",),
+    "wireless": ("wireless", "wifi"),
+    "restart": ("restart", "reboot"),
+}
+
+
+def lamp(desk: Desk) -> str:
+    """The colour that the user sees."""
+    device = desk.device
+    if device["cable"] == "out":
+        return "dark"
+    if device["wireless"] == "off":
+        return "blue"
+    well = device["broken"] == "no" and device["fresh"] == "yes" and _state(desk) == "active"
+    return WORKING if well else "red"
+
+
+def _state(desk: Desk) -> str:
+    return str(desk.tables["devices"][desk.device["id"]]["state"])
+
+
+def instructions(heard: Sequence[str]) -> list[str]:
+    """What a message asks the user to do."""
+    return [name for name, known in INSTRUCTIONS.items() if any(word in heard for word in known)]
+
+
+def do(desk: Desk, doing: str) -> bool:
+    """The user does it; whether that is something new."""
+    device, new = desk.device, doing not in desk.doings
+    before = dict(device)
+    if doing == "cable":
+        device["cable"] = "in"
+    elif doing == "wireless" and device["cable"] == "in":
+        device["wireless"] = "on"
+    elif doing == "restart" and device["cable"] == "in" and _state(desk) == "active":
+        device["fresh"] = "yes"
+    desk.doings.append(doing)
+    return new or device != before
+
 
 #: Useless messages after which a user leaves.
 PATIENCE = 4
@@ -129,14 +172,14 @@ class ScriptedUser:
     def _instructed(self, heard: Sequence[str], desk: Desk) -> str | None:
         if not desk.device:
             return None
-        doings = appliance.instructions(heard)
+        doings = instructions(heard)
         if not doings:
             return None
         if len(doings) > 1:
             return self._bored(words.ONE_STEP)
-        changed = appliance.do(desk, doings[0])
-        text = f"done, the lamp is {appliance.lamp(desk)}."
-        if appliance.lamp(desk) == appliance.WORKING:
+        changed = do(desk, doings[0])
+        text = f"done, the lamp is {lamp(desk)}."
+        if lamp(desk) == WORKING:
             self._wants_nothing = True
             text += " " + self._one_of(words.THANKS)
         return text if changed else self._bored(text)
@@ -147,7 +190,7 @@ class ScriptedUser:
             return None
         knows = dict(self._script["knows"])
         if desk.device:
-            knows["lamp"] = appliance.lamp(desk)
+            knows["lamp"] = lamp(desk)
         parts = [(slot, str(knows[slot])) for slot in named if slot in knows]
         if not parts:
             return self._bored(words.UNKNOWN)

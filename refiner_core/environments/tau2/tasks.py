@@ -5,13 +5,177 @@ In: values of the package. Out: plain ones of ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from refiner_core.environments.protocol import Message
-from refiner_core.environments.tau2.reward import (
-    NL_BASIS,
-)
+from refiner_core.contract.errors import Interrupted, RefinerError
+from refiner_core.contract.types import Judge, JudgeRequest
+from refiner_core.environments.protocol import Check, Failure, InfrastructureError, Message
+
+NL_BASIS = "NL_ASSERTION"
+_COMPONENTS = {
+    "DB": "db",
+    "ENV_ASSERTION": "env_assertions",
+    "ACTION": "action",
+    "COMMUNICATE": "communicate",
+    NL_BASIS: "nl",
+}
+HANDING_OVER = "transfer_to_human_agents"
+_QUESTION = "A conversation of a service agent with a customer, and with tools."
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an episode was worth, so far as it was measured."""
+
+    reward: float
+    components: Mapping[str, float]
+    checks: tuple[Check, ...]
+    excluded: tuple[str, ...] = ()
+
+
+def read_reward_info(reward_info: Mapping[str, Any] | str) -> Measured:
+    """Components and checks.
+
+    Raises
+    ------
+    InfrastructureError
+        It has another shape (kind ``unreadable_reward``): no number is made up for it.
+    """
+    try:
+        values = json.loads(reward_info) if isinstance(reward_info, str) else reward_info
+        reward = _number(values["reward"])
+        parts = values.get("reward_breakdown") or {}
+        components = {_COMPONENTS[name]: _number(part) for name, part in parts.items()}
+        return Measured(reward, components, tuple(_checks(values)))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InfrastructureError(
+            f"The reward_info of tau2-bench cannot be read ({type(error).__name__}: {error}).",
+            kind="unreadable_reward",
+            expected="a reward, reward_breakdown, and lists of checks, as version 1.0 has them",
+            fix="install a version that this adapter was tested with (1.0)",
+        ) from error
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise ValueError(f"{value!r} is no number")
+    return number
+
+
+def _checks(values: Mapping[str, Any]) -> list[Check]:
+    checks = []
+    for one in values.get("action_checks") or ():
+        action = one["action"]
+        checks.append(
+            Check("action", _unique(action), _truth(one["action_match"]), _call_text(action))
+        )
+    for one in values.get("communicate_checks") or ():
+        checks.append(Check("communicate", str(one["info"]), _truth(one["met"])))
+    for one in values.get("env_assertions") or ():
+        assertion = one["env_assertion"]
+        name = f"{assertion['func_name']}({_json(assertion.get('arguments') or {})})"
+        checks.append(Check("environment", name, _truth(one["met"])))
+    if values.get("db_check") is not None:
+        checks.append(Check("db", "database", _truth(values["db_check"]["db_match"])))
+    for one in values.get("nl_assertions") or ():
+        checks.append(Check("nl", str(one["nl_assertion"]), _truth(one["met"])))
+    return checks
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _unique(action: Mapping[str, Any]) -> str:
+    return str(action.get("action_id") or action["name"])
+
+
+def _call_text(action: Mapping[str, Any]) -> str:
+    by = "the user: " if action.get("requestor") == "user" else ""
+    return f"{by}{action['name']}({_json(action.get('arguments') or {})})"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
+
+
+def with_judged(
+    measured: Measured, assertions: Sequence[str], transcript: str, judge: Judge
+) -> Measured:
+    """The same with assertions in plain language, each asked of the judge: an assertion holds where
+    the judge gives all of the score.
+
+    Raises
+    ------
+    InfrastructureError
+        A judgement failed, or the judge is out of reach (kind ``judge_failed``).
+    Interrupted
+        A stop was asked for while the judge's servers were waited for.
+    """
+    requests = [JudgeRequest("rubric", _QUESTION, transcript, text) for text in assertions]
+    try:
+        judgements = judge.judge(requests)
+    except Interrupted:
+        raise
+    except RefinerError as error:
+        raise _judge_failed(str(error)) from error
+    checks = []
+    for text, judgement in zip(assertions, judgements, strict=True):
+        if judgement.score is None:
+            raise _judge_failed(judgement.detail or "a judgement failed")
+        checks.append(Check("nl", text, judgement.score >= 1.0 - 1e-9, f"{judgement.score:g}"))
+    holds = float(all(check.passed for check in checks))
+    return replace(
+        measured,
+        reward=measured.reward * holds,
+        components={**measured.components, "nl": holds},
+        checks=(*measured.checks, *checks),
+    )
+
+
+def _judge_failed(why: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"The judge did not say whether an assertion holds: {why}",
+        kind="judge_failed",
+        expected="a score for each assertion",
+        fix="see the judge's log, or set environment.nl_assertions=exclude",
+    )
+
+
+def failure_of(
+    measured: Measured, *, reason: str, tools: Sequence[str], errors: Sequence[str]
+) -> Failure | None:
+    """Why an episode failed, None where it did not; of several the first of
+    :data:`~refiner_core.environments.protocol.FAILURES` counts.
+
+    ``reason`` is how tau2-bench says that it ended (empty: it was broken off); ``tools`` are the
+    agent's calls in order, ``errors`` what tools refused (``wrong_tool``, ``wrong_argument``).
+    What a tool refuses for its content is counted as an argument: tau2-bench does not tell a rule
+    from a value.
+    """
+    if measured.reward >= 1.0 - 1e-9:
+        return None
+    if reason not in ("agent_stop", "user_stop"):
+        return "limit"
+    if "wrong_tool" in errors:
+        return "wrong_tool"
+    if "wrong_argument" in errors:
+        return "wrong_argument"
+    actions = [check for check in measured.checks if check.kind == "action"]
+    wanted = any(HANDING_OVER in check.detail for check in actions)
+    if HANDING_OVER in tools and not wanted:
+        return "gave_up"
+    if reason == "agent_stop" and actions and not any(check.passed for check in actions):
+        return "gave_up"
+    return "incomplete"
+
 
 #: Of its messages, what its own tools read.
 _KEPT = frozenset(

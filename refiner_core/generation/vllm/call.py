@@ -1,7 +1,7 @@
 """One call at work on a fleet of vLLM servers: a thread with an event loop of its own.
 
 In: what is to be asked, by number, and who asks it of which server
-(:mod:`refiner_core.generation.vllm.lanes`). Out: completions by number, as they come, whatever
+(:mod:`refiner_core.generation.vllm.call`). Out: completions by number, as they come, whatever
 happens to servers meanwhile. More may be asked while it works.
 
 A sample that a server gave up (``abort``) is discarded and asked again. A server that says that it
@@ -15,16 +15,130 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
 
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest
-from refiner_core.generation.vllm.lanes import Lane, Shares
-from refiner_core.generation.vllm.transport import Transport, said
 from refiner_core.generation.vllm.wire import Asked, Unusable, completion_body, read_completion
-from refiner_core.http.client import Answered, Lost
+from refiner_core.http.client import CONNECT_S, Answered, Client, Lost
 from refiner_core.http.loop import LoopThread
+
+
+@dataclass(eq=False)
+class Lane:
+    """One server and its share.
+
+    ``heard_at`` is when it last answered or was given its first work (seconds of the loop's clock);
+    ``held_until`` when it may be asked again after it said that it is full; ``failed`` counts
+    failures in a row.
+    """
+
+    index: int
+    endpoint: Endpoint
+    queue: deque[int] = field(default_factory=deque)
+    flying: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    up: bool = True
+    heard_at: float = 0.0
+    held_until: float = 0.0
+    failed: int = 0
+
+
+class Shares:
+    """The requests that nobody has in hand."""
+
+    def __init__(
+        self, requests: Sequence[GenerationRequest], endpoints: Sequence[Endpoint]
+    ) -> None:
+        self.lanes = [Lane(index, endpoint) for index, endpoint in enumerate(endpoints)]
+        self._back: deque[int] = deque()
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(request.prompt_ids, []).append(index)
+        for indices in groups.values():
+            min(self.lanes, key=lambda lane: len(lane.queue)).queue.extend(indices)
+
+    def take(self, lane: Lane, *, others: bool = True) -> int | None:
+        """The next request for that server, with ``others`` also of another's share; None where
+        none is left."""
+        if self._back:
+            return self._back.popleft()
+        if lane.queue or not others:
+            return lane.queue.popleft() if lane.queue else None
+        longest = max(self.lanes, key=lambda other: len(other.queue))
+        return longest.queue.pop() if longest.queue else None
+
+    def give_back(self, index: int) -> None:
+        """It has to be asked again, of whoever is free first."""
+        self._back.append(index)
+
+
+class Conversations(Shares):
+    """Requests that come one after the other: turns, each of a conversation."""
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        super().__init__((), endpoints)
+        self._home: dict[int, Lane] = {}
+        self._of: dict[int, int] = {}
+
+    def add(self, index: int, conversation: int) -> None:
+        """Request ``index`` is the next turn of a conversation: for the server that had the turn
+        before; a new one, or one whose server is gone, for who has fewest conversations."""
+        home = self._home.get(conversation)
+        if home is None or not home.up:
+            up = [lane for lane in self.lanes if lane.up] or self.lanes
+            open_of = {lane.index: 0 for lane in up}
+            for lane in self._home.values():
+                if lane.index in open_of:
+                    open_of[lane.index] += 1
+            home = min(up, key=lambda lane: open_of[lane.index])
+        self._home[conversation] = home
+        self._of[index] = conversation
+        home.queue.append(index)
+
+    def take(self, lane: Lane, *, others: bool = True) -> int | None:
+        """The next turn for that server, which is the conversation's from now on."""
+        index = super().take(lane, others=others)
+        if index is not None and self._of[index] in self._home:
+            self._home[self._of[index]] = lane
+        return index
+
+    def end(self, conversation: int) -> None:
+        """There are no further turns of it."""
+        self._home.pop(conversation, None)
+
+
+class Transport(Client):
+    """A session of one event loop; to be made inside it."""
+
+    def __init__(self) -> None:
+        super().__init__("", CONNECT_S, own=True)
+
+    async def complete(self, endpoint: Endpoint, body: bytes) -> Answered | Lost:
+        """Ask for a completion; how long that may take is the caller's business."""
+        return await self.post(f"{endpoint.url}/completions", endpoint, body)
+
+    async def is_well(self, endpoint: Endpoint) -> bool:
+        """Whether the server says that its engine lives."""
+        return await self.probe(f"{root_of(endpoint)}/health", endpoint) == 200
+
+
+def root_of(endpoint: Endpoint) -> str:
+    """The server's address without the path of the API, below which its own routes are not."""
+    parts = urlsplit(endpoint.url)
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
+    """What a server said, to be quoted: one line, without the key."""
+    text = " ".join(raw[: 4 * most].decode(errors="replace").split())
+    if endpoint.key:
+        text = text.replace(endpoint.key, "***")
+    return text[:most]
+
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ How a call runs:
 1. Each request is one HTTP request with its own seed, whatever server it goes to
    (:mod:`refiner_core.generation.vllm.wire`).
 2. Prompts are spread over the servers; who runs out of work takes from the others
-   (:mod:`refiner_core.generation.vllm.lanes`).
+   (:mod:`refiner_core.generation.vllm.call`).
 3. What a server gave up is asked again, and a server that is lost is replaced
    (:mod:`refiner_core.generation.vllm.call`).
 4. ``on_completion`` runs in the calling thread, while the requests go on in another.
 
-Turns of conversations are requests too (:mod:`refiner_core.generation.vllm.turns`).
+Turns of conversations are requests too (:mod:`refiner_core.generation.vllm.client`).
 
 Weights never change during a call: the fleet's lock is held. Seeds alone decide a sample, as far as
 vLLM's kernels give the same sums in batches of another composition: in float32 that is usual, in
@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
@@ -33,15 +35,100 @@ from refiner_core.contract.types import (
     OnCompletion,
     SamplingParams,
     TurnDesk,
+    TurnRequest,
 )
-from refiner_core.generation.limits import check_params, check_window
-from refiner_core.generation.vllm.call import Call, Fleet, Question
-from refiner_core.generation.vllm.lanes import Conversations, Shares
-from refiner_core.generation.vllm.turns import serve_turns
+from refiner_core.generation.completions import check_params, check_window
+from refiner_core.generation.vllm.call import Call, Conversations, Fleet, Question, Shares
 from refiner_core.generation.vllm.wire import Asked
 
-#: How often the caller hears of progress while no sample is finished, seconds.
+#: How long an answer is waited for before the desk is asked again, seconds.
+POLL_S = 0.02
+#: How often the caller hears of progress while no turn is finished, seconds.
 _TICK_S = 0.5
+
+
+def serve_turns(
+    call: Call,
+    lanes: Conversations,
+    questions: dict[int, Question],
+    desk: TurnDesk,
+    *,
+    asked: Callable[[SamplingParams], Asked],
+    window: int,
+    room: int,
+    on_step: Callable[[int, int], None] | None,
+) -> None:
+    """Work until the desk has no more.
+
+    Parameters
+    ----------
+    call, lanes, questions
+        Asks the numbers that ``lanes`` is told of, and looks them up in ``questions``.
+    desk
+        Gives turns and takes completions.
+    asked
+        What is the same for all turns with these parameters.
+    window
+        Tokens of context and completion together.
+    room
+        Most conversations under way.
+    on_step
+        Called with (turns finished, turns begun) after turns end, and about twice a second.
+    """
+    numbers = count()
+    known: set[int] = set()
+    flying: dict[int, TurnRequest] = {}
+    begun = finished = 0
+    told_at = time.monotonic()
+
+    def ask(request: TurnRequest) -> None:
+        check_params(request.params)
+        sample = GenerationRequest(request.context_ids, request.seed)
+        check_window([sample], request.params, window)
+        index, conversation = next(numbers), request.conversation
+        questions[index] = Question(sample, asked(request.params))
+        flying[index] = request
+        known.add(conversation)
+        call.change(lambda: lanes.add(index, conversation))
+
+    def end(conversation: int) -> None:
+        known.discard(conversation)
+        call.change(lambda: lanes.end(conversation))
+
+    with call:
+        while True:
+            turns = desk.take(max(0, room - len(known)), wait=not flying)
+            for conversation in turns.ended:
+                end(conversation)
+            for request in turns.begin:
+                ask(request)
+            begun += len(turns.begin)
+            if not flying and not turns.more:
+                return
+            before = finished
+            for index, completion in _answers(call) if flying else ():
+                del questions[index]
+                finished += 1
+                desk.finished(flying.pop(index), completion)
+            now = time.monotonic()
+            if on_step is not None and (finished > before or now - told_at >= _TICK_S):
+                told_at = now
+                on_step(finished, begun)
+
+
+def _answers(call: Call) -> Iterator[tuple[int, Completion]]:
+    """What has come: the first within :data:`POLL_S`, and what is there with it."""
+    wait_s = POLL_S
+    while True:
+        try:
+            answer = call.next(wait_s)
+        except queue.Empty:
+            return
+        yield answer
+        wait_s = 0.0
+
+
+#: How often the caller hears of progress while no sample is finished, seconds.
 
 
 class VllmGenerator:

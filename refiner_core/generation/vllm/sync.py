@@ -1,7 +1,7 @@
 """New weights on running servers: never half, never wrong, never taken on trust.
 
 In: a context that yields the live model with all its weights, and a version. Out: servers that
-have them, proven by a canary (:mod:`refiner_core.generation.vllm.canary`).
+have them, proven by a canary (:mod:`refiner_core.generation.vllm.admin`).
 
 ::
 
@@ -34,11 +34,9 @@ from typing import Any
 
 from refiner_core.contract.errors import KilledError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
-from refiner_core.generation.limits import stop_ids
-from refiner_core.generation.vllm.admin import Admin, Failed
-from refiner_core.generation.vllm.canary import Canary, make_canary
-from refiner_core.generation.vllm.transfer import Transfer
-from refiner_core.generation.vllm.weights import write_folder
+from refiner_core.generation.completions import stop_ids
+from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canary
+from refiner_core.generation.vllm.transfer import Transfer, write_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,25 +1,197 @@
-"""One request for one item, and what it teaches about the server.
+"""One request for one item: what an answer means, and what it teaches.
 
-In: an item and the server that is to be asked. Out: how it ended; the fleet and the counts know of
-it by then. A request that hangs is cut short from outside (:meth:`Asking.late`), which is an ending
-like others: it may be the item's fault, or that of a server from which nothing is heard any more.
+Items are calls on their way (one request each) and belong to the engine's thread; a batch (one
+submit) is filled there and waited for elsewhere. By the time that a request has ended, the fleet
+and the counts know of it. One that hangs is cut short from outside (:meth:`Asking.late`), which is
+an ending like others: it may be the item's fault, or that of a server from which nothing is heard
+any more.
+
+==================================== ======== ==========================================
+answer                               server   call
+==================================== ======== ==========================================
+200 with judgements                  well     scored
+200 without                          well     again, or failed where that would not help
+408, 429                             busy     again
+502, 503, 504, connection lost       gone     again
+other 5xx                            sick     again
+anything else                        well     failed
+==================================== ======== ==========================================
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import threading
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
-from refiner_core.http.breaker import Trouble
+from refiner_core.contract.types import Judgement, JudgeRequest
 from refiner_core.http.client import Answered, Client, Flight, Lost
-from refiner_core.http.fleet import Fleet, Server
-from refiner_core.judges.served.outcome import Outcome, outcome_of
-from refiner_core.judges.served.usage import Counts
-from refiner_core.judges.served.work import Item
+from refiner_core.http.fleet import Fleet, Server, Trouble
+from refiner_core.judges.calls import Call, Reply, read_reply, request_body
+from refiner_core.judges.surroundings import Counts
+
+_BUSY = frozenset({408, 429})
+_GONE = frozenset({502, 503, 504})
+_LOST = {
+    "refused": "no connection",
+    "connection": "the connection was lost",
+    "truncated": "the reply broke off",
+    "too_long": "the reply is too long",
+    "timeout": "no answer in time",
+}
+_TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
+
+
+class Outcome(NamedTuple):
+    """``judgements`` where scored; else why not, and whether that is the last word.
+
+    ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read,
+    ``tokens`` what it took to read and to write, also where nothing came of it; ``served`` is what
+    the server says that it is.
+    """
+
+    trouble: Trouble
+    judgements: tuple[Judgement, ...] | None = None
+    reason: str = ""
+    final: bool = False
+    unusable: str = ""
+    partial: tuple[Judgement | None, ...] = ()
+    tokens: tuple[int, int] = (0, 0)
+    served: str = ""
+
+
+def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
+    """Read an answer."""
+    if isinstance(answer, Lost):
+        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
+        words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
+        return Outcome(trouble, reason=words, unusable=answer.reason)
+    status = answer.status
+    if status == 200:
+        return _read(answer.raw, call)
+    reason = f"HTTP {status}"
+    if status in _BUSY:
+        return Outcome(Trouble.BUSY, reason=reason)
+    if status >= 500:
+        return Outcome(Trouble.GONE if status in _GONE else Trouble.SICK, reason=reason)
+    return Outcome(Trouble.NONE, reason=reason, final=True)
+
+
+def _read(raw: bytes, call: Call) -> Outcome:
+    reply = read_reply(raw, call)
+    tokens = (reply.prompt_tokens, reply.completion_tokens)
+    if isinstance(reply, Reply):
+        return Outcome(Trouble.NONE, reply.judgements, tokens=tokens, served=reply.served)
+    return Outcome(
+        Trouble.NONE,
+        reason=reply.detail,
+        final=reply.final,
+        unusable=reply.reason,
+        partial=reply.partial,
+        tokens=tokens,
+    )
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Batch:
+    """The requests of one submit, and what is known of them so far."""
+
+    def __init__(self, requests: Sequence[JudgeRequest], limit_s: float) -> None:
+        self.requests = tuple(requests)
+        self.begun = time.monotonic()
+        #: Monotonic seconds; moved on by the length of each pause.
+        self.expires_at = self.begun + limit_s
+        self.found: dict[JudgeRequest, Judgement] = {}
+        self.stored: set[JudgeRequest] = set()
+        #: Judgements that were scored by calls made for this batch.
+        self.own = 0
+        self.open: set[Item] = set()
+        #: Calls that its caller has handed to the loop, and those that the loop has seen: each is
+        #: counted by one thread alone.
+        self.handed = self.taken = 0
+        self.sealed = False
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+
+    def counts(self) -> dict[str, int]:
+        """How its judgements came about, each counted once."""
+        failed = sum(self.found[r].status == "failed" for r in self.requests)
+        stored = sum(r in self.stored for r in self.requests)
+        shared = len(self.requests) - failed - stored - self.own
+        return {"stored": stored, "shared": shared, "failed": failed}
+
+
+class Item:
+    """One call on its way, whoever waits for it."""
+
+    __slots__ = (
+        "avoid",
+        "best",
+        "bodies",
+        "call",
+        "cut",
+        "flight",
+        "last",
+        "left_s",
+        "owner",
+        "plain_at",
+        "sent",
+        "task",
+        "tries",
+        "waiting",
+    )
+
+    def __init__(self, call: Call, left_s: float, owner: Batch) -> None:
+        self.call, self.left_s, self.owner = call, left_s, owner
+        self.waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = []
+        #: Tries that counted, and all that were sent.
+        self.tries = self.sent = 0
+        self.last = "it was not asked yet"
+        self.best: tuple[Judgement | None, ...] = ()
+        #: The server that is asked only if there is no other: it has just failed.
+        self.avoid: Server | None = None
+        #: The server that did not take the schema and is asked again without one.
+        self.plain_at: Server | None = None
+        self.bodies: dict[bool, bytes] = {}
+        self.flight: Flight | None = None
+        self.task: asyncio.Task[Any] | None = None
+        self.cut: Literal["", "timeout", "given_up"] = ""
+
+    def body(self, config: JudgeConfig, *, structured: bool) -> bytes:
+        """The request's body, made once."""
+        made = self.bodies.get(structured)
+        if made is None:
+            made = _encode(request_body(self.call, config, structured=structured)).encode()
+            self.bodies[structured] = made
+        return made
+
+    def failed(self, detail: str) -> tuple[Judgement, ...]:
+        """What is left of it: what could be read of a batched reply, and failures."""
+        failure = Judgement("failed", None, detail)
+        known = self.best or (None,) * len(self.call.requests)
+        return tuple(judgement or failure for judgement in known)
+
+    def cut_short(self, why: Literal["timeout", "given_up"]) -> None:
+        """End it wherever it is, unless it is ended already."""
+        if self.task is not None and not self.cut:
+            self.cut = why
+            if self.task is not asyncio.current_task():  # which looks for itself
+                self.task.cancel()
+
+    def uncut(self) -> None:
+        """Its cutting short was noticed and dealt with."""
+        self.cut = ""
+        if self.task is not None:
+            self.task.uncancel()
+
 
 log = logging.getLogger(__name__)
 

@@ -149,7 +149,7 @@ class Said:
 
     ``model`` is whose (``sft``, ``grpo``, or ``step 12`` of training); ``judgements`` are as
     stored (rubric, score, reason, …); ``episode`` is the JSON of an
-    :class:`~refiner_core.environments.record.EpisodeRecord`, and ``text`` is empty then.
+    :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty then.
     """
 
     model: str

@@ -9,16 +9,120 @@ would make it too large to open is bounded: what is left out is said.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from refiner_core.report import printing
-from refiner_core.report.drawing import dot
+from markupsafe import Markup
+
+from refiner_core.report import drawing, printing
+from refiner_core.report.drawing import Share, dot, shares
 from refiner_core.report.pages import leaf, parts_of, tree
-from refiner_core.report.run import drawing, words
-from refiner_core.report.run.document import MetricCurve, RunReport
-from refiner_core.report.run.examples import shown_examples
-from refiner_core.report.run.numbers import model_index, tables
+from refiner_core.report.run import tables as words
+from refiner_core.report.run.document import Example, MetricCurve, RewardPart, RunReport, Said
+from refiner_core.report.run.tables import model_index, tables
+from refiner_core.report.transcripts import (
+    MOST_IN_ALL,
+    MOST_OF_ANSWER,
+    MOST_OF_PROMPT,
+    Conversation,
+    Evidence,
+    answer_markup,
+    conversation,
+    evidence_of,
+    size_of,
+)
+
+MOST_EXAMPLES, MOST_SAID, MOST_JUDGEMENTS, MOST_PARTS = 60, 12, 24, 40
+
+
+@dataclass(frozen=True)
+class SaidShown:
+    """An answer or an attempt as it is shown."""
+
+    said: Said
+    text: Markup
+    conversation: Conversation | None
+    shares: list[Share]
+    measured: list[RewardPart]
+    rubrics: list[Mapping[str, Any]]
+    claims: list[dict[str, Any]]
+    others: list[Mapping[str, Any]]
+    judgements_left_out: int
+
+
+@dataclass(frozen=True)
+class ExampleShown:
+    """A prompt with the answers that fit on the page."""
+
+    example: Example
+    evidence: Evidence
+    said: tuple[SaidShown, ...]
+    left_out: int
+
+
+def shown_examples(
+    examples: Sequence[Example], pair: tuple[str, str] | None = None
+) -> list[ExampleShown]:
+    """Examples with as many answers as a page can hold: each has an equal share of the room. The
+    models of a ``pair`` (before, after) stand side by side, in front of the others."""
+    shown = examples[:MOST_EXAMPLES]
+    share = MOST_IN_ALL // max(1, len(shown))
+    made = []
+    for place, example in enumerate(shown):
+        if pair is not None and example.kind == "before and after":
+            said = sorted(example.said, key=lambda s: s.model not in pair)
+            example = replace(example, said=tuple(said))
+        kept = tuple(_within(example, share))
+        evidence = evidence_of(example.prompt, (s.text for s in kept), f"e{place}")
+        made.append(
+            ExampleShown(
+                example,
+                evidence,
+                tuple(_shown(said, evidence) for said in kept),
+                len(example.said) - len(kept),
+            )
+        )
+    return made
+
+
+def _within(example: Example, room: int) -> Iterator[Said]:
+    room -= min(len(example.prompt), MOST_OF_PROMPT)
+    for place, said in enumerate(example.said[:MOST_SAID]):
+        size = min(len(said.text), MOST_OF_ANSWER)
+        if said.episode is not None:
+            size = size_of(said.episode)
+        room -= size + 300 * min(len(said.judgements), MOST_JUDGEMENTS) + 300
+        if room < 0 and place > 1:
+            return
+        yield said
+
+
+def _shown(said: Said, evidence: Evidence) -> SaidShown:
+    kept = said.judgements[:MOST_JUDGEMENTS]
+    claims: dict[Any, dict[str, Any]] = {}
+    rubrics, others = [], []
+    for one in kept:
+        kind = str(one.get("kind") or "")
+        if kind.startswith("citation"):
+            place = one.get("claim_index")
+            found = claims.setdefault(place, {"place": place, "claim": one.get("claim"), "on": []})
+            found["on"].append((kind.removeprefix("citation_"), one))
+        elif kind in ("rubric", ""):
+            rubrics.append(one)
+        else:
+            others.append(one)
+    return SaidShown(
+        said,
+        answer_markup(said.text, evidence),
+        conversation(said.episode) if said.episode is not None else None,
+        *shares(said.parts[:MOST_PARTS]),
+        rubrics,
+        list(claims.values()),
+        others,
+        len(said.judgements) - len(kept),
+    )
+
 
 VIEWS = (
     ("summary", "Summary"),

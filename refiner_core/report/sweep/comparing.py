@@ -13,7 +13,8 @@ that are shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +23,138 @@ import numpy.typing as npt
 
 from refiner_core.contract.kinds import MODELS
 from refiner_core.evaluation.power import Components, detectable_effect, variance_components
-from refiner_core.report.curves import make_curves
-from refiner_core.report.sweep.attempts import make_attempts
-from refiner_core.report.sweep.document import REPORT_VERSION, Comparison, SweepReport
-from refiner_core.report.sweep.evidence import Evidence, TrialEvidence
-from refiner_core.report.sweep.flips import make_flips, make_side_by_side
-from refiner_core.report.sweep.groups import Group, make_groups
-from refiner_core.report.sweep.matrix import make_agreement, make_matrix
-from refiner_core.report.sweep.numbers import compare_group, paired_layouts
-from refiner_core.report.sweep.rubrics import make_rubrics
-from refiner_core.report.sweep.sides import ALPHA, Setting
+from refiner_core.report.sweep.breakdown import (
+    make_agreement,
+    make_flips,
+    make_matrix,
+    make_rubrics,
+    make_side_by_side,
+)
+from refiner_core.report.sweep.document import (
+    REPORT_VERSION,
+    AttemptsRow,
+    Comparison,
+    Curve,
+    SweepReport,
+)
+from refiner_core.report.sweep.evidence import Evidence, Group, Training, TrialEvidence, make_groups
+from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, paired_layouts
 
 Floats = npt.NDArray[np.float64]
+#: Metrics that are shown, where a stage logs them.
+SHOWN = (
+    "scores",
+    "objective/rubric_reward",
+    "objective/citation_reward",
+    "objective/kl3_avg",
+    "val/stop_rate",
+    "val/sequence_lengths",
+    "policy/clipfrac_avg",
+    "loss/train_avg",
+    "loss/validation",
+)
+#: Points of all curves together, and the fewest and most of one.
+_ALL_POINTS = 150_000
+_FEWEST, _MOST = 12, 200
+
+
+def make_curves(evidence: Evidence) -> tuple[Curve, ...]:
+    """Curves by stage and metric, arms in the order of the sweep."""
+    by_stage: dict[str, dict[str, dict[int, Training]]] = {}
+    for trial in evidence.trials:
+        for stage in trial.trainings:
+            training = evidence.trainings[stage]
+            arms = by_stage.setdefault(training.name, {})
+            arms.setdefault(trial.row.arm, {})[trial.row.seed] = training
+    found = [
+        (name, metric, arm, seeds)
+        for name, arms in by_stage.items()
+        if not _shared(arms)
+        for metric in SHOWN
+        for arm, seeds in arms.items()
+        if any(metric in t.metrics for t in seeds.values())
+    ]
+    lines = sum(3 + len(seeds) for *_, seeds in found)
+    most = min(_MOST, max(_FEWEST, _ALL_POINTS // max(1, lines)))
+    return tuple(_curve(name, metric, arm, seeds, most) for name, metric, arm, seeds in found)
+
+
+def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
+    seeds = {seed for trainings in arms.values() for seed in trainings}
+    return len(arms) > 1 and all(
+        len({id(t[seed]) for t in arms.values() if seed in t}) == 1 for seed in seeds
+    )
+
+
+def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Curve:
+    logged = {s: t.metrics[metric] for s, t in sorted(seeds.items()) if metric in t.metrics}
+    steps = np.unique(np.concatenate([at for at, _ in logged.values()]))
+    if len(steps) > most:
+        steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
+    table = np.full((len(logged), len(steps)), np.nan)
+    for row, (at, values) in zip(table, logged.values(), strict=True):
+        places = np.searchsorted(steps, at)
+        inside = places < len(steps)
+        hit = inside & (steps[np.minimum(places, len(steps) - 1)] == at)
+        row[places[hit]] = values[hit]
+    there = ~np.isnan(table)
+    count = there.sum(axis=0)
+    known = count > 0
+    total = np.where(there, table, 0.0).sum(axis=0)
+    mean = np.where(known, total / np.maximum(count, 1), np.nan)
+    low = np.where(known, np.where(there, table, np.inf).min(axis=0), np.nan)
+    high = np.where(known, np.where(there, table, -np.inf).max(axis=0), np.nan)
+    return Curve(
+        stage=stage,
+        metric=metric,
+        arm=arm,
+        steps=tuple(steps.tolist()),
+        mean=_plain(mean),
+        low=_plain(low),
+        high=_plain(high),
+        by_seed={str(s): _plain(row) for s, row in zip(logged, table, strict=True)},
+    )
+
+
+def _plain(values: Floats) -> tuple[float | None, ...]:
+    """Numbers with six digits, None for what is not finite: a page is not to carry more."""
+    return tuple(float(f"{v:.6g}") if v - v == 0 else None for v in values.tolist())
+
+
+def make_attempts(groups: Sequence[Group]) -> tuple[AttemptsRow, ...]:
+    """Rows of all groups that are about agents."""
+    return tuple(row for group in groups if not group.reward for row in _of_group(group))
+
+
+def _of_group(group: Group) -> Iterator[AttemptsRow]:
+    for arm in group.arms:
+        by_domain: dict[str, list[Mapping[str, Any]]] = {}
+        for seed in group.seeds_of(arm):
+            told = group.cells[arm, seed].measured.episodes.get("domains") or {}
+            for domain, counts in told.items():
+                by_domain.setdefault(domain, []).append(counts)
+        for domain, found in by_domain.items():
+            yield AttemptsRow(
+                arm=arm,
+                model=group.model,
+                decoding=group.decoding,
+                protocol=group.name,
+                domain=domain,
+                tasks=max(int(counts["tasks"]) for counts in found),
+                asked=sum(int(counts["asked"]) for counts in found),
+                passed=sum(int(counts["passed"]) for counts in found),
+                failures=_sum(counts["failures"] for counts in found),
+                errors=_sum(counts["errors"] for counts in found),
+            )
+
+
+def _sum(counts: Any) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for found in counts:
+        total.update(found)
+    return dict(total)
+
+
 POWER = 0.8
 
 

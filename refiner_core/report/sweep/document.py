@@ -201,7 +201,8 @@ class Flip:
 @dataclass(frozen=True)
 class Answer:
     """One stored answer, with its scores and judgements; of an agent's attempt ``episode`` is the
-    JSON of its :class:`~refiner_core.environments.record.EpisodeRecord`, and ``text`` is empty."""
+    JSON of its :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is
+    empty."""
 
     arm: str
     seed: int
@@ -295,3 +296,10 @@ class SweepReport:
     def primary(self) -> Comparison | None:
         """The comparison that answers the sweep's question."""
         return next((c for c in self.comparisons if c.primary), None)
+
+
+PAGE = "report.html"
+TEXT = "report.md"
+NUMBERS = "report.csv"
+TRIALS = "trials.csv"
+VALUES = "report.json"

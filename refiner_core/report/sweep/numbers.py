@@ -1,6 +1,6 @@
 """Arms against the baseline on one number.
 
-In: a :class:`~refiner_core.report.sweep.groups.Group` and a metric. Out: a
+In: a :class:`~refiner_core.report.sweep.evidence.Group` and a metric. Out: a
 :class:`~refiner_core.report.sweep.document.Comparison`: mean and interval per arm, the paired
 difference, p-values that hold for all arms together (Holm), what each seed says, and a verdict.
 
@@ -11,30 +11,326 @@ other prompts are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from refiner_core.evaluation.metrics import (
-    higher_is_better,
-    is_number,
-    is_yes_no,
-    once_per_prompt,
-)
-from refiner_core.evaluation.names import base_of
-from refiner_core.evaluation.statistics import (
-    Difference,
-    holm,
-    mcnemar_of,
-    two_way_means,
-    wilson,
-)
-from refiner_core.report.drift import Drift, drifts
-from refiner_core.report.sweep.document import Comparison, Key
-from refiner_core.report.sweep.evidence import PromptMeans
-from refiner_core.report.sweep.groups import Group
-from refiner_core.report.sweep.said import said_absent, said_number, said_warnings
-from refiner_core.report.sweep.sides import BySeed, Floats, Setting, Side
+from refiner_core.evaluation.metric_names import base_of
+from refiner_core.evaluation.metrics import higher_is_better, is_number, is_yes_no, once_per_prompt
+from refiner_core.evaluation.statistics import Difference, holm, mcnemar_of, two_way_means, wilson
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SeedPoint, Verdict
+from refiner_core.report.sweep.evidence import Group, PromptMeans
+
+Floats = npt.NDArray[np.float64]
+SAME = 1e-9
+LEVEL = 0.01
+MARGIN = 3.0
+
+
+class Drift(NamedTuple):
+    """What the reference says of one arm against the baseline.
+
+    Attributes
+    ----------
+    kind
+        ``equal``; ``noise`` (differs, but not beyond chance); ``moved``; ``unknown`` (there is no
+        reference).
+    shift, low, high
+        The reference's mean shift with its interval over prompts, of all seeds or of the seed that
+        moved most clearly.
+    changed, prompts
+        How many of the reference's scores differ, of how many (all seeds).
+    net
+        The arm's difference less the reference's, prompt by prompt.
+    """
+
+    kind: Literal["equal", "noise", "moved", "unknown"]
+    shift: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    changed: int = 0
+    prompts: int = 0
+    net: Difference | None = None
+
+    def stands(self, found: Difference) -> bool:
+        """Whether a difference that is clear by itself is one beside this drift."""
+        if self.kind in ("equal", "unknown"):
+            return True
+        if self.net is None or self.net.low is None or self.net.high is None:
+            return False
+        margin = MARGIN * max(abs(self.low), abs(self.high)) if self.kind == "moved" else 0.0
+        if found.low is None or found.high is None:
+            return False
+        above = min(found.low, self.net.low) > margin
+        below = max(found.high, self.net.high) < -margin
+        return above or below
+
+
+UNKNOWN = Drift("unknown")
+
+
+def drifts(reference: Floats, differences: Floats) -> list[Drift]:
+    """One :class:`Drift` per arm.
+
+    Parameters
+    ----------
+    reference
+        Arm minus baseline of the copier's answers [arms, seeds, prompts]; NaN where either has no
+        value.
+    differences
+        Arm minus baseline of the models' answers, of the same shape.
+    """
+    known = np.isfinite(reference)
+    changed = (np.abs(np.where(known, reference, 0.0)) > SAME).sum(axis=(1, 2))
+    return [
+        _one(r, d, int(c), int(k.sum()))
+        for r, d, c, k in zip(reference, differences, changed, known, strict=True)
+    ]
+
+
+def _one(reference: Floats, differences: Floats, changed: int, known: int) -> Drift:
+    if not known:
+        return UNKNOWN
+    if not changed:
+        return Drift("equal", prompts=known)
+    seeds = len(reference)
+    (together,) = two_way_means(reference.mean(axis=0)[None, None])
+    alone = two_way_means(reference[:, None]) if seeds > 1 else []
+    (net,) = two_way_means((differences - reference)[None])
+    moved = [(f.p_value, f) for f in alone if f.p_value is not None and f.p_value < LEVEL / seeds]
+    if together.p_value is not None and together.p_value < LEVEL:
+        moved.append((together.p_value, together))
+    if not moved:
+        return _drift("noise", together, changed, known, net)
+    largest = max((f for _, f in moved), key=lambda f: abs(f.value))
+    return _drift("moved", largest, changed, known, net)
+
+
+def _drift(
+    kind: Literal["noise", "moved"], found: Difference, changed: int, known: int, net: Difference
+) -> Drift:
+    low = found.value if found.low is None else found.low
+    high = found.value if found.high is None else found.high
+    return Drift(kind, found.value, low, high, changed, known, net)
+
+
+ALPHA = 0.05
+
+
+class BySeed(NamedTuple):
+    """What each seed says: the mean over the prompts that have a value, and their number."""
+
+    means: list[float]
+    counts: list[int]
+
+
+@dataclass
+class Side:
+    """One arm of a comparison, as it is put together."""
+
+    arm: str
+    seeds: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    mean: Difference | None = None
+    found: Difference | None = None
+    drift: Drift = UNKNOWN
+    values: Floats | None = None  # [seeds, prompts]
+    differences: Floats | None = None  # [shared seeds, prompts]
+    by_seed: BySeed | None = None
+    changes: BySeed | None = None
+    refused: str = ""
+    agents: bool = False
+    notes: list[str] = field(default_factory=list)
+    p_adjusted: float | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What comparisons of a sweep have in common.
+
+    ``absent`` maps arm and seed to why there is no evaluation.
+    """
+
+    baseline: str
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    absent: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+
+#: Above this share of prompts without a value, those that are left are no fair choice of them.
+_MANY_EXCLUDED = 0.2
+_NOTHING = Difference(float("nan"), None, None, 0, 0, 0, None, "none")
+
+
+def said_number(
+    side: Side, base: Side | None, group: Group, metric: str, setting: Setting
+) -> ArmNumber:
+    """One arm's row."""
+    mean, found = side.mean, side.found
+    is_base = side.arm == setting.baseline
+    verdict = None if is_base else _verdict(side, base, metric)
+    return ArmNumber(
+        arm=side.arm,
+        value=None if mean is None else mean.value,
+        low=None if mean is None else mean.low,
+        high=None if mean is None else mean.high,
+        difference=None if found is None else found.value,
+        difference_low=None if found is None else found.low,
+        difference_high=None if found is None else found.high,
+        p=None if found is None else found.p_value,
+        p_adjusted=side.p_adjusted,
+        n=found.n if found is not None else (mean.n if mean is not None else 0),
+        seeds=len(side.shared) if found is not None else len(side.seeds),
+        excluded=(found or mean or _NOTHING).excluded,
+        interval=(found or mean or _NOTHING).interval,
+        verdict=verdict,
+        points=_points(side, setting),
+        note="; ".join(_notes(side, base, setting, is_base)),
+    )
+
+
+def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
+    if side.refused:
+        return "not comparable"
+    if side.mean is None:
+        return "missing"
+    if base is None or base.mean is None:
+        return "not comparable"
+    found = side.found
+    if found is None:
+        return "missing"
+    clear = side.p_adjusted is not None and side.p_adjusted < ALPHA
+    stands = side.drift.stands(found)
+    if side.drift.kind == "moved" and not (clear and stands):
+        return "judge moved"
+    good = higher_is_better(metric)
+    if good is None:
+        return None
+    if not (clear and stands):
+        return "not clear"
+    return "better" if (found.value > 0) == good else "worse"
+
+
+def _points(side: Side, setting: Setting) -> tuple[SeedPoint, ...]:
+    mine = _of_seeds(side.seeds, side.by_seed)
+    change = _of_seeds(side.shared, side.changes)
+    nothing = (None, 0)
+    return tuple(
+        SeedPoint(seed, mine.get(seed, nothing)[0], change.get(seed, nothing)[0],
+                  mine.get(seed, nothing)[1])
+        for seed in setting.seeds
+        if seed in mine or (side.arm, seed) in setting.absent
+    )  # fmt: skip
+
+
+def _of_seeds(seeds: Sequence[int], found: BySeed | None) -> dict[int, tuple[float | None, int]]:
+    if found is None:
+        return {}
+    triples = zip(seeds, found.means, found.counts, strict=True)
+    return {seed: (mean if count else None, count) for seed, mean, count in triples}
+
+
+def _notes(side: Side, base: Side | None, setting: Setting, is_base: bool) -> list[str]:
+    notes = [side.refused] if side.refused else []
+    notes += [
+        f"seed {seed} is missing: {setting.absent[side.arm, seed]}"
+        for seed in setting.seeds
+        if seed not in side.seeds and (side.arm, seed) in setting.absent
+    ]
+    if is_base:
+        return notes
+    if base is None or base.values is None:
+        notes.append(f"the baseline {setting.baseline} was not measured in this way")
+        return notes
+    if not side.refused and side.values is not None and not side.shared:
+        notes.append("no seed in common with the baseline")
+    left = [s for s in side.seeds if side.shared and s not in side.shared]
+    if left:
+        notes.append(
+            f"compared on {_seeds(side.shared)}: the baseline has no seed "
+            f"{', '.join(map(str, left))}"
+        )
+    return notes + _of_few(side) + _of_drift(side.drift, agents=side.agents)
+
+
+def _of_few(side: Side) -> list[str]:
+    found = side.found
+    if found is None:
+        return []
+    notes = []
+    if len(side.shared) == 1:
+        notes.append("one seed: this is about these checkpoints, not about their recipes")
+    elif len(side.shared) == 2:
+        notes.append("two seeds: an interval of 95 % covers as little as 91 %")
+    if found.n < 2:
+        notes.append("one prompt has no interval")
+    if found.excluded > _MANY_EXCLUDED * (found.n + found.excluded):
+        notes.append(
+            f"{found.excluded} of {found.n + found.excluded} prompts have no value on some side: "
+            "what is left need not be like them"
+        )
+    return notes
+
+
+def _of_drift(drift: Drift, *, agents: bool) -> list[str]:
+    if drift.kind not in ("moved", "noise"):
+        return []
+    who, whose = "the judge", "answers of the random copier"
+    if agents:
+        who, whose = "the environment or its user", "attempts of who does nothing"
+    what = (
+        f"{drift.changed} of {drift.prompts} {whose}, the same on both sides, were scored otherwise"
+    )
+    size = f"{drift.shift:+.3g} ({drift.low:+.3g} to {drift.high:+.3g})"
+    if drift.kind == "noise":
+        return [f"{who} is noisy: {what}, by {size} on average, which may be chance"]
+    return [
+        f"{who} moved: {what}, by {size} on average; evaluate both again with one "
+        "`evaluate.occasion`"
+    ]
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+
+
+def said_absent(arm: str, setting: Setting) -> ArmNumber:
+    """An arm that was not measured at all."""
+    why = {s: setting.absent[arm, s] for s in setting.seeds if (arm, s) in setting.absent}
+    points = tuple(SeedPoint(seed, None, None, 0) for seed in why)
+    note = "; ".join(f"seed {s} is missing: {text}" for s, text in why.items())
+    verdict: Verdict | None = None if arm == setting.baseline else "missing"
+    return ArmNumber(
+        arm=arm,
+        value=None, low=None, high=None,
+        difference=None, difference_low=None, difference_high=None,
+        p=None, p_adjusted=None,
+        n=0, seeds=0, excluded=0, interval="none",
+        verdict=verdict, points=points, note=note,
+    )  # fmt: skip
+
+
+def said_warnings(base: Side | None, sides: Sequence[Side], setting: Setting) -> tuple[str, ...]:
+    """What holds of the whole comparison."""
+    found = []
+    if base is None and sides:
+        found.append(
+            f"The baseline {setting.baseline} was not measured in this way: nothing is compared."
+        )
+    refused = [s.arm for s in sides if s.refused]
+    if refused:
+        found.append(f"Not comparable, since asked other prompts: {', '.join(refused)}.")
+    moved = [s.arm for s in sides if s.drift.kind == "moved"]
+    if moved:
+        who = "environment" if any(s.agents for s in sides) else "judge"
+        found.append(
+            f"The {who} has scored the same answers otherwise in evaluations of: "
+            f"{', '.join(moved)}."
+        )
+    return tuple(found)
 
 
 def compare_group(

@@ -6,7 +6,6 @@ refused or counted wrongly by the reward; a ``warning`` is wording that judges t
 Nothing is asked of any judge.
 """
 
-from refiner_core.rubrics.lint.files import Checked, check_file
-from refiner_core.rubrics.lint.findings import RULES, Finding
+from refiner_core.rubrics.lint.checks import RULES, Checked, Finding, check_file
 
 __all__ = ["RULES", "Checked", "Finding", "check_file"]

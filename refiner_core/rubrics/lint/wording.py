@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from refiner_core.rubrics.row import Rubric
+from refiner_core.rubrics.rows import Rubric
 
 LONG_WORDS, TERSE_WORDS = 120, 3
 

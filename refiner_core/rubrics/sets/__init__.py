@@ -14,12 +14,14 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.yaml_words import yaml_reason
-from refiner_core.rubrics.reading import RubricSet, read_set
+from refiner_core.contract.files import yaml_reason
+from refiner_core.rubrics.rows import Rubric, RubricSet, parse_rubrics, read_set
 
 __all__ = [
     "RubricSet",
@@ -30,6 +32,7 @@ __all__ = [
     "rubric_set_path",
     "shipped_rubric_sets",
 ]
+
 
 _FOLDER = Path(__file__).parent
 _FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
@@ -153,4 +156,26 @@ def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
             expected="a name, and rubrics each with title, description, polarity and weight",
             fix=_FIX,
         )
+    return rubrics
+
+
+def select_rubrics(row_rubrics: Any, reward: RewardConfig) -> tuple[Rubric, ...]:
+    """The rubrics that ``rubric_source`` asks for.
+
+    ``instance_rubrics_only`` drops static ones, whatever the source: they are then neither judged,
+    nor part of the reward, nor logged. Under ``static`` nothing is left.
+
+    Raises
+    ------
+    DataError
+        The row's rubrics do not fit (see :func:`~refiner_core.rubrics.rows.normalise_rubrics`).
+    ConfigurationError
+        The static set cannot be loaded.
+    """
+    source = reward.rubric_source
+    rubrics: tuple[Rubric, ...] = ()
+    if source in ("instance", "instance+static"):
+        rubrics += parse_rubrics(row_rubrics)
+    if source in ("static", "instance+static") and not reward.instance_rubrics_only:
+        rubrics += load_rubric_set(reward.static_rubrics).rubrics
     return rubrics

@@ -24,7 +24,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -33,22 +33,278 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
-from refiner_core.training.batches.packing import Batch
-from refiner_core.training.engines import zero_steps
-from refiner_core.training.engines.plain import FrozenModel
-from refiner_core.training.engines.together import (
+from refiner_core.training.batches import Batch
+from refiner_core.training.engines.plain import (
+    FrozenModel,
     evaluating,
     most_of_all,
     on_first_rank,
     require_equal_weights,
 )
-from refiner_core.training.engines.zero_state import ZeroState, gathered
 from refiner_core.training.model import loading
+from refiner_core.training.model.loading import SavedTensors, model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
-from refiner_core.training.model.optim import adamw, parameter_groups, trainable
+from refiner_core.training.model.optim import Groups, adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
 from refiner_core.training.state import checkpoint
-from refiner_core.training.state.host_copies import HostCopies
+from refiner_core.training.state.checkpoint import HostCopies, ParameterState
+
+#: What DeepSpeed puts in the place of a norm that is not finite.
+_INVALID = -1.0
+
+
+def gradient_norm(optimizer: Any) -> float:
+    """The global 2-norm of the summed gradients; infinite where it is not finite."""
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+    if isinstance(optimizer, BF16_Optimizer):
+        gradients, _ = optimizer.get_grads_for_norm()
+        norm = float(get_global_norm_of_tensors(gradients, norm_type=optimizer.norm_type))
+    elif hasattr(optimizer, "scaled_global_norm"):  # ZeRO-1 and 2
+        norm = float(optimizer.scaled_global_norm())
+    else:
+        norm = _combined(optimizer._get_norm_groups())
+    return norm if math.isfinite(norm) and norm >= 0 else math.inf
+
+
+def drop_gradients(wrapped: Any) -> None:
+    """Take the way that DeepSpeed takes for gradients that are not finite: nothing is changed, and
+    all that was accumulated is cleared."""
+    import torch
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    optimizer = wrapped.optimizer
+    if isinstance(optimizer, BF16_Optimizer):
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+        return
+    zero3 = not hasattr(optimizer, "scaled_global_norm")
+    name = "_get_norm_groups" if zero3 else "scaled_global_norm"
+    invalid = torch.tensor(_INVALID)
+    setattr(optimizer, name, lambda *_: [invalid] if zero3 else invalid)
+    said = logging.getLogger("DeepSpeed")
+    level = said.level
+    said.setLevel(logging.ERROR)  # it would warn of an overflow
+    try:
+        wrapped.step()
+    finally:
+        said.setLevel(level)
+        delattr(optimizer, name)
+    if not optimizer.overflow:
+        raise RuntimeError("DeepSpeed made an update that was to be given up")
+    if not zero3:  # with offload it forgets these, and would add the next step's to them
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+
+
+def _combined(norms: Any) -> float:
+    values = [float(norm) for norm in norms]
+    if any(not math.isfinite(value) or value < 0 for value in values):
+        return math.inf
+    return math.sqrt(sum(value * value for value in values))
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroState:
+    """What a snapshot is taken of; every method is called by all ranks alike."""
+
+    def __init__(self, model: Any, wrapped: Any, groups: Groups, stage: int) -> None:
+        self.model, self._wrapped, self._groups = model, wrapped, groups
+        self.stage = stage
+
+    @property
+    def name(self) -> str:
+        """`zero1` to `zero3`."""
+        return f"zero{self.stage}"
+
+    @property
+    def groups(self) -> Groups:
+        """How the parameters are trained."""
+        return self._groups
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether weights are shared out."""
+        return self.stage == 3
+
+    def sizes(self) -> dict[str, int]:
+        """Names and numbers of elements of trained parameters."""
+        return {name: _shape(p).numel() for name, p in trainable(self.model).items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and whole shapes of all weights."""
+        return {name: tuple(_shape(tensor)) for name, tensor in self._tensors().items()}
+
+    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Whole weights, one at a time."""
+        for name, tensor in self._tensors().items():
+            with gathered([tensor]):
+                yield name, tensor.detach() if wanted(name) else None
+
+    def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
+        """Whole masters and moments, one parameter at a time."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        steps = self._steps()
+        if steps is not None:
+            self._link_moments()
+        for name, parameter in trainable(self.model).items():
+            state: dict[str, torch.Tensor] = {}
+            if parameter.dtype != torch.float32:
+                _keep(state, "master", safe_get_full_fp32_param(parameter), wanted(name))
+            if steps is not None:
+                for kind in _MOMENTS:
+                    whole = safe_get_full_optimizer_state(parameter, kind)
+                    _keep(state, kind, whole, wanted(name))
+                state["step"] = steps
+            if wanted(name):
+                yield name, state
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def set_weights(self, weights: SavedTensors) -> None:
+        """Copy weights in; under ZeRO-3 rank 0 reads and the others get their share."""
+        import torch.distributed as dist
+
+        for name, tensor in self._tensors().items():
+            with gathered([tensor], changed=True):
+                if not self.partitioned or dist.get_rank() == 0:
+                    tensor.copy_(weights[name])
+        if not self.partitioned:
+            return
+        dist.barrier()
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
+        """Copy states in: each rank reads whole tensors and keeps its share."""
+        steps: float | None = None
+        self._forget_moments()
+        for name, parameter in trainable(self.model).items():
+            state = state_of(name)
+            with gathered([parameter]):
+                weight = parameter.detach().float()
+                self._set(parameter, None, state.get("master", weight))
+            if all(kind in state for kind in (*_MOMENTS, "step")):
+                if steps is None:
+                    self._make_moments()
+                steps = max(steps or 0.0, float(state["step"]))
+                for kind in _MOMENTS:
+                    self._set(parameter, kind, state[kind])
+        if steps is not None:
+            for flat in self._flat():
+                self._state_of(flat)["step"].fill_(steps)
+
+    def _set(self, parameter: Any, kind: str | None, whole: torch.Tensor) -> None:
+        """Put this rank's share of a whole float32 tensor where the optimiser has it."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
+
+        if not self.partitioned:
+            whole = whole.to(parameter.device)
+            if kind is None:
+                safe_set_full_fp32_param(parameter, whole)
+            else:
+                safe_set_full_optimizer_state(parameter, whole, kind)
+            return
+        share = _share(parameter, whole)
+        if kind is None:
+            safe_set_local_fp32_param(parameter, share)
+        else:
+            safe_set_local_optimizer_state(parameter, share, kind)
+
+    def _tensors(self) -> dict[str, Any]:
+        """Parameters and persistent buffers, as they lie here."""
+        if not self.partitioned:
+            return dict(model_tensors(self.model))
+        tensors: dict[str, Any] = dict(self.model.named_parameters())
+        names = self.model.state_dict(keep_vars=True).keys()
+        tensors.update((n, b) for n, b in self.model.named_buffers() if n in names)
+        return tensors
+
+    # ------------------------------------------------------------ flat partitions
+
+    def _flat(self) -> list[Any]:
+        """This rank's flat float32 partitions, which the optimiser steps."""
+        optimizer = self._wrapped.optimizer
+        for name in (
+            *("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"),
+            *("fp32_groups_flat_partition",),
+        ):
+            if hasattr(optimizer, name):
+                return list(getattr(optimizer, name))
+        raise RuntimeError(f"{type(optimizer).__name__} keeps its partitions elsewhere")
+
+    def _state_of(self, flat: Any) -> dict[str, Any]:
+        state: dict[str, Any] = self._wrapped.basic_optimizer.state[flat]
+        return state
+
+    def _steps(self) -> torch.Tensor | None:
+        """How many updates were made; None before the first."""
+        states = self._wrapped.basic_optimizer.state
+        found = [states[flat]["step"] for flat in self._flat() if states.get(flat)]
+        return found[0].detach().to("cpu") if found else None
+
+    def _make_moments(self) -> None:
+        for flat in self._flat():
+            self._state_of(flat).update(
+                step=torch.zeros((), dtype=torch.float32, device=flat.device),
+                exp_avg=torch.zeros_like(flat),
+                exp_avg_sq=torch.zeros_like(flat),
+            )
+        self._link_moments()
+
+    def _link_moments(self) -> None:
+        """Let parameters know where their moments are. DeepSpeed does it once, after the first of
+        its parameter groups was stepped: the other groups' moments are not there yet."""
+        optimizer = self._wrapped.optimizer
+        if not self.partitioned:
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _forget_moments(self) -> None:
+        for flat in self._flat():
+            self._wrapped.basic_optimizer.state.pop(flat, None)
+
+
+@contextmanager
+def gathered(tensors: list[Any], *, changed: bool = False) -> Iterator[None]:
+    """Whole weights of ZeRO-3 parameters on every rank; others are whole already. With ``changed``
+    rank 0's values go to all at the end."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changed else None):
+        yield
+
+
+def _shape(tensor: Any) -> Any:
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, padded like DeepSpeed's."""
+    import torch.distributed as dist
+
+    size = parameter.ds_tensor.numel()
+    flat = whole.flatten()
+    start = min(len(flat), dist.get_rank() * size)
+    part = flat[start : start + size]
+    return torch.cat([part, part.new_zeros(size - len(part))])
+
+
+def _keep(state: dict[str, Any], kind: str, whole: Any, wanted: bool) -> None:
+    if wanted and whole is not None:
+        state[kind] = whole
+
 
 log = logging.getLogger(__name__)
 
@@ -209,14 +465,14 @@ class ZeroEngine:
             return 0.0
         self._reduce()
         if self._norm is None:
-            self._norm = zero_steps.gradient_norm(self._wrapped.optimizer)
+            self._norm = gradient_norm(self._wrapped.optimizer)
         return self._norm
 
     def drop(self) -> None:
         """Clear the gradients."""
         if self._begun:
             self._reduce()
-            zero_steps.drop_gradients(self._wrapped)
+            drop_gradients(self._wrapped)
         self._clear()
 
     def reference(self, model_ref: str) -> FrozenModel:

@@ -1,7 +1,7 @@
 """Log-probabilities of a batch's targets under a model.
 
 In: a causal language model of transformers and a
-:class:`~refiner_core.training.batches.packing.Batch`.
+:class:`~refiner_core.training.batches.Batch`.
 Out: for each of T targets its log-probability in float32 and, where asked, the entropy there.
 
 Only positions that predict a loss token go through the output head, and in chunks: the backward
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from refiner_core.training.batches.packing import Batch
+from refiner_core.training.batches import Batch
 
 #: Whether entropies are computed, and whether a gradient flows through them.
 Entropy = Literal["off", "metric", "loss"]

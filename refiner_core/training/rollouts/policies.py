@@ -29,7 +29,7 @@ from refiner_core.contract.types import (
     TurnRequest,
     Turns,
 )
-from refiner_core.generation.lockstep import turn_generator
+from refiner_core.generation.completions import turn_generator
 from refiner_core.training.engines.protocol import Engine
 
 #: A generator over a model: ``(model, called after every token)``.

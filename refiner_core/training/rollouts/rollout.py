@@ -10,15 +10,18 @@ samples the same tokens. A sample that the judge could not score is not a zero; 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from refiner_core.contract.config import GrpoConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
-from refiner_core.contract.seeds import derive_seed
+from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -28,13 +31,57 @@ from refiner_core.contract.types import (
     RewardResult,
     SamplingParams,
 )
-from refiner_core.generation.text import closing_ids, completion_text
+from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.training.rollouts.advantages import (
-    GroupAdvantages,
-    Normalization,
-    group_advantages,
-)
+
+Normalization = Literal["standard", "centered", "sample_std"]
+DropReason = Literal["zero_std", "too_few_scored"]
+
+EPSILON = 1e-8
+#: Rewards that differ by no more than this (relative to their size) are equal: dividing rounding
+#: noise by its own deviation would make full-size advantages of nothing.
+EQUAL_REWARDS = 1e-9
+
+
+@dataclass(frozen=True)
+class GroupAdvantages:
+    """``values`` has one entry per sample; ``dropped`` says why the group is not trained on."""
+
+    values: tuple[float | None, ...]
+    dropped: DropReason | None = None
+
+
+def group_advantages(
+    rewards: Sequence[float | None], normalization: Normalization = "standard"
+) -> GroupAdvantages:
+    """Advantages of one group.
+
+    ``standard``: (r - mean) / (population std + 1e-8), the GRPO paper's (Shao et al. 2024, eq. 2);
+    ``centered``: r - mean (Liu et al. 2025, "Dr. GRPO"); ``sample_std``: with the n - 1 deviation.
+    """
+    scored = np.array([r for r in rewards if r is not None], dtype=np.float64)
+    if len(scored) < 2:
+        return GroupAdvantages((None,) * len(rewards), "too_few_scored")
+    if equal_rewards(scored):
+        return GroupAdvantages(tuple(None if r is None else 0.0 for r in rewards), "zero_std")
+    values = iter(normalized(scored, normalization).tolist())
+    return GroupAdvantages(tuple(None if r is None else float(next(values)) for r in rewards))
+
+
+def equal_rewards(rewards_N: np.ndarray) -> bool:
+    """Whether there is no direction in them."""
+    return bool(np.ptp(rewards_N) <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards_N).max())))
+
+
+def normalized(rewards_N: np.ndarray, normalization: Normalization) -> np.ndarray:
+    """(N,) rewards without their mean, by their deviation."""
+    centred: np.ndarray = rewards_N - rewards_N.mean()
+    if normalization == "standard":
+        centred = centred / (rewards_N.std() + EPSILON)
+    elif normalization == "sample_std":
+        centred = centred / (rewards_N.std(ddof=1) + EPSILON)
+    return centred
+
 
 #: Components that count things in an answer. Watch claims: rewards can rise while answers say less.
 COUNT_COMPONENTS = ("claims", "uncited")
@@ -382,3 +429,76 @@ def form_groups(
         group_advantages(totals[i : i + size], normalization) for i in range(0, len(totals), size)
     ]
     return RolloutBatch(tuple(samples), tuple(results), tuple(groups))
+
+
+def rollout_rows(step: int, batch: RolloutBatch) -> list[dict[str, Any]]:
+    """One row per rollout, with all that a reward can be recomputed from."""
+    rows: list[dict[str, Any]] = []
+    columns = sorted({name for result in batch.results for name in result.components})
+    for sample, result, advantage in zip(
+        batch.samples, batch.results, batch.advantages, strict=True
+    ):
+        rows.append(
+            {
+                "step": step,
+                "prompt_index": sample.prompt_index,
+                "sample_index": sample.sample_index,
+                "sample_id": sample.prompt.sample_id,
+                "response_ids": list(sample.completion.token_ids),
+                "response_text": sample.text,
+                "finish_reason": sample.completion.finish_reason,
+                "logprobs": list(sample.completion.logprobs),
+                "status": result.status,
+                "reward": result.total,
+                "advantage": advantage,
+                **{f"reward/{name}": result.components.get(name) for name in columns},
+                "judgements": json.dumps(
+                    [dict(judgement) for judgement in result.judgements], ensure_ascii=False
+                ),
+            }
+        )
+    return rows
+
+
+def rollout_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """Rewards, lengths and counts of a step. Means are over what was scored."""
+    return {**batch_metrics(batch), **_component_means(batch.results)}
+
+
+def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
+    """The same without the parts of rewards."""
+    dropped = [group.dropped for group in batch.groups]
+    lengths = [len(sample.completion.token_ids) for sample in batch.samples]
+    metrics: dict[str, float] = {
+        "val/sequence_lengths": _mean(lengths),
+        "val/stop_rate": _mean([float(sample.stopped) for sample in batch.samples]),
+        "groups/kept": dropped.count(None),
+        "groups/dropped_zero_std": dropped.count("zero_std"),
+        "groups/dropped_too_few_scored": dropped.count("too_few_scored"),
+        "samples/unscored": sum(1 for r in batch.results if r.status == "unscored"),
+        "samples/malformed": sum(1 for r in batch.results if r.status == "malformed"),
+    }
+    scores = [result.total for result in batch.results if result.total is not None]
+    if scores:
+        metrics["scores"] = _mean(scores)
+    return metrics
+
+
+def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
+    values: Mapping[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.total is not None:
+            for name, value in result.components.items():
+                values[name].append(float(value))
+    return {metric_name(name): _mean(values[name]) for name in sorted(values)}
+
+
+def metric_name(component: str) -> str:
+    """``objective/<component>_reward``, the name of the reference; counts go under ``val/``."""
+    if component in COUNT_COMPONENTS:
+        return f"val/{component}_per_answer"
+    return f"objective/{component.removesuffix('_reward')}_reward"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,8 +42,7 @@ import safetensors.torch
 import torch
 
 from refiner_core.contract.errors import WorkspaceError
-from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE, Groups, trainable
-from refiner_core.training.model.tensors import (
+from refiner_core.training.model.loading import (
     WEIGHTS,
     SavedTensors,
     check_shapes,
@@ -52,8 +52,38 @@ from refiner_core.training.model.tensors import (
     reading,
     shapes_of,
 )
+from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE, Groups, trainable
 from refiner_core.training.ranks import OneRank, Ranks
-from refiner_core.training.state.host_copies import HostCopies
+
+
+class HostCopies:
+    """Memory for copies of one state: :meth:`begin`, :meth:`copy` each tensor, :meth:`lend`."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}
+        self._holder: weakref.ref[Any] | None = None
+
+    def begin(self) -> None:
+        """Begin a copy of a whole state. What the former one used serves again, if whoever had it
+        is gone."""
+        lent = self._holder is not None and self._holder() is not None
+        self._kept = {} if lent else {**self._kept, **self._used}
+        self._used, self._holder = {}, None
+
+    def copy(self, name: str, tensor: Any) -> Any:
+        """A copy in host memory, contiguous; finished when this returns."""
+        found = self._kept.pop(name, None)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            found = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._used[name] = found
+        return found.copy_(tensor.detach())
+
+    def lend(self, holder: Any) -> None:
+        """Leave the memory of this copy alone as long as ``holder`` lives."""
+        self._kept = {}
+        self._holder = weakref.ref(holder)
+
 
 FORMAT_VERSION = 2
 STATE, PROGRESS = "state.pt", "progress.json"

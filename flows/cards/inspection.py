@@ -1,0 +1,345 @@
+"""Cards as files, folders, repositories and records: what `refiner card` does.
+
+In: a README.md wherever it lies, or a finished publication of a workspace. Out: what is wrong with
+the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. Nothing is
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import unified_diff
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from flows.cards.commands import command_problem
+from infra.store.stage_records import CARD, EVIDENCE
+from refiner_core.cards import build_card
+from refiner_core.cards.evidence import load_evidence
+from refiner_core.cards.lint import Finding, check_card
+from refiner_core.cards.lint.against import LARGEST, file_findings
+from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.records import OutputFile, RunRecord
+
+if TYPE_CHECKING:
+    from infra.store.workspace import Workspace
+
+
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^\s@]+))?")
+_HUB_PATIENCE_S = 20.0
+_PUBLICATIONS = ("publish", "card")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A card and what lies beside it.
+
+    Attributes
+    ----------
+    name
+        What findings call it: ``README.md``, ``OWNER/NAME/README.md``, and after ``@`` a revision
+        that was asked for.
+    text, evidence
+        Of the card and of its ``refiner.json``; None where there is none.
+    folder
+        Where it lies on this machine.
+    whole
+        The folder is a publication, so that the other files can be looked at, too.
+    """
+
+    name: str
+    text: str
+    evidence: str | None = None
+    folder: Path | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a check has found."""
+
+    name: str
+    findings: tuple[Finding, ...]
+    has_evidence: bool
+
+    @property
+    def errors(self) -> int:
+        """Findings that make the card unfit."""
+        return sum(f.is_error for f in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        """The others."""
+        return len(self.findings) - self.errors
+
+
+def check(target: str, evidence: Path | None = None, template: Path | None = None) -> Checked:
+    """Check the card that ``target`` names.
+
+    Parameters
+    ----------
+    target
+        A README.md, the folder of a publication, ``OWNER/NAME[@revision]`` on the Hub, or ``-``.
+    evidence
+        A ``refiner.json`` to use instead of the one beside the card.
+    template
+        The one that the card was made with, where that is not the shipped one; no other is run.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such card.
+    DataError
+        It cannot be read as text.
+    HubRefused, HubOutage
+        The Hub does not give it.
+    """
+    source = find_card(target)
+    if evidence is not None:
+        source = replace(source, evidence=_read(evidence, is_card=False))
+
+    def problem(words: Sequence[str]) -> str | None:
+        return command_problem(words, source.folder, whole=source.whole)
+
+    own = None if template is None else _read(template)
+    findings = check_card(source.text, source.evidence, command_check=problem, template=own)
+    if source.whole and source.folder is not None and source.evidence is not None:
+        findings += _files(source.folder, source.evidence)
+    return Checked(source.name, tuple(sorted(findings)), source.evidence is not None)
+
+
+def find_card(target: str) -> Source:
+    """The card that a word of the command line names; see :func:`check`."""
+    if target == "-":
+        return Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
+    path = Path(target).expanduser()
+    if path.is_dir():
+        card = path / CARD
+        if not card.is_file():
+            raise ConfigurationError(
+                f"{target} has no {CARD}.",
+                expected=f"the folder of a publication, with {CARD} and {EVIDENCE} in it",
+                fix="name the folder below OWNER/NAME, or the card itself",
+            )
+        return Source(str(card), _read(card), _read_beside(path), path, whole=True)
+    if path.is_file():
+        beside = _read_beside(path.parent) if path.name == CARD else None
+        return Source(str(path), _read(path), beside, path.parent)
+    found = _HUB_ID.fullmatch(target)
+    if found is None or target.endswith((".md", ".txt", ".json")):
+        raise ConfigurationError(
+            f"There is no {target}.",
+            expected="a README.md, the folder of a publication, OWNER/NAME[@revision] on the Hub, "
+            "or - for stdin",
+            fix="check the path",
+        )
+    return _from_hub(found["id"], found["revision"] or "main")
+
+
+def _from_hub(repo_id: str, revision: str) -> Source:
+    """Card and evidence of a repository on the Hub; nothing else is downloaded."""
+    from infra.hub.client import open_hub
+
+    with open_hub(repo_id, PublishConfig(), patience_s=_HUB_PATIENCE_S) as hub:
+        card = hub.text(revision, CARD)
+        if card is None:
+            raise HubRefused(
+                f"The Hub shows no {CARD} of {repo_id} at {revision}, and there is no folder "
+                f"{repo_id} here.",
+                expected="a repository with a card that this token may see",
+                fix="check name and revision; private ones need a token (`hf auth login`)",
+            )
+        named = repo_id if revision == "main" else f"{repo_id}@{revision}"
+        return Source(f"{named}/{CARD}", card, hub.text(revision, EVIDENCE))
+
+
+def _read_beside(folder: Path) -> str | None:
+    path = folder / EVIDENCE
+    return _read(path, is_card=False) if path.is_file() else None
+
+
+def _read(path: Path, *, is_card: bool = True) -> str:
+    try:
+        with path.open("rb") as file:  # a check says which is too large, and needs no more of it
+            return _text(file.read(4 * LARGEST + 1), str(path), is_card=is_card)
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"There is no file {path}.",
+            expected=f"the {EVIDENCE} that was published with the card",
+            fix="check the path",
+        ) from error
+
+
+def _text(data: bytes, name: str, *, is_card: bool = True) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name} is not text in UTF-8 (byte {error.start})",
+            expected="a card in Markdown" if is_card else f"the {EVIDENCE} of a card, in JSON",
+            fix="name a README.md, or save it as UTF-8"
+            if is_card
+            else f"take the {EVIDENCE} that was published with the card",
+        ) from error
+
+
+def _files(folder: Path, evidence: str) -> list[Finding]:
+    """The files beside the card against what its evidence says of them."""
+    try:
+        read = load_evidence(evidence)
+    except RefinerError:
+        return []  # it has been said that it cannot be used
+    present: dict[str, OutputFile | None] = {}
+    for file in read.files:
+        path = folder / file.path
+        there = not _leaves(file.path) and path.is_file()
+        present[file.path] = OutputFile(file.path, path.stat().st_size, "") if there else None
+        if there and path.stat().st_size == file.bytes:
+            present[file.path] = OutputFile(file.path, file.bytes, _sha256(path))
+    return file_findings(read, present)
+
+
+def _leaves(name: str) -> bool:
+    """Whether a name leads out of the folder that it is looked for in."""
+    parts = PurePosixPath(name).parts
+    return name.startswith("/") or ".." in parts
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---------------------------------------------------------------- from records
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A card made from records now, and what was published then (None if it is not recorded);
+    ``folder`` is the record of the stage that did it."""
+
+    run: str
+    stage: str
+    card: str
+    published: str | None
+    folder: Path
+
+    @property
+    def differs(self) -> bool:
+        """Whether it is no longer what was published."""
+        return self.published is not None and self.published != self.card
+
+    @property
+    def again(self) -> list[str]:
+        """The words of the command that does the stage anew."""
+        if self.stage == "publish-best":  # by hand, steps are named
+            return ["resume", self.run]
+        step = self.stage.partition("-step")[2]
+        return ["publish", self.run, *(["--step", step] if step else [])]
+
+    def difference(self, most: int = 20) -> list[str]:
+        """The first lines of what has changed since."""
+        lines = unified_diff(
+            (self.published or "").splitlines(),
+            self.card.splitlines(),
+            "published",
+            "from records now",
+            lineterm="",
+            n=0,
+        )
+        found = list(lines)
+        more = [f"… {len(found) - most} more lines"] if len(found) > most else []
+        return found[:most] + more
+
+
+def show(workspace: Workspace, words: Sequence[str]) -> Shown:
+    """The card of a finished publication, made again from its records.
+
+    Parameters
+    ----------
+    words
+        A run (default: the newest) and one of its `publish` or `card` stages (default: the last
+        that is done); either may be left out.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or stage, or none of its publications is done.
+    """
+    from flows.publishing.facts import facts_of_stage
+
+    run, wanted = _run_and_stage(workspace, words)
+    done = _finished(workspace, run)
+    here = f"{run.run} workspace={workspace.root}"
+    if wanted is None:
+        if not done:
+            raise ConfigurationError(
+                f"No publication of {run.run} is done.",
+                expected="a `publish` or `card` stage that is done",
+                fix=f"see `refiner status {here}`, or publish it: `refiner publish {here}`",
+            )
+        wanted = _latest(done)
+    elif wanted not in done:
+        state = "is not done" if wanted in run.stages else "is not one of its stages"
+        raise ConfigurationError(
+            f"{wanted} of {run.run} {state}.{suggest(wanted, done)}",
+            expected=f"one of: {', '.join(done) or '(none is done)'}",
+            fix=f"name one of these; see `refiner status {here}`",
+        )
+    facts = facts_of_stage(workspace, run.stages[wanted])
+    result = workspace.read_result(run.stages[wanted])
+    published = result.report.get("card") if result is not None else None
+    folder = workspace.layout.stage(run.stages[wanted]).control
+    return Shown(run.run, wanted, build_card(facts), published, folder)
+
+
+def _run_and_stage(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord, str | None]:
+    from flows.running.status import find_run, newest_runs
+
+    if len(words) > 2:
+        raise ConfigurationError(
+            f"card show was given {len(words)} words: {' '.join(words)}.",
+            expected="a run and a stage, or one of them, or none",
+            fix="drop what is too much",
+        )
+    published = (run for run in newest_runs(workspace, models=True) if _finished(workspace, run))
+    newest = next(published, None) or find_run(workspace)
+    if newest is None:
+        raise ConfigurationError(
+            f"No run is recorded in {workspace.root}.",
+            expected="a workspace with a run that has published",
+            fix="name another workspace=DIR, or run a recipe: `refiner run tiny`",
+        )
+    if len(words) == 1 and words[0].partition("-")[0] in _PUBLICATIONS:
+        return newest, words[0]
+    run = find_run(workspace, words[0]) if words else newest
+    assert run is not None, "a run that is named is there, or refused"
+    return run, words[1] if len(words) == 2 else None
+
+
+def _finished(workspace: Workspace, run: RunRecord) -> dict[str, str]:
+    """Name -> id of the publications of a run that are done."""
+    return {
+        name: stage_id
+        for name, stage_id in run.stages.items()
+        if name.partition("-")[0] in _PUBLICATIONS and workspace.read_result(stage_id) is not None
+    }
+
+
+def _latest(done: Mapping[str, str]) -> str:
+    """That of the last checkpoint, with its numbers where they have come."""
+    for name in ("card-progression", "card", "publish", "publish-best"):
+        if name in done:
+            return name
+
+    def step(name: str) -> tuple[int, bool]:
+        digits = re.sub(r"\D", "", name)
+        return int(digits or 0), name.startswith("card")
+
+    return max(done, key=step)

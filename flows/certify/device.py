@@ -1,0 +1,524 @@
+"""Checks of one device: numerics, speed, memory, a save.
+
+In: an order. Out: checks, each as soon as it is made.
+
+Numerics, with the built-in model (trained, so that its distributions have peaks): every attention
+kernel scores packs as training does, and is held against the plainest thing there is: each sequence
+in a row of its own, padded, eager attention in float32. In bfloat16 a kernel may be off by twice
+what eager attention over such rows is off in bfloat16. The same holds for gradients: a kernel whose
+backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
+trained on is likely under the policy.
+
+Speed: SFT, the GRPO update, sampling, a save, with tokens per second and MFU. The model has the
+order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
+MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
+token (the output head's at targets only) and 12 x layers x width x mean context for attention;
+recomputed activations are not counted, a prompt that samples share counts once per sample. The peak
+is that of the maker's data sheet (dense bfloat16), or where the device is not known there the rate
+of a large product of matrices, measured here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.utils import is_flash_attn_2_available
+
+from flows.certify.work import (
+    ON_CPU,
+    SHAPES,
+    STEPS,
+    EnoughSteps,
+    Load,
+    Order,
+    absent,
+    check,
+    load_of,
+    measuring_io,
+    metrics_of,
+    random_model,
+    recipe,
+    sft_recipe,
+    shape_of,
+    write_rows,
+)
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.placement import training_memory
+from refiner_core.contract.proofs import CertifiedCheck
+from refiner_core.contract.types import GenerationRequest, SamplingParams
+from refiner_core.generation.load import load_model, load_tokenizer
+from refiner_core.generation.transformers_backend import TransformersGenerator
+from refiner_core.training.batches import Sample, collate, pack_samples, to_device
+from refiner_core.training.engines.protocol import Engine, open_engine
+from refiner_core.training.model.loading import Loaded, load_for_training, model_tensors
+from refiner_core.training.model.logprobs import token_scores
+from refiner_core.training.rollouts.rollout import TrainSample
+from refiner_core.training.sft import train_sft
+from refiner_core.training.updates import GrpoUpdate
+
+KERNELS = ("eager", "sdpa", "flex_attention", "flash_attention_2")
+MODEL = "builtin:tiny"
+#: Differences of log-probabilities (nats) that are float sums in another order.
+EXACT = {"gap_max": 1e-3, "gap_mean": 1e-4, "gradient_gap": 1e-3}
+#: The same with the 8 bits of bfloat16 in between, against float32.
+COARSE = {"gap_max": 1.0, "gap_mean": 0.02, "gradient_gap": 0.1}
+#: How many times as far off as eager attention over rows a kernel may be, in bfloat16.
+ALLOWANCE = 2.0
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of all F targets, sample after sample, and the gradient of their mean as
+    one vector; None where none was taken."""
+
+    logprob_F: torch.Tensor
+    gradient_P: torch.Tensor | None
+
+
+def numeric_checks(order: Order, kernels: Sequence[str] = KERNELS) -> Iterator[CertifiedCheck]:
+    """All checks of numerics, one by one."""
+    dtypes = list(dict.fromkeys(("float32", order.dtype)))
+    samples, sampled = own_samples(order)
+    yield sampled
+    exact = score_rows(_load(order, "eager", "float32"), samples)
+    coarse = score_rows(_load(order, "eager", "bfloat16"), samples)
+    allowed = {name: ALLOWANCE * gap for name, gap in gaps(coarse, exact).items()}
+    yield _compared("bfloat16 against float32, padded rows", coarse, exact, COARSE)
+    for kernel in kernels:
+        for dtype in dtypes:
+            limits = EXACT if dtype == "float32" else allowed
+            yield kernel_check(order, kernel, dtype, samples, exact, limits)
+
+
+def own_samples(order: Order) -> tuple[list[Sample], CertifiedCheck]:
+    """Samples of the model for prompts of several lengths; and whether what the sampler says of
+    their tokens is what one forward pass says."""
+    loaded = _load(order, "sdpa", order.dtype)
+    rng = np.random.default_rng(0)
+    generator = TransformersGenerator(loaded.model, loaded.tokenizer, batch_size=16)
+    requests = [
+        GenerationRequest(prompt, derive_seed(0, "certify", len(prompt), n))
+        for prompt in (
+            tuple(map(int, rng.integers(10, 700, length))) for length in (5, 17, 64, 130)
+        )
+        for n in range(3)
+    ]
+    done = generator.generate(requests, SamplingParams(max_new_tokens=40))
+    samples, said = list[Sample](), list[float]()
+    for request, completion in zip(requests, done, strict=True):
+        ids = completion.token_ids
+        samples.append(Sample(request.prompt_ids, ids, (True,) * len(ids), len(said)))
+        said += completion.logprobs
+    scored = Scored(torch.tensor(said), None)
+    limits = EXACT if order.dtype == "float32" else COARSE
+    name = f"sampling against one forward pass, {order.dtype}"
+    return samples, _compared(name, scored, score_packs(loaded, samples), limits)
+
+
+def kernel_check(
+    order: Order,
+    kernel: str,
+    dtype: str,
+    samples: Sequence[Sample],
+    exact: Scored,
+    limits: Mapping[str, float],
+) -> CertifiedCheck:
+    """A kernel over packs, against padded rows under eager attention in float32."""
+    name = f"kernel {kernel}, {dtype}"
+    if kernel == "flex_attention" and not order.gpus:
+        return absent(name, "it has no backward pass on a CPU")
+    if kernel == "flash_attention_2" and dtype == "float32":
+        return absent(name, "it computes in 16 bits alone")
+    try:
+        found = score_packs(_load(order, kernel, dtype), samples)
+    except UnsupportedError as error:
+        there = kernel != "flash_attention_2" or is_flash_attn_2_available()
+        return check(name, False, error.what) if there else absent(name, error.what)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
+    return _compared(name, found, exact, limits)
+
+
+def gaps(found: Scored, exact: Scored) -> dict[str, float]:
+    """How far off, by the names of :data:`EXACT`."""
+    gap_F = (found.logprob_F - exact.logprob_F).abs()
+    figures = {"gap_max": float(gap_F.max()), "gap_mean": float(gap_F.mean())}
+    if found.gradient_P is not None and exact.gradient_P is not None:
+        distance = (found.gradient_P - exact.gradient_P).norm()
+        figures["gradient_gap"] = float(distance / exact.gradient_P.norm())
+    return figures
+
+
+def _compared(
+    name: str, found: Scored, exact: Scored, limits: Mapping[str, float]
+) -> CertifiedCheck:
+    figures = gaps(found, exact)
+    off = [n for n, gap in figures.items() if not gap <= limits[n]]
+    said = ", ".join(f"{n} {gap:.2g} (at most {limits[n]:.2g})" for n, gap in figures.items())
+    tokens = len(exact.logprob_F)
+    return check(name, not off, f"{tokens} tokens: {said}", **figures)
+
+
+def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
+    """What training computes of these samples."""
+    packs = pack_samples(
+        *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
+    )
+    total = sum(len(s.response_ids) for s in samples)
+    logprob_F = torch.zeros(total)
+    for pack in packs:
+        batch = to_device(collate([pack], balance=loaded.balance), loaded.device)
+        scores = token_scores(loaded.model, batch).logprob_T
+        (scores.sum() / total).backward()
+        logprob_F[batch.flat_T.cpu()] = scores.detach().float().cpu()
+    return Scored(logprob_F, _gradient(loaded.model))
+
+
+def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
+    """Each sample in a row of its own, through the model's plain forward pass."""
+    model, device = loaded.model, loaded.device
+    total = sum(len(s.response_ids) for s in samples)
+    width = max(s.length for s in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, s in enumerate(samples):
+        ids[row, : s.length] = torch.tensor([*s.prompt_ids, *s.response_ids])
+        mask[row, : s.length] = 1
+    logits = model(
+        input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False
+    ).logits.float()
+    logp = torch.log_softmax(logits[:, :-1], -1)
+    picked = logp.gather(-1, ids[:, 1:].to(device)[..., None])[..., 0]
+    flat = torch.cat(
+        [picked[row, len(s.prompt_ids) - 1 : s.length - 1] for row, s in enumerate(samples)]
+    )
+    (flat.sum() / total).backward()
+    return Scored(flat.detach().cpu(), _gradient(model))
+
+
+def _load(order: Order, kernel: str, dtype: str) -> Loaded:
+    config = replace(recipe(order, attention=kernel).model, dtype=dtype)  # type: ignore[arg-type]
+    config = replace(config, gradient_checkpointing=False)
+    if kernel == "eager":  # the yardstick is loaded as plainly as can be
+        model = load_model(MODEL, config).to(order.device)
+        return Loaded(model, load_tokenizer(MODEL, config), share_prompts=False, balance=None)
+    return load_for_training(MODEL, config, torch.device(order.device))
+
+
+def _gradient(model: Any) -> torch.Tensor | None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    found = [gradient.detach().float().flatten().cpu() for gradient in gradients]
+    model.zero_grad()
+    return torch.cat(found) if found else None
+
+
+#: Dense bfloat16 operations per second, without sparsity, by the makers' data sheets.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+#: How far the most memory may be above the plan's forecast, which is a rule of thumb.
+MEMORY_ALLOWANCE = 1.25
+_GIB = 2**30
+
+
+def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
+    """All of them, with the one model."""
+    load = load_of(order)
+    model = random_model(order, folder / "model")
+    peak, of = peak_flops(order)
+    yield _sft(order, load, model, folder, peak, of)
+    _free_memory(order)
+    config = _grpo_recipe(order, load)
+    engine = open_engine(config, "grpo", str(model))
+    yield _grpo(order, config, load, engine, peak, of)
+    yield _sampling(order, load, engine)
+    del engine
+    _free_memory(order)
+    yield _save(order, folder)
+
+
+# ---------------------------------------------------------------- floating-point operations
+
+
+def peak_flops(order: Order) -> tuple[float, str]:
+    """Operations per second to measure by, and where the number is from."""
+    if order.gpus and order.dtype == "bfloat16":
+        name = torch.cuda.get_device_name(0)
+        for known, peak in PEAK_FLOPS.items():
+            if known in name:
+                return peak, f"data sheet of {known}"
+    size = 8192 if order.gpus else 768
+    a = torch.randn(size, size, device=order.device, dtype=getattr(torch, order.dtype))
+    seconds = [timed(order, lambda: a @ a) for _ in range(6)][1:]
+    return 2 * size**3 / statistics.median(seconds), "a measured product of matrices"
+
+
+def model_flops(model: str, lengths: Sequence[tuple[int, int]]) -> float:
+    """Operations of forward and backward over sequences of ``(tokens, targets)``, each alone."""
+    s, sizes = SHAPES[model], shape_of(model)
+    head = s["vocab_size"] * s["hidden_size"]
+    width = s["num_attention_heads"] * s["head_dim"]
+    return sum(
+        6.0 * (sizes.parameters - head) * tokens
+        + 6.0 * head * targets
+        + 12.0 * s["num_hidden_layers"] * width * tokens * (tokens / 2)
+        for tokens, targets in lengths
+    )
+
+
+def timed(order: Order, act: Callable[[], object]) -> float:
+    """Seconds, with what was left to the GPU."""
+    if order.gpus:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    act()
+    if order.gpus:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+# ---------------------------------------------------------------- SFT
+
+
+def _sft(
+    order: Order, load: Load, model: Path, folder: Path, peak: float, of: str
+) -> CertifiedCheck:
+    write_rows(folder / "rows", list(load.lengths))
+    config = sft_recipe(order, load)
+    place = folder / "sft"
+    if order.gpus:
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(EnoughSteps):
+        train_sft(
+            config,
+            data_dir=folder / "rows",
+            model_ref=str(model),
+            output_dir=place / "output",
+            io=measuring_io(place),
+        )
+    rows = metrics_of(place)[1:]
+    per_s = statistics.median(row["tokens_per_second"] for row in rows)
+    tokens = sum(load.lengths)
+    flops = model_flops(order.model, [(n, n - n // 4) for n in load.lengths])
+    mfu = per_s * flops / tokens / peak
+    figures = _memory(config, order, rows[-1])
+    held = figures["memory_ratio"] <= MEMORY_ALLOWANCE
+    return check(
+        *("SFT throughput", held and all(np.isfinite(row["loss/train_avg"]) for row in rows)),
+        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}; {figures['peak_gib']:.1f} GiB, "
+        f"{figures['memory_ratio']:.2f} of the forecast (at most {MEMORY_ALLOWANCE:g})",
+        tokens_per_s=per_s,
+        mfu=mfu,
+        parameters=shape_of(order.model).parameters,
+        pack_length=load.pack,
+        **figures,
+    )
+
+
+def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str, float]:
+    """The most memory, against what a plan would have said."""
+    need = training_memory(config, "sft", shape_of(order.model))
+    if order.gpus:
+        peak, forecast = row["memory/gpu_peak_gib"], need.gpu_bytes / _GIB
+    else:
+        peak, forecast = row["memory/host_peak_gib"], need.host_bytes / _GIB
+    return {"peak_gib": peak, "forecast_gib": forecast, "memory_ratio": peak / forecast}
+
+
+# ---------------------------------------------------------------- GRPO
+
+
+def _grpo_recipe(order: Order, load: Load) -> RecipeConfig:
+    config = recipe(order)
+    grpo = replace(
+        config.grpo,
+        pack_length=load.pack,
+        num_unique_prompts_rollout=load.prompts,
+        num_samples_per_prompt_rollout=load.samples,
+        response_length=load.response,
+        max_token_length=load.prompt + load.response,
+    )
+    return replace(config, grpo=grpo)
+
+
+def _rollouts(load: Load) -> list[TrainSample]:
+    rng = np.random.default_rng(1)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(map(int, rng.integers(10, 700, count)))
+
+    prompts = [ids(load.prompt) for _ in range(load.prompts)]
+    return [
+        TrainSample(prompt, ids(load.response), (-6.0,) * load.response, (-1.0) ** n)
+        for prompt in prompts
+        for n in range(load.samples)
+    ]
+
+
+def _grpo(
+    order: Order, config: RecipeConfig, load: Load, engine: Engine, peak: float, of: str
+) -> CertifiedCheck:
+    samples, update = _rollouts(load), GrpoUpdate(engine, None, config.grpo, 0)
+    found: list[dict[str, float]] = []
+
+    def act() -> None:
+        found.append(update.run(samples, step=len(found) + 1, factor=1.0))
+
+    seconds = statistics.median([timed(order, act) for _ in range(STEPS + 1)][1:])
+    split = time_split(order, act)
+    length = load.prompt + load.response
+    flops = model_flops(order.model, [(length, load.response)] * len(samples))
+    per_s = len(samples) * length / seconds
+    mfu = flops / seconds / peak
+    most = max(split, key=lambda part: split[part])
+    return check(
+        *("GRPO update", all(np.isfinite(one["loss/total_avg"]) for one in found)),
+        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}; {split[most]:.0%} of the time is {most}",
+        tokens_per_s=per_s,
+        mfu=mfu,
+        parameters=shape_of(order.model).parameters,
+        seconds=seconds,
+        time_split=split,
+    )
+
+
+_KINDS = {
+    "attention": ("flash", "attention", "fmha", "flex"),
+    "matrix products": ("gemm", "mm", "matmul", "linear", "cutlass", "cublas", "nvjet"),
+    "optimizer": ("adam", "foreach", "multi_tensor", "lerp", "addcdiv", "addcmul"),
+}
+
+
+def time_split(order: Order, act: Callable[[], None]) -> dict[str, float]:
+    """Shares of one call's time, by what the device does: attention, matrix products, optimiser,
+    the rest (norms, activations, softmax, copies), and on a GPU how long it waits for the host."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if order.gpus else [])]
+    with profile(activities=activities) as profiler:
+        wall = timed(order, act)
+    spent = dict.fromkeys((*_KINDS, "other"), 0.0)
+    for event in profiler.key_averages():
+        on_device = str(getattr(event, "device_type", "")).endswith("CUDA")
+        if order.gpus != 0 and not on_device:
+            continue
+        name = event.key.lower()
+        kind = next((k for k, words in _KINDS.items() if any(w in name for w in words)), "other")
+        spent[kind] += _own_time(event, bool(order.gpus)) / 1e6
+    busy = sum(spent.values())
+    if order.gpus:
+        spent["waiting for the host"] = max(0.0, wall - busy)
+    whole = sum(spent.values()) or 1.0
+    return {kind: seconds / whole for kind, seconds in spent.items()}
+
+
+def _own_time(event: Any, gpu: bool) -> float:
+    """Microseconds; the name of the field differs between versions of torch."""
+    if not gpu:
+        return float(event.self_cpu_time_total)
+    value = getattr(event, "self_device_time_total", None)
+    return float(event.self_cuda_time_total if value is None else value)
+
+
+# ---------------------------------------------------------------- sampling and saving
+
+
+def _sampling(order: Order, load: Load, engine: Engine) -> CertifiedCheck:
+    generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
+    prompts = [sample.prompt_ids for sample in _rollouts(load)]
+    requests = [
+        GenerationRequest(prompt, derive_seed(0, "certify", i)) for i, prompt in enumerate(prompts)
+    ]
+    params = SamplingParams(max_new_tokens=min(128, load.response))
+    found: list[int] = []
+
+    def act() -> None:
+        found.append(sum(len(done.token_ids) for done in generator.generate(requests, params)))
+
+    seconds = [timed(order, act) for _ in range(2)][-1]
+    per_s = found[-1] / seconds
+    return check(
+        *("sampling by transformers", found[-1] > 0),
+        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
+        tokens_per_s=per_s,
+        parameters=shape_of(order.model).parameters,
+    )
+
+
+def _free_memory(order: Order) -> None:
+    """Give back what a training has left."""
+    gc.collect()
+    if order.gpus:
+        torch.cuda.empty_cache()
+
+
+def _save(order: Order, folder: Path) -> CertifiedCheck:
+    """A checkpoint by the engine, read back bitwise; how long training stands still for one, and
+    what torch.save takes of the same weights and moments. The model is no larger than 0.6B, and
+    tiny where that has no room on the disk."""
+    small = replace(order, model="tiny")
+    if order.model != "tiny":
+        larger = replace(order, model="0.6B")
+        if shutil.disk_usage(folder).free > 100 * shape_of(larger.model).parameters:
+            small = larger
+    load = ON_CPU
+    config = _grpo_recipe(small, load)
+    model = random_model(small, folder / f"model-{small.model}")
+    engine = open_engine(config, "grpo", str(model))
+    GrpoUpdate(engine, None, config.grpo, 0).run(_rollouts(load), step=1, factor=1.0)
+    place, plain = folder / "saved", folder / "plain.pt"
+    place.mkdir()
+    engine.snapshot({})  # the first one also gets its memory
+    snapshots: list[Any] = []
+    stall = timed(order, lambda: snapshots.append(engine.snapshot({"step": 1})))
+    write = timed(order, lambda: snapshots[0].write(place))
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    before = {n: t.detach().clone() for n, t in model_tensors(engine.model).items()}
+    state = {"model": before, "optimizer": engine.updater.state_dict()}  # type: ignore[attr-defined]
+
+    def rival() -> None:
+        with plain.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    rival_s = timed(order, rival)
+    plain.unlink()
+    with torch.no_grad():
+        for tensor in model_tensors(engine.model).values():
+            tensor.zero_()
+    engine.restore(place)
+    same = all(
+        torch.equal(before[name], tensor) for name, tensor in model_tensors(engine.model).items()
+    )
+    shutil.rmtree(place)
+    return check(
+        *("save and restore", same),
+        f"{small.model}, {size / _GIB:.2f} GiB: training stands still for {stall:.2g} s "
+        f"(torch.save: {rival_s:.2g} s), {write:.2g} s beside it; read back "
+        + ("bitwise" if same else "DIFFERENT"),
+        bytes=size,
+        stall_s=stall,
+        write_s=write,
+        torch_save_s=rival_s,
+    )

@@ -1,0 +1,532 @@
+"""A model's files, and their checks: what would fail after hours is refused at once.
+
+In: a model reference; a recipe's configuration. Out: :class:`ModelFiles`, read from a local folder
+or from the snapshot that the Hub client has in its cache; or a refusal with the numbers and the
+field to change. Takes milliseconds and no torch; of a model that is not here yet nothing is
+said. What cannot be read is left to who loads the model
+(:func:`refiner_core.training.model.loading.check_model`), whose words are better.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
+from refiner_core.contract.kinds import KINDS, kinds_of
+from refiner_core.contract.placement import STAGES
+from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
+
+_INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100 << 20
+#: Up to here a tokenizer is parsed; of a larger one the ids are looked for, ten times as fast.
+_PARSED_BYTES = 1 << 20
+_MODEL = re.compile(rb'"model"\s*:\s*\{')
+_VOCABULARY = re.compile(rb'"vocab"\s*:\s*\{')
+_MERGES = re.compile(rb'"merges"\s*:\s*\[')
+_ADDED_ID = re.compile(rb'"id"\s*:\s*(\d+)')
+_VALUE = re.compile(rb'":\s*(\d+)\s*[,}]')
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A folder with a model or tokenizer.
+
+    ``whole`` is False where files may still be on their way (an unfinished download): what is
+    missing then says nothing.
+    """
+
+    folder: Path
+    whole: bool
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these files is there."""
+        return any((self.folder / name).is_file() for name in names)
+
+    def json(self, name: str) -> Mapping[str, Any]:
+        """A JSON file; empty where there is none that can be read."""
+        return _json(self.folder / name, _state_of(self.folder / name))
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of ``config.json`` that is about text: all of it in plain language models."""
+        config = self.json("config.json")
+        part = config.get("text_config")
+        return part if isinstance(part, dict) else config
+
+    @property
+    def missing_shards(self) -> list[str]:
+        """Weight files that the index names and that are not there."""
+        named = self.json(_INDEX).get("weight_map")
+        files = set(named.values()) if isinstance(named, dict) else set()
+        return sorted(str(n) for n in files if not (self.folder / str(n)).is_file())
+
+    @property
+    def cut_short(self) -> str | None:
+        """A weight file that is shorter than its own header says."""
+        for path in sorted(self.folder.glob("*.safetensors")):
+            header = _header(path, _state_of(path))
+            ends = [v["data_offsets"][1] for v in header.values() if "data_offsets" in v]
+            if ends and path.stat().st_size < header[""]["begin"] + max(ends):
+                return path.name
+        return None
+
+    @property
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors in safetensors files, by name."""
+        found: dict[str, tuple[int, ...]] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            header = _header(path, _state_of(path))
+            found |= {n: tuple(v["shape"]) for n, v in header.items() if "shape" in v}
+        return found
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is any file of weights, in a form that transformers loads."""
+        patterns = ("*.safetensors", "pytorch_model*.bin", _INDEX)
+        return any(next(self.folder.glob(p), None) for p in patterns)
+
+    def id_from(self, words: int) -> int | None:
+        """The highest id that the tokenizer gives, if it is ``words`` or more."""
+        path = self.folder / "tokenizer.json"
+        highest = _highest_id(path, _state_of(path), words)
+        return highest if highest is not None and highest >= words else None
+
+    def knows_token(self, text: str) -> bool:
+        """Whether a token stands in ``tokenizer.json``; True where that cannot be read."""
+        added = self.json("tokenizer_config.json").get("added_tokens_decoder")
+        if isinstance(added, dict) and any(
+            isinstance(token, dict) and token.get("content") == text for token in added.values()
+        ):
+            return True
+        try:
+            data = (self.folder / "tokenizer.json").read_bytes()
+        except OSError:
+            return True
+        forms = {json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)}
+        return any(form.encode() in data for form in forms)
+
+
+def model_files(ref: str, revision: str) -> ModelFiles | None:
+    """The files of ``builtin:…``, a folder, or a Hub id whose snapshot is in the cache."""
+    try:
+        resolved = resolve_ref(ref)
+    except RefinerError:
+        return None  # whoever resolves sources says it
+    if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
+        return ModelFiles(Path(resolved), whole=True)
+    repository = _hub_cache() / f"models--{resolved.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        commit = revision
+    folder = repository / "snapshots" / commit
+    if not (folder / "config.json").is_file():
+        return None
+    files = ModelFiles(folder, whole=False)
+    on_their_way = next((repository / "blobs").glob("*.incomplete"), None) is not None
+    whole = not on_their_way and files.has_weights and not files.missing_shards
+    return ModelFiles(folder, whole)
+
+
+def _hub_cache() -> Path:
+    """Where the Hub client keeps snapshots, by its own rules."""
+    if path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(path).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.environ.get("HF_HOME") or f"{home}/huggingface"
+    return Path(root).expanduser() / "hub"
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    """Changes with the file: what was read of it is remembered under this, for many trials."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+@functools.lru_cache(maxsize=64)
+def _json(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@functools.lru_cache(maxsize=256)
+def _header(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
+    """A safetensors header, and under ``""`` where the data begins; empty where it is none."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LONGEST_HEADER:
+                return {}
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for value in header.values():
+                value["shape"], value["data_offsets"][1]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
+        return {}
+    return {**header, "": {"begin": 8 + length}}
+
+
+@functools.lru_cache(maxsize=16)
+def _highest_id(path: Path, state: tuple[int, int], words: int) -> int | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) > _PARSED_BYTES:
+        found = _highest_by_search(data)
+        if found is not None and found < words:
+            return found  # it may only take too much for an id, never too little
+    return _highest_by_parsing(data)
+
+
+def _highest_by_parsing(data: bytes) -> int | None:
+    try:
+        found = json.loads(data)
+        vocabulary = found["model"]["vocab"]
+        added = [int(token["id"]) for token in found.get("added_tokens") or ()]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return max([*added, *map(int, ids)], default=None)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _highest_by_search(data: bytes) -> int | None:
+    """As by parsing, of a vocabulary that is a mapping: every value in it, and every added id."""
+    model = _MODEL.search(data)
+    vocabulary = _VOCABULARY.search(data, model.end()) if model else None
+    if model is None or vocabulary is None:
+        return None
+    merges = _MERGES.search(data, vocabulary.end())
+    values = _VALUE.findall(data, vocabulary.end(), merges.start() if merges else len(data))
+    ids = _ADDED_ID.findall(data, 0, model.start()) + values
+    if not values:
+        return None
+    longest = max(map(len, ids))
+    return int(max(i for i in ids if len(i) == longest))
+
+
+#: Stages that tokenise or run the recipe's base model.
+_READERS = {"data", *STAGES, "evaluate"}
+_TRAINERS = set(STAGES)
+#: Layers that carry a state from token to token, across the border between packed sequences.
+_RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
+#: Models whose config.json does not name such layers.
+_RECURRENT_MODELS = {
+    *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba"),
+    *("falcon_h1", "zamba", "zamba2", "lfm2", "lfm2_moe"),
+}
+_TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
+)
+#: Tokenizer classes that have no end-of-text token unless one is named.
+_WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_LEAST_HEAD_ON_CPU = 32
+
+
+def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
+    """All that decides what :func:`check_model_files` says: trials that agree are checked once."""
+    stages = frozenset(config.only or config.stages) & frozenset(config.stages)
+    grpo, longest = config.grpo, config.data.max_prompt_token_length
+    lengths = (longest, grpo.response_length)
+    sampling = tuple((s.generation_backend, s.resources.gpus) for s in (grpo, config.sample))
+    return config.model, stages, lengths, sampling
+
+
+def check_model_files(config: RecipeConfig) -> None:
+    """Refuse a recipe whose model or tokenizer cannot do what it asks for.
+
+    Raises
+    ------
+    ConfigurationError
+        Files are missing or cut short, or their sizes do not fit the recipe or each other.
+    UnsupportedError
+        The model's layers cannot be trained in packs, or not be sampled from here.
+    """
+    stages = set(config.only or config.stages) & set(config.stages)
+    if not stages & _READERS:
+        return
+    model = model_files(config.model.name_or_path, config.model.revision)
+    other = config.model.tokenizer_name_or_path
+    tokenizer = model if other is None else model_files(other, "main")
+    if tokenizer is not None:
+        _check_tokenizer(config, tokenizer)
+        _check_template(config, tokenizer)
+    if model is None or not model.has("config.json"):
+        return
+    _check_weights(config, model)
+    if tokenizer is not None:
+        _check_vocabulary(config, model, tokenizer)
+    if any(KINDS[stage].on_prompts for stage in stages):
+        _check_window(config, model)
+    if stages & _TRAINERS:
+        _check_layers(config, model)
+    for kind in kinds_of(stages):
+        if kind.samples_with:
+            _check_sampling(config, model, kind.samples_with)
+
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
+    """There is one, and it has a token that ends a text."""
+    field = _tokenizer_field(config)
+    if files.whole and not files.has(*_TOKENIZERS):
+        raise ConfigurationError(
+            f"{files.folder} ({field}) has no tokenizer.",
+            expected=f"one of {', '.join(_TOKENIZERS[:4])} beside config.json",
+            fix="copy the tokenizer's files there, or set model.tokenizer_name_or_path",
+        )
+    settings = files.json("tokenizer_config.json")
+    end = _text(settings.get("eos_token"))
+    if end is None and files.whole:
+        others = files.json("special_tokens_map.json")
+        named = "eos_token" in settings and not others.get("eos_token")
+        bare = not others.get("eos_token") and settings.get("tokenizer_class") in _WITHOUT_DEFAULTS
+        if named or bare:
+            raise ConfigurationError(
+                f"The tokenizer in {files.folder} ({field}) has no end-of-text token "
+                "(`eos_token`): a model would never learn to stop.",
+                expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
+                fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
+            )
+    if end is not None and not files.knows_token(end):
+        raise ConfigurationError(
+            f"The end-of-text token {end!r} of the tokenizer in {files.folder} ({field}) is not in "
+            "its vocabulary; it would be added behind the model's last embedding.",
+            expected="an `eos_token` that tokenizer.json has",
+            fix="correct `eos_token` in tokenizer_config.json",
+        )
+
+
+def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
+    """Conversations can be rendered."""
+    own = config.model.chat_template
+    if own is not None:
+        if not own.strip():
+            raise ConfigurationError(
+                "`model.chat_template` is empty.",
+                expected="the text of a Jinja template, or null for the tokenizer's own",
+                fix="set model.chat_template=null",
+            )
+        return
+    if not files.whole or not files.has("tokenizer_config.json", "tokenizer.json"):
+        return
+    found = files.json("tokenizer_config.json").get("chat_template")
+    names = [t.get("name") for t in found if isinstance(t, dict)] if isinstance(found, list) else []
+    if names and "default" not in names:
+        raise ConfigurationError(
+            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has {len(names)} chat "
+            f"templates ({', '.join(map(str, names))}), none of them called default.",
+            expected="one chat template, or one that is called default",
+            fix="set model.chat_template to the text of the one that is meant",
+        )
+    if not found and not files.has("chat_template.jinja", "chat_template.json"):
+        raise ConfigurationError(
+            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has no chat template: "
+            "rows are conversations.",
+            expected="`chat_template` in tokenizer_config.json, or chat_template.jinja",
+            fix="set model.chat_template to a template's text (ChatML, say), or "
+            "model.tokenizer_name_or_path to a chat model",
+        )
+
+
+def _text(token: Any) -> str | None:
+    """A special token, which stands in files as text or as a mapping."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) and value else None
+
+
+def _tokenizer_field(config: RecipeConfig) -> str:
+    own = config.model.tokenizer_name_or_path is None
+    return "model.name_or_path" if own else "model.tokenizer_name_or_path"
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
+    """All files are there, as long as they should be, and of the configuration's shape."""
+    missing = model.missing_shards if model.whole else []
+    if missing:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) lacks {len(missing)} of the weight files that "
+            f"its index names, {missing[0]} first.",
+            expected="a complete checkpoint",
+            fix="fetch or export it again; it may have been cut short",
+        )
+    if model.whole and not model.has_weights:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has a configuration, but no weights.",
+            expected="*.safetensors beside config.json",
+            fix="fetch or export it again, or correct model.name_or_path",
+        )
+    if (name := model.cut_short) is not None:
+        size = (model.folder / name).stat().st_size
+        raise ConfigurationError(
+            f"{model.folder / name} (model.name_or_path) is cut short: it has {size:,} bytes, and "
+            "its header names more.",
+            expected="a complete checkpoint",
+            fix="fetch or export it again",
+        )
+    _check_head(model)
+
+
+def _check_head(model: ModelFiles) -> None:
+    """Embeddings are as many as the configuration says, and logits come from somewhere."""
+    shapes, words = model.weights, model.text_config.get("vocab_size")
+    rows = [s[0] for n, s in shapes.items() if n.endswith(_EMBEDDINGS) and len(s) == 2]
+    if len(rows) != 1 or not isinstance(words, int):
+        return
+    if rows[0] != words:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has embeddings of {rows[0]:,} tokens, and its "
+            f"config.json says vocab_size {words:,}.",
+            expected="weights and configuration of one model",
+            fix=f"set vocab_size to {rows[0]} in config.json if the weights are right, or export "
+            "it again",
+        )
+    untied = model.json("config.json").get("tie_word_embeddings") is False
+    plain = all(n.startswith(("model.", "lm_head.")) for n in shapes)
+    if untied and plain and model.whole and "lm_head.weight" not in shapes:
+        raise ConfigurationError(
+            f"{model.folder} (model.name_or_path) has no lm_head.weight, and its config.json says "
+            "tie_word_embeddings false: its output head would be random numbers.",
+            expected="an output head, or tie_word_embeddings true where it is the embedding",
+            fix="export it again, or set tie_word_embeddings to true in config.json if it was "
+            "trained so",
+        )
+
+
+def _check_vocabulary(config: RecipeConfig, model: ModelFiles, tokenizer: ModelFiles) -> None:
+    """Every id of the tokenizer has an embedding; embeddings without an id are padding."""
+    words = model.text_config.get("vocab_size")
+    if not isinstance(words, int) or (highest := tokenizer.id_from(words)) is None:
+        return
+    raise ConfigurationError(
+        f"The tokenizer ({_tokenizer_field(config)}, {tokenizer.folder}) has ids up to "
+        f"{highest:,}, and the model (model.name_or_path, {model.folder}) embeddings of "
+        f"{words:,} tokens, 0 to {words - 1:,}.",
+        expected=f"a vocabulary of at most {words:,}: {highest + 1 - words:,} too many",
+        fix="set model.tokenizer_name_or_path to the tokenizer that the model was trained with, "
+        "or resize the model's embeddings and export it",
+    )
+
+
+# ---------------------------------------------------------------- layers
+
+
+def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
+    """The longest prompt with the longest response has positions."""
+    text, grpo = model.text_config, config.grpo
+    window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
+    if not isinstance(window, int) or _is_stretched(text):
+        return
+    if config.environment.name and grpo.max_token_length > window:
+        raise ConfigurationError(
+            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens, and an "
+            f"episode may have {grpo.max_token_length:,} (grpo.max_token_length).",
+            expected="grpo.max_token_length <= max_position_embeddings of its config.json",
+            fix=f"set grpo.max_token_length={window}: longer episodes end there, and are counted",
+        )
+    if longest + grpo.response_length > window:
+        raise ConfigurationError(
+            f"The window of {model.folder} (model.name_or_path) has {window:,} tokens; a prompt of "
+            f"{longest:,} (data.max_prompt_token_length) and a response of "
+            f"{grpo.response_length:,} (grpo.response_length) need "
+            f"{longest + grpo.response_length:,}.",
+            expected="data.max_prompt_token_length + grpo.response_length <= "
+            "max_position_embeddings of its config.json",
+            fix=f"set data.max_prompt_token_length={max(1, window - grpo.response_length)}"
+            if window > grpo.response_length
+            else f"lower grpo.response_length below {window}",
+        )
+
+
+def _is_stretched(text: Mapping[str, Any]) -> bool:
+    """Whether positions are scaled, so that the window is another than its number."""
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    return isinstance(scaling, dict) and "factor" in json.dumps(scaling)
+
+
+def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
+    """Packed sequences can be kept apart, and the head is all there is to a logit."""
+    text = model.text_config
+    kinds = _layer_kinds(text) & _RECURRENT
+    if text.get("model_type") in _RECURRENT_MODELS:
+        kinds = kinds | {str(text["model_type"])}
+    if kinds:
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has layers of kind {', '.join(sorted(kinds))}, "
+            "whose state runs on from one packed sequence into the next.",
+            expected="layers of full or sliding attention, which can be kept apart",
+            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
+        )
+    cap = text.get("final_logit_softcapping")
+    scale = text.get("logits_scaling", text.get("logit_scale"))
+    if cap or (isinstance(scale, int | float) and scale != 1):
+        name = "final_logit_softcapping" if cap else "a scale of logits"
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has {name} ({cap or scale}): its logits are more "
+            "than output head times hidden state, from which log-probabilities are taken in "
+            "chunks.",
+            expected="a plain output head",
+            fix="set model.name_or_path to a model with one (Qwen3, Llama, Mistral …)",
+        )
+
+
+def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> None:
+    """The backend of a section can decode such layers, and heads of that width."""
+    text, sampler = model.text_config, getattr(config, section)
+    longest = config.data.max_prompt_token_length + config.grpo.response_length
+    if sampler.generation_backend == "transformers":
+        window = text.get("sliding_window")
+        if not text.get("use_sliding_window", True):
+            window = None
+        if isinstance(window, int) and longest > window:
+            raise UnsupportedError(
+                f"{model.folder} (model.name_or_path) attends to the last {window:,} tokens only "
+                f"(sliding_window), and a prompt with its response may have {longest:,} "
+                "(data.max_prompt_token_length + grpo.response_length): the transformers backend "
+                "cannot decode that.",
+                expected=f"{section}.generation_backend=vllm, or lengths within that window",
+                fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
+            )
+    elif sampler.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
+        raise UnsupportedError(
+            f"{model.folder} (model.name_or_path) has attention heads of {width} numbers "
+            "(head_dim), and vLLM serves "
+            f"{_LEAST_HEAD_ON_CPU} or more without a GPU.",
+            expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
+            fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
+        )
+
+
+def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
+    found = text.get("layer_types") or text.get("layers_block_type") or ()
+    return {str(kind) for kind in found} if isinstance(found, list) else set()
+
+
+def _head_dim(text: Mapping[str, Any]) -> int:
+    """Numbers of an attention head; 0 where the configuration does not say."""
+    try:
+        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return 0

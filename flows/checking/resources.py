@@ -1,0 +1,264 @@
+"""Memory, time and programs that a plan's training stages will take, before anything runs.
+
+In: a plan, the model's files, the newest certificate of its workspace. Out: estimates by stage,
+sentences for people, and refusals of programs that are not there. Imports nothing heavy. What GPUs
+have is not known before a job runs, so that of them only the figures are given. Speed is taken to
+fall with the number of parameters, and to grow with that of processes: a rule of thumb.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flows.checking.models import ModelFiles, model_files
+from infra.disk.history import ModelSize, model_size
+from infra.services.process import ServerProgram
+from infra.store.provenance import read_certificates
+from infra.store.workspace import Workspace
+from refiner_core.contract.checks.training import sampling_notes, training_notes
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.placement import (
+    STAGES,
+    MemoryNeed,
+    ModelShape,
+    placement_of,
+    section_of,
+    training_memory,
+)
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.proofs import Certificate
+from refiner_core.contract.services import asks_judge, engine_of, serves
+from refiner_core.environments.registry import environment_notes
+
+_GIB = 2**30
+
+
+def memory_needs(plan: Plan) -> list[MemoryNeed]:
+    """Estimates for the training stages of a plan; none where nothing says the model's size."""
+    found = _shape_of(plan.config)
+    if found is None:
+        return []
+    kinds = {stage.kind for stage in plan.stages}
+    return [training_memory(plan.config, stage, found) for stage in STAGES if stage in kinds]
+
+
+def memory_json(plan: Plan) -> list[dict[str, Any]]:
+    """The estimates for scripts."""
+    return [
+        {
+            "stage": need.stage,
+            "processes": need.processes,
+            "gpu_bytes": need.gpu_bytes,
+            "host_bytes": need.host_bytes,
+            "asked_bytes": _asked(plan.config, need),
+            "on_gpu": dict(need.on_gpu),
+            "on_host": dict(need.on_host),
+            "shared": dict(need.shared),
+        }
+        for need in memory_needs(plan)
+    ]
+
+
+def planning_notes(plan: Plan) -> list[str]:
+    """What is worth saying of how a plan trains before it runs; nothing of it is refused."""
+    config = plan.config
+    notes = [*training_notes(config), *sampling_notes(config), *environment_notes(config)]
+    for need in memory_needs(plan):
+        asked = _asked(plan.config, need)
+        if need.host_bytes > asked:
+            parts = {name: size * need.processes for name, size in need.on_host.items()}
+            notes.append(
+                f"{need.stage} will take about {_gib(need.host_bytes)} of host memory, and asks "
+                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): "
+                f"{_largest({**parts, **need.shared})}."
+            )
+    return notes
+
+
+def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
+    return section_of(config, need.stage).resources.memory_gb * _GIB
+
+
+def _largest(parts: Mapping[str, int]) -> str:
+    """The three largest parts, in words."""
+    first = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    return ", ".join(f"{name} {_gib(size)}" for name, size in first)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"
+
+
+def model_parameters(config: RecipeConfig) -> int | None:
+    """How many parameters the recipe's model has; None where nothing says so."""
+    found = _shape_of(config)
+    return None if found is None else found.parameters
+
+
+def _shape_of(config: RecipeConfig) -> ModelShape | None:
+    files = model_files(config.model.name_or_path, config.model.revision)
+    size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
+    if size.parameters is None:
+        return None
+    return _shape(size.parameters, files)
+
+
+def _shape(parameters: int, files: ModelFiles | None) -> ModelShape:
+    text = files.text_config if files else {}
+
+    def number(name: str) -> int:
+        value = text.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    width = number("head_dim") or (hidden // heads if heads else 0)
+    return ModelShape(
+        parameters=parameters,
+        hidden=hidden,
+        inner=number("intermediate_size"),
+        layers=number("num_hidden_layers"),
+        pairs=width * (number("num_key_value_heads") or heads),
+        words=number("vocab_size"),
+    )
+
+
+#: Checks of a certificate that measure what a stage does most, by kind of stage.
+_SFT, _GRPO, _SAMPLING = "SFT throughput", "GRPO update", "sampling by transformers"
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """How long a training stage takes at most, seconds; ``by`` says what that is taken from."""
+
+    stage: str
+    seconds: float
+    by: str
+
+
+def time_forecasts(plan: Plan) -> list[TimeForecast]:
+    """Forecasts of the training stages of a plan whose number of steps is known.
+
+    Raises
+    ------
+    WorkspaceError
+        A certificate in the workspace is damaged.
+    """
+    config = plan.config
+    parameters = model_parameters(config)
+    if parameters is None:
+        return []
+    kinds = {stage.kind for stage in plan.stages}
+    found = []
+    for kind, seconds_of in (("sft", _sft_s), ("grpo", _grpo_s)):
+        newest = _newest(config, getattr(config, kind).resources.gpus)
+        seconds = newest and kind in kinds and seconds_of(config, newest, parameters)
+        if newest and seconds:
+            by = f"the certificate of {newest.host['name']}, {newest.made_at[:10]}"
+            found.append(TimeForecast(kind, seconds, by))
+    return found
+
+
+def time_json(plan: Plan) -> list[Mapping[str, Any]]:
+    """The forecasts for scripts."""
+    return [
+        {"stage": f.stage, "seconds": round(f.seconds), "by": f.by} for f in time_forecasts(plan)
+    ]
+
+
+def time_notes(plan: Plan) -> list[str]:
+    """The forecasts in words."""
+    notes = [
+        f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
+        for found in time_forecasts(plan)
+    ]
+    newest = _newest(plan.config, 1)
+    ratio = None if newest is None else newest.figure(_SFT, "memory_ratio")
+    for need in memory_needs(plan) if ratio else ():
+        if need.gpu_bytes:
+            notes.append(
+                f"{need.stage} will take about {need.gpu_bytes / 2**30:.0f} GiB on each GPU; a "
+                f"certified training took {ratio:.0%} of such a forecast."
+            )
+    return notes
+
+
+def _newest(config: RecipeConfig, gpus: int) -> Certificate | None:
+    """The newest certificate of a node with GPUs, or for a stage that has none, without."""
+    found = read_certificates(Workspace.read_only(config.workspace))
+    return next((one for one in reversed(found) if bool(one.gpus) == bool(gpus)), None)
+
+
+def _rate(certificate: Certificate, check: str, parameters: int) -> float | None:
+    """Tokens per second of one process for a model of so many parameters."""
+    per_s = certificate.figure(check, "tokens_per_s")
+    size = certificate.figure(check, "parameters")
+    return per_s * size / parameters if per_s and size else None
+
+
+def _sft_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
+    rate, sft = _rate(certificate, _SFT, parameters), config.sft
+    if rate is None or sft.max_train_steps is None:
+        return None
+    packs = sft.per_device_train_batch_size * sft.gradient_accumulation_steps
+    world = placement_of(config, "sft").world
+    return sft.max_train_steps * packs * sft.pack_length / (rate * world)
+
+
+def _grpo_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
+    """Updates, and where transformers samples also that; judges are not in it."""
+    rate, grpo = _rate(certificate, _GRPO, parameters), config.grpo
+    if rate is None:
+        return None
+    world = placement_of(config, "grpo").world
+    samples = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+    step_s = samples * grpo.max_token_length * grpo.num_epochs / (rate * world)
+    sampled = _rate(certificate, _SAMPLING, parameters)
+    if grpo.generation_backend == "transformers" and sampled is not None:
+        step_s += samples * grpo.response_length / (sampled * world)
+    return grpo.num_training_steps * step_s
+
+
+def _span(seconds: float) -> str:
+    if seconds < 90:
+        return f"{math.ceil(seconds)} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def check_server_programs(plan: Plan) -> None:
+    """Refuse a plan whose servers cannot be started on this machine.
+
+    Raises
+    ------
+    UnsupportedError
+        An interpreter, a container's program or the engine's command is not there.
+    """
+    if plan.config.dispatch.executor != "local":
+        return  # what compute nodes have is not seen from here
+    workspace = Workspace.read_only(plan.config.workspace)
+    kinds = {s.kind for s in plan.stages if workspace.read_result(s.id) is None}
+    for program in _programs(plan.config, kinds):
+        if program.lacking:
+            setting = f"{program.field}.python=/PATH/bin/python"
+            raise UnsupportedError(
+                f"{program.field} is to serve models with {program.engine}, and {program.lacking}.",
+                expected=f"an environment with {program.engine}: `{program.field}.python`, `setup` "
+                "or `container`",
+                fix=f"make one (`python3 -m venv DIR && DIR/bin/pip install {program.engine}`) and "
+                f"set {setting}; `refiner doctor RECIPE` tries it",
+            )
+
+
+def _programs(config: RecipeConfig, kinds: Collection[str]) -> Iterator[ServerProgram]:
+    grpo = "grpo" in kinds and config.grpo.generation_backend == "vllm"
+    if grpo or ("sample" in kinds and config.sample.generation_backend == "vllm"):
+        yield ServerProgram.of(config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+    engine = engine_of(config.judge)
+    asked = any(asks_judge(config, kind) for kind in kinds)
+    if asked and serves(config.judge) and engine in ("vllm", "transformers"):
+        yield ServerProgram.of(config.judge.serve, "judge.serve", engine)

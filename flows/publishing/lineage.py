@@ -1,0 +1,429 @@
+"""The lineage of published weights, from records: stages, attempts, the call, what they have cost.
+
+In: a `publish` or `card` stage, at work or long finished. Out: :class:`Behind`. Nothing in it
+changes once the weights are there: of a training that goes on, only what came before the checkpoint
+counts, whatever happens to it later. What can be found out only at the time (the command that was
+checked, the texts of files that may change later, the calls among which others will be recorded) is
+decided once, and recorded as ``made_with`` of the stage's report.
+
+Lost is what another attempt did again: of an attempt that ended at step 120 after a start at 0, and
+was followed by one that went on from step 100, one sixth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flows.cards.reproduction import Made, reproduce
+from flows.stages.work import StageWork
+from infra.host.processes import ProcessId
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig, Resources
+from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
+from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.records import (
+    Attempt,
+    RunRecord,
+    StageRecord,
+    StageResult,
+    StageSpec,
+    from_json,
+)
+from refiner_core.rubrics import load_rubric_set
+
+#: Kinds of stages that a model rests on, in their order.
+BEHIND = tuple(
+    name for name in KINDS if name in TRAINED or any(KINDS[t].learns_from == name for t in TRAINED)
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A `publish` or `card` stage: what it is, what it reads, the configuration of its attempt.
+
+    ``decided`` is what the stage has decided once and recorded (``made_with`` of its report, or of
+    the `publish` stage whose card it writes); empty before.
+    """
+
+    workspace: Workspace
+    stage_id: str
+    attempt: int
+    spec: StageSpec
+    config: RecipeConfig
+    inputs: Mapping[str, str]
+    decided: Mapping[str, Any]
+
+    def path(self, stage_id: str, rest: str) -> str:
+        """A record's path, relative to the workspace."""
+        return f"stages/{stage_id}/{rest}"
+
+    def attempt_path(self, stage_id: str, number: int) -> str:
+        """The folder of an attempt, relative to the workspace."""
+        return self.path(stage_id, f"attempts/{number:04d}")
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Where weights come from.
+
+    Attributes
+    ----------
+    weights
+        The stage whose output is published: the training itself, or an export of a checkpoint.
+    trained
+        The stage that trained them.
+    records
+        That stage and those before it, by name, in order.
+    reports
+        What is told of each, by name; of the trained one up to the checkpoint.
+    attempts
+        By name, the attempts that took part, the last one as it was when the weights were there.
+    step
+        The optimiser step of the weights.
+    whole
+        Whether they are what the training ended with.
+    """
+
+    weights: str
+    trained: str
+    records: Mapping[str, StageRecord]
+    reports: Mapping[str, Mapping[str, Any]]
+    attempts: Mapping[str, tuple[Attempt, ...]]
+    step: int
+    whole: bool
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Stage ids by name."""
+        return {n: f"{r.spec.kind}-{r.spec.fingerprint[:12]}" for n, r in self.records.items()}
+
+    @property
+    def model(self) -> StageRecord:
+        """The record of the stage that trained them."""
+        return next(r for n, r in self.records.items() if self.ids[n] == self.trained)
+
+
+def subject_at_work(work: StageWork) -> Subject:
+    """The stage that is being carried out."""
+    inputs = dict(work.input_stages)
+    return Subject(
+        work.workspace,
+        work.stage_id,
+        work.workspace.layout.stage(work.stage_id).attempt_numbers()[-1],
+        work.spec,
+        work.config,
+        inputs,
+        _decided_before(work.workspace, inputs),
+    )
+
+
+def recorded_subject(workspace: Workspace, stage_id: str) -> Subject:
+    """A finished `publish` or `card` stage.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such stage, or it is not done.
+    """
+    record = workspace.read_record(stage_id)
+    if record is None or record.spec.kind not in ("publish", "card") or record.result is None:
+        raise ConfigurationError(
+            f"{stage_id} is no finished publication in {workspace.root}.",
+            expected="a `publish` or `card` stage that is done",
+            fix="see `refiner status`",
+        )
+    paths = workspace.layout.attempt(stage_id, record.result.attempt)
+    inputs = workspace.part(paths, "inputs")
+    decided = record.result.report.get("made_with") or _decided_before(workspace, inputs)
+    config = from_json(RecipeConfig, workspace.part(paths, "config"))
+    return Subject(workspace, stage_id, record.result.attempt, record.spec, config, inputs, decided)
+
+
+def _decided_before(workspace: Workspace, inputs: Mapping[str, str]) -> Mapping[str, Any]:
+    """What the publication has decided whose card is written again."""
+    published = workspace.read_result(inputs["publish"]) if "publish" in inputs else None
+    return (published.report.get("made_with") or {}) if published is not None else {}
+
+
+def weights_of(subject: Subject) -> dict[str, str]:
+    """Role -> stage id of all weights that a publication may be about; one unless it is the best
+    that is published."""
+    inputs: Mapping[str, str] = subject.inputs
+    if "publish" in inputs:
+        inputs = inputs_of(subject.workspace, inputs["publish"])
+    return {role: i for role, i in inputs.items() if role.partition("-")[0] == "weights"}
+
+
+def behind(workspace: Workspace, weights: str) -> Behind:
+    """All that weights rest on.
+
+    Parameters
+    ----------
+    weights
+        The stage whose output they are; it is done.
+    """
+    made = need_result(workspace, weights)
+    exported = weights.startswith("export-")
+    trained = str(made.report["stage"]) if exported else weights
+    records = _chain(workspace, trained)
+    reports = {n: r.result.report for n, r in records.items() if r.result is not None}
+    attempts = {name: _until_done(record) for name, record in records.items()}
+    name = next(n for n, r in records.items() if trained.endswith(r.spec.fingerprint[:12]))
+    if exported:
+        hidden = ("stage", "attempt", "elapsed_s")
+        reports[name] = {k: v for k, v in made.report.items() if k not in hidden}
+        attempts[name] = _until_checkpoint(records[name], made.report)
+    order = {kind: position for position, kind in enumerate(BEHIND)}
+    names = sorted(records, key=lambda n: order.get(records[n].spec.kind, len(order)))
+    return Behind(
+        weights=weights,
+        trained=trained,
+        records={n: records[n] for n in names},
+        reports={n: reports[n] for n in names if n in reports},
+        attempts={n: attempts[n] for n in names},
+        step=int(made.report["steps"]),
+        whole=not exported,
+    )
+
+
+def need_result(workspace: Workspace, stage_id: str) -> StageResult:
+    """The result of a stage that must be done.
+
+    Raises
+    ------
+    WorkspaceError
+        It is not.
+    """
+    result = workspace.read_result(stage_id)
+    if result is None:
+        raise WorkspaceError(
+            f"{stage_id} is not done, though what was made from it is",
+            expected="all records of a run in one workspace",
+            fix="bring its folder back, or run the recipe again",
+        )
+    return result
+
+
+def _chain(workspace: Workspace, trained: str) -> dict[str, StageRecord]:
+    """Records of a training stage and of those that it rests on, by name."""
+    found: dict[str, StageRecord] = {}
+    waiting = [trained]
+    while waiting:
+        stage_id = waiting.pop()
+        record = workspace.read_record(stage_id)
+        if record is None or record.spec.name in found or record.spec.kind not in BEHIND:
+            continue
+        found[record.spec.name] = record
+        waiting += inputs_of(workspace, stage_id).values()
+    if not found:
+        need_result(workspace, trained)  # refuses
+    return found
+
+
+def inputs_of(workspace: Workspace, stage_id: str) -> dict[str, str]:
+    """Role -> stage id of a stage's inputs; the same in all its attempts."""
+    result = workspace.read_result(stage_id)
+    numbers = workspace.layout.stage(stage_id).attempt_numbers()
+    number = result.attempt if result is not None else (numbers or [1])[-1]
+    return workspace.part(workspace.layout.attempt(stage_id, number), "inputs")
+
+
+def _until_done(record: StageRecord) -> tuple[Attempt, ...]:
+    """The attempts that led to a result, the last one as its result tells of it."""
+    result = record.result
+    if result is None:
+        return record.attempts
+    return tuple(
+        _ended(a, result.seconds, result.finished_at) if a.number == result.attempt else a
+        for a in record.attempts
+        if a.number <= result.attempt
+    )
+
+
+def _until_checkpoint(record: StageRecord, export: Mapping[str, Any]) -> tuple[Attempt, ...]:
+    """The attempts that led to a checkpoint. How the one that saved it goes on is not theirs."""
+    last, elapsed_s = export.get("attempt"), export.get("elapsed_s")
+    if last is None:  # of a version that did not say
+        return tuple(a for a in record.attempts if a.outcome is not None)
+    return tuple(
+        _ended(a, elapsed_s, None) if a.number == last else a
+        for a in record.attempts
+        if a.number <= last
+    )
+
+
+def _ended(attempt: Attempt, seconds: float | None, ended_at: str | None) -> Attempt:
+    return replace(attempt, outcome=None, seconds=seconds, ended_at=ended_at)
+
+
+# ---------------------------------------------------------------- the calls
+
+
+def runs_of(subject: Subject, trained: str) -> tuple[RunRecord | None, RunRecord | None]:
+    """The call that asked for the publication, and the first one that the training belongs to."""
+    known = subject.decided.get("runs")
+    if known is not None:
+        asked, began = (None if r is None else subject.workspace.read_run(str(r)) for r in known)
+        return asked, began
+    runs = list(subject.workspace.runs())
+    asked = next((r for r in runs if subject.stage_id in r.stages.values()), None)
+    began = next((r for r in runs if trained in r.stages.values()), asked)
+    return asked, began
+
+
+def decide(
+    subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
+) -> dict[str, Any]:
+    """All of it.
+
+    Raises
+    ------
+    StageFailed
+        No command makes the model again, or the template is not what it was.
+    """
+    (asked, began), config = runs, subject.config
+    command = reproduce(
+        Made(
+            recipe=str(asked.provenance.get("recipe") or asked.recipe) if asked else "",
+            overrides=asked.overrides if asked else (),
+            config=config,
+            trained=made.model.spec.name,
+            specs={name: record.spec for name, record in made.records.items()},
+        )
+    )
+    return {
+        "runs": [None if r is None else r.run for r in (asked, began)],
+        "command": command.command,
+        "recipe_file": command.recipe_file,
+        "not_the_shipped_recipe": list(command.why_not_shipped),
+        "sources": dict(command.files),
+        "template": _template(config, subject.spec.sources.get("card_template")),
+        "static_rubrics": _static_rubrics(config, made),
+        "stopped": _stopped(subject, made),
+    }
+
+
+def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
+    """How the training behind a checkpoint had ended by now, if it had and was not taken up again;
+    empty where it goes on or is done. Later the records may tell of another attempt."""
+    attempts = made.model.attempts
+    if made.whole or made.model.result is not None or not attempts:
+        return {}
+    last = attempts[-1]
+    if last.outcome is not None:
+        found = {"failure": last.outcome.failure, "step": last.outcome.step}
+        return {**found, "ended_at": last.ended_at}
+    workspace = subject.workspace
+    started = workspace.read_control(workspace.layout.attempt(made.trained, last.number).started)
+    worker = ProcessId.parse(str((started or {}).get("process") or ""))
+    if started is None or not worker.here or worker.alive:
+        return {}
+    beat = workspace.read_heartbeat(made.trained, last.number) or {}
+    return {"failure": "killed", "step": (beat.get("progress") or {}).get("done")}
+
+
+def _template(config: RecipeConfig, digest: str | None) -> str | None:
+    if config.publish.card_template is None:
+        return None
+    path = Path(config.publish.card_template).expanduser()
+    try:
+        data = path.read_bytes()
+        text = data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StageFailed(
+            f"publish.card_template {path} cannot be read ({error})",
+            expected="a Jinja file in UTF-8",
+            fix="bring it back, and run the same command again",
+        ) from error
+    if digest is not None and hashlib.sha256(data).hexdigest() != digest:
+        raise StageFailed(
+            f"publish.card_template {path} has changed since the run was begun",
+            expected="the template that the publication was planned with",
+            fix="give the same `refiner run` command again: it plans with what the file holds now",
+        )
+    return text
+
+
+def _static_rubrics(config: RecipeConfig, made: Behind) -> list[tuple[str, float]]:
+    """Titles and signed weights of the static rubrics that shaped the reward; none where their file
+    is not any more what it was."""
+    reward = config.reward
+    if "static" not in reward.rubric_source or reward.instance_rubrics_only:
+        return []
+    try:
+        rubrics = load_rubric_set(reward.static_rubrics)
+    except ConfigurationError:
+        return []
+    used = {r.spec.sources["rubrics"] for r in made.records.values() if "rubrics" in r.spec.sources}
+    if used and used != {rubrics.digest()}:
+        return []
+    return [(r.title, r.signed_weight) for r in rubrics.rubrics]
+
+
+_HOUR_S = 3600.0
+_DIGITS = 6
+
+
+def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[str, Any]:
+    """The cost of a model, as :class:`refiner_core.cards.CardFacts` has it; empty where nothing is
+    known (weights that were adopted). Where it is not known of one attempt how long it took (a
+    checkpoint of a version that did not say), nothing is said of its stage, and there is no total.
+
+    Parameters
+    ----------
+    config
+        Says what a GPU-hour costs.
+    """
+    hours = dict.fromkeys(("gpu_hours", "core_hours", "lost_gpu_hours", "lost_core_hours"), 0.0)
+    seconds: dict[str, float] = {}
+    unknown: set[str] = set()
+    for name, attempts in made.attempts.items():
+        if made.reports.get(name, {}).get("adopted"):
+            continue
+        stage_id, kind = made.ids[name], made.records[name].spec.kind
+        for place, attempt in enumerate(attempts):
+            if attempt.seconds is None:
+                if attempt.started_at is not None:
+                    unknown.add(name)
+                continue
+            asked = _resources(workspace, stage_id, attempt.number, kind)
+            used = {"gpu_hours": asked.gpus * asked.nodes, "core_hours": asked.cpus * asked.nodes}
+            lost = _lost_share(attempt, attempts[place + 1 :])
+            for unit, count in used.items():
+                hours[unit] += count * attempt.seconds / _HOUR_S
+                hours[f"lost_{unit}"] += lost * count * attempt.seconds / _HOUR_S
+            seconds[name] = seconds.get(name, 0.0) + attempt.seconds
+    known = {name: round(value, 3) for name, value in seconds.items() if name not in unknown}
+    if unknown or not known:
+        return {"seconds": known} if known else {}
+    found: dict[str, Any] = {key: round(value, _DIGITS) for key, value in hours.items()}
+    found["seconds"] = known
+    if config.publish.price_per_gpu_hour is not None:
+        found["price"] = config.publish.price_per_gpu_hour
+        found["currency"] = config.publish.currency
+    return found
+
+
+def _resources(workspace: Workspace, stage_id: str, number: int, kind: str) -> Resources:
+    """What an attempt asked for, by the configuration that was recorded with it."""
+    recorded = workspace.part(workspace.layout.attempt(stage_id, number), "config")
+    config = from_json(RecipeConfig, recorded)
+    resources: Resources = getattr(config, kind).resources
+    return resources
+
+
+def _lost_share(attempt: Attempt, later: Sequence[Attempt]) -> float:
+    """The share of an attempt's work that the next one did again."""
+    if attempt.outcome is None or attempt.outcome.failure == "none" or not later:
+        return 0.0
+    start, end = attempt.resumed_from_step or 0, attempt.outcome.step
+    again_from = max(later[0].resumed_from_step or 0, start)
+    if again_from <= start:
+        return 1.0  # nothing of it was kept
+    if end is None or end <= again_from:
+        return 0.0
+    return (end - again_from) / (end - start)

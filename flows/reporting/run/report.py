@@ -1,0 +1,401 @@
+"""The report of a run, gathered from its records, and its files: ``report.html``, ``report.md``,
+``report.json``.
+
+In: a workspace and the id of a run. Out: a :class:`~refiner_core.report.run.document.RunReport`,
+and its files below ``WORKSPACE/reports/RUN`` or another folder, each there completely or not at
+all. A report may be shown to others: logins in addresses, and settings that are there to carry
+secrets, are left out. Stages that were there before the run began cost it nothing, nor does what
+earlier runs have tried at the others. What nobody has counted is None.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flows.reporting.run.examples import evaluation_examples, rollout_examples
+from flows.reporting.run.numbers import (
+    change_rows,
+    evaluations_of_run,
+    number_rows,
+    training_curves,
+)
+from flows.reporting.run.stages import RunReading, incident_lines, look, stage_rows, standing_of
+from infra.disk.keeper import DiskKeeper
+from infra.disk.probe import Room
+from infra.disk.usage import KINDS, size_of, stock_of
+from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
+from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.traces import read_metrics
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.marks import walk
+from refiner_core.contract.records import to_json
+from refiner_core.contract.services import is_service
+from refiner_core.report.printing import total, whole
+from refiner_core.report.run.document import (
+    RUN_REPORT_VERSION,
+    Cost,
+    DiskUse,
+    Published,
+    RunReport,
+    StageRow,
+)
+
+#: What the head of a report says already.
+_IN_THE_HEAD = ("recipe", "description", "workspace")
+
+
+def shown_overrides(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Overrides as they were said, without secrets."""
+    return tuple(map(shown_override, overrides))
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a recorded recipe that are not their defaults, by dotted name."""
+    found: dict[str, Any] = {}
+    for path, info in walk(RecipeConfig):
+        value = _at(config, path, info.default)
+        if path in _IN_THE_HEAD or value == _plain(info.default):
+            continue
+        found[path] = HIDDEN if carries_secrets(path) else _shown(value)
+    return found
+
+
+def _at(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _plain(default)
+        value = value[part]
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _shown(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_shown(v) for v in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def provenance_of(reading: RunReading) -> dict[str, Any]:
+    """Code, machine and versions that the call recorded."""
+    told = dict(reading.run.provenance)
+    told.pop("command", None)  # the report has it
+    found = {str(k): _shown(_plain(v)) for k, v in told.items() if v not in (None, "", {}, [])}
+    return {"code": reading.run.code, **found}
+
+
+def without_credentials(report: RunReport) -> RunReport:
+    """What stages, servers and libraries have said, masked; answers of models stay as they are."""
+    return replace(
+        report,
+        state_text=masked(report.state_text),
+        stages=tuple(_stage_without(row) for row in report.stages),
+        incidents=tuple(replace(i, text=masked(i.text)) for i in report.incidents),
+        warnings=tuple(map(masked, report.warnings)),
+    )
+
+
+def _stage_without(row: StageRow) -> StageRow:
+    attempts = tuple(replace(a, text=masked(a.text)) if a.text else a for a in row.attempts)
+    return replace(row, reason=masked(row.reason), attempts=attempts)
+
+
+# ---------------------------------------------------------------- what it left
+
+
+def publications(reading: RunReading) -> tuple[Published, ...]:
+    """What is published where, as the stages that did it have recorded."""
+    found = []
+    for name, history in reading.of_kind("publish"):
+        result = history.record.result
+        if result is None or not result.report.get("target"):
+            continue
+        step = result.report.get("step")
+        found.append(
+            Published(
+                stage=name,
+                target=without_secrets(str(result.report["target"])),
+                card=_card(reading, name),
+                step=None if step is None else int(step),
+            )
+        )
+    return tuple(sorted(found, key=lambda p: (p.step is None, p.step or 0)))
+
+
+def _card(reading: RunReading, publish: str) -> str:
+    """The model card: as the card stage has finished it, else as it was published first."""
+    for name in (publish.replace("publish", "card", 1), publish):
+        result = reading.result(name)
+        if result is None:
+            continue
+        folder = reading.workspace.layout.stage(reading.run.stages[name]).data / result.output_dir
+        if (path := folder / "README.md").is_file():
+            return str(path)
+    return ""
+
+
+def next_commands(
+    reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Published]
+) -> tuple[str, ...]:
+    """What makes sense now, most useful first."""
+    where = [f"workspace={reading.workspace.root}"]
+    run = reading.run.run
+    commands: list[list[str]] = []
+    if state == "running":
+        commands.append(["refiner", "status", run, "--watch", *where])
+        commands.append(["refiner", "report", run, "--watch", *where])
+    for row in rows:
+        if row.state == "failed":
+            commands.append(["refiner", "logs", row.name, *where])
+    if state in ("failed", "stopped"):
+        commands.append(["refiner", "resume", run, *where])
+        commands.append(["refiner", "status", run, "--incidents", *where])
+    if state == "done":
+        commands += [["refiner", "card", "check", p.target] for p in published[-1:]]
+        commands.append(["refiner", "disk", *where])
+    return tuple(shlex.join(command) for command in commands)
+
+
+def command_of(reading: RunReading) -> tuple[str, ...]:
+    """The command line of the call, as one would type it."""
+    words = reading.run.command
+    first = (Path(words[0]).name,) if words else ()
+    return (*first, *shown_overrides(words[1:]))
+
+
+#: What a judge counts that a report sums up.
+_OF_JUDGE = (
+    *("asked", "calls", "stored", "shared", "failed", "retries"),
+    *("prompt_tokens", "completion_tokens"),
+)
+
+
+def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
+    """Sums over the stages that this run has worked on, from when it began: what an earlier run
+    has tried in vain at one of them was that run's cost."""
+    own = [row for row in rows if row.attempts and not row.skipped]
+    shares = {row.name: _share(row, reading.run.started_at) for row in own}
+    gpu_hours = total(_part(row.gpu_hours, shares[row.name]) for row in own)
+    price = reading.config.publish.price_per_gpu_hour
+    money = None if price is None or gpu_hours is None else price * gpu_hours
+    return Cost(
+        seconds=total(_part(row.seconds, shares[row.name]) for row in own),
+        gpu_hours=gpu_hours,
+        cpu_hours=total(_part(row.cpu_hours, shares[row.name]) for row in own),
+        money=money,
+        currency="" if money is None else reading.config.publish.currency,
+        lost_seconds=sum(row.lost_seconds * _lost_share(reading, row.name) for row in own),
+        lost_steps=sum(i.lost_steps or 0 for row in own for i in _incidents(reading, row.name)[1]),
+        judge=_judge_use(reading),
+    )
+
+
+def _share(row: StageRow, began_at: str) -> float:
+    """What of a stage's work was done since the run began."""
+    seconds = sum(a.seconds or 0.0 for a in row.attempts)
+    since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
+    return since / seconds if seconds else 1.0
+
+
+def _part(value: float | None, share: float) -> float | None:
+    return None if value is None else value * share
+
+
+def _incidents(reading: RunReading, name: str) -> tuple[list[Incident], list[Incident]]:
+    """All incidents of a stage, and those since the run began."""
+    found = reading.tried(f"What {name} has lost", incidents_of, [reading.histories[name]]) or []
+    return found, [i for i in found if i.at >= reading.run.started_at]
+
+
+def _lost_share(reading: RunReading, name: str) -> float:
+    every, since = (sum(i.lost_seconds or 0.0 for i in some) for some in _incidents(reading, name))
+    return since / every if every else 1.0
+
+
+def _judge_use(reading: RunReading) -> dict[str, float]:
+    """What judges were asked by all stages of this run together; empty where none kept count."""
+    sums: dict[str, float] = {}
+    for name in reading.own():
+        history = reading.histories[name]
+        counts = reading.tried(f"The judge's count of {name}", _counts, reading, history)
+        for key, value in (counts or {}).items():
+            sums[key] = sums.get(key, 0) + value
+    return sums
+
+
+def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
+    """By its report; of a training that goes on, by what it has logged so far."""
+    result = history.record.result
+    if result is not None:
+        told: Mapping[str, Any] | None = result.report.get("judge") or result.report.get(
+            "judge_usage"
+        )
+        return {k: told[k] for k in _OF_JUDGE if told and k in told}
+    if history.record.spec.kind != "grpo" or not history.record.attempts:
+        return {}
+    newest = history.record.attempts[-1].number
+    path = reading.workspace.layout.attempt(history.stage_id, newest).metrics
+    lines = read_metrics(path, [f"judge/{key}" for key in _OF_JUDGE])
+    sums: dict[str, float] = {}
+    for key in _OF_JUDGE:
+        logged = [line.metrics.get(f"judge/{key}") for line in lines]
+        if known := [value for value in logged if value is not None]:
+            sums[key] = sum(known)
+    return sums
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def disk_of_run(reading: RunReading) -> DiskUse:
+    """What lies in the folders of the run's stages, and the room that is left."""
+    used = reading.tried("What the run takes on the disk", _used, reading) or {}
+    reclaimed = sum(
+        int(e.get("bytes") or 0) for e in reading.events if e.get("event") == "reclaimed"
+    )
+    room = reading.tried("The room on the disk", _room, reading)
+    if room is None:
+        return DiskUse(used=used, reclaimed_bytes=reclaimed)
+    return DiskUse(used, room.free_bytes, room.limit_bytes, room.source, reclaimed)
+
+
+def _room(reading: RunReading) -> Room:
+    return DiskKeeper(reading.workspace, reading.config.disk).room()
+
+
+def _used(reading: RunReading) -> dict[str, int]:
+    """Bytes by kind of file, of all stages that the run names, and of what it published here."""
+    stages = [i for i in reading.run.stages.values() if not is_service(i)]
+    sums: dict[str, int] = {}
+    for item in stock_of(reading.workspace.layout, stages):
+        sums[item.kind] = sums.get(item.kind, 0) + item.size.bytes
+    targets = {
+        str(result.report["target"])
+        for name in reading.histories
+        if (result := reading.result(name)) is not None and result.report.get("target")
+    }
+    here = [Path(t) for t in targets if Path(t).is_absolute() and Path(t).is_dir()]
+    if here:
+        sums["published"] = sums.get("published", 0) + sum(size_of(p).bytes for p in here)
+    return {kind: sums[kind] for kind in KINDS if sums.get(kind)}
+
+
+def report_of_run(run: str, workspace: Workspace) -> RunReport:
+    """The report of a run as it is now; changes nothing.
+
+    Parameters
+    ----------
+    run
+        Its id.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run.
+    WorkspaceError
+        The record of the call itself is damaged.
+    """
+    reading = RunReading(workspace, workspace.read_run(run))
+    status = look(reading)
+    rows = stage_rows(reading, status)
+    standing = standing_of(reading, status, rows)
+    evaluations = evaluations_of_run(reading)
+    published = publications(reading)
+    report = RunReport(
+        version=RUN_REPORT_VERSION,
+        run=reading.run.run,
+        recipe=reading.run.recipe,
+        description=reading.config.description,
+        state=standing.state,
+        state_text=standing.text,
+        command=command_of(reading),
+        workspace=str(workspace.root),
+        began_at=reading.run.started_at,
+        ended_at=standing.ended_at,
+        made_at=now_text(),
+        agent=bool(reading.config.environment.name),
+        stages=rows,
+        incidents=incident_lines(reading),
+        curves=training_curves(reading),
+        numbers=reading.tried("Numbers of evaluations", number_rows, evaluations) or (),
+        changes=change_rows(reading, evaluations),
+        examples=(*evaluation_examples(reading, evaluations), *rollout_examples(reading)),
+        disk=disk_of_run(reading),
+        cost=cost_of_run(reading, rows),
+        published=published,
+        overrides=shown_overrides(reading.run.overrides),
+        settings=changed_settings(reading.run.config),
+        provenance=provenance_of(reading),
+        next_commands=next_commands(reading, standing.state, rows, published),
+        warnings=tuple(dict.fromkeys(reading.warnings)),
+    )
+    return without_credentials(report)
+
+
+PAGE, TEXT, VALUES = "report.html", "report.md", "report.json"
+#: Seconds after which the page of a running run loads itself again.
+RELOAD_S = 15
+
+
+@dataclass(frozen=True)
+class WrittenRun:
+    """A report, and where its files lie."""
+
+    report: RunReport
+    folder: Path
+
+    @property
+    def page(self) -> Path:
+        """What is opened in a browser."""
+        return self.folder / PAGE
+
+
+def values(report: RunReport) -> dict[str, Any]:
+    """The whole report as plain JSON values."""
+    found: dict[str, Any] = to_json(report)
+    return found
+
+
+def write_run_report(
+    workspace: Workspace, run: str, folder: Path | None = None, *, reload_s: int = RELOAD_S
+) -> WrittenRun:
+    """Make the report of a run and write all its files.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run.
+    NoSpaceError
+        There is no room for the files; those that were there before still are.
+    """
+    report = report_of_run(run, workspace)
+    written = WrittenRun(report, folder or workspace.layout.reports / run)
+    _write_files(written, reload_s)
+    return written
+
+
+def _write_files(written: WrittenRun, reload_s: int) -> None:
+    """The page last, for it speaks of the others."""
+    from refiner_core.report.run.html import page  # templates are of no use to who only gathers
+    from refiner_core.report.run.tables import markdown
+
+    report, folder = written.report, written.folder
+    with no_space_guard(folder, "writing the report"):
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
+        atomic.write_text(folder / VALUES, whole(text) + "\n")
+        atomic.write_text(folder / TEXT, whole(markdown(report)))
+        atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))

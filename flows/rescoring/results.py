@@ -1,0 +1,502 @@
+"""A planned rescoring, carried out; its files, and what a terminal shows of it.
+
+::
+
+    plan ─> judges ─> scores ─> fidelity · comparisons with the baseline · judge x policy matrix
+
+In: a :class:`~flows.rescoring.planning.Planned`. Out: a :class:`Done` one, its document, lines, and
+``rescore.json``, ``rewards.parquet``, ``table.md``, ``figure.svg``.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+from flows.rescoring.asking import Bill, JudgePlan, ask, judge_for
+from flows.rescoring.planning import (
+    AGAIN,
+    OWN,
+    Planned,
+    Setting,
+    baseline_of,
+    identity_of,
+    judge_fields,
+    judge_key,
+    own_setting,
+    questions_under,
+)
+from flows.rescoring.reading import Policy
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.traces import encode_rollouts
+from infra.store.workspace import now_text
+from refiner_core.contract.records import to_json
+from refiner_core.contract.types import Judgement
+from refiner_core.judges import build_judge
+from refiner_core.rescoring.compare import (
+    Comparison,
+    CriterionAgreement,
+    Matrix,
+    compare,
+    judges_agree,
+    make_matrix,
+)
+from refiner_core.rescoring.document import (
+    AGREEMENT_HEADER,
+    COMPARISON_HEADER,
+    DOCUMENT_VERSION,
+    JUDGING_HEADER,
+    Cloud,
+    agreement_rows,
+    comparison_json,
+    comparison_rows,
+    draw,
+    fidelity_line,
+    judging_rows,
+    markdown,
+    matrix_json,
+    matrix_rows,
+    plain,
+    reversal_lines,
+)
+from refiner_core.rescoring.rollouts import (
+    Key,
+    NobodyToAsk,
+    RecordedJudge,
+    groups_of,
+    is_batched,
+    judge_identity,
+)
+from refiner_core.rescoring.scores import Fidelity, Scores, fidelity, scores_under, stored_scores
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A setting against its baseline, on one policy."""
+
+    policy: str
+    setting: str
+    baseline: str
+    comparison: Comparison
+    agreement: tuple[CriterionAgreement, ...]
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came out. ``scores`` by policy, then setting; the run's own are as they were stored."""
+
+    planned: Planned
+    scores: Mapping[str, Mapping[str, Scores]]
+    fidelity: Mapping[str, Fidelity]
+    compared: tuple[Compared, ...]
+    matrix: Matrix | None
+    bills: tuple[Bill, ...]
+
+
+class Watcher(Protocol):
+    """Who is told how judging goes."""
+
+    def judged(self, judge: str, done: int, total: int) -> None:
+        """So many judgements of a judge have come, of so many."""
+        ...
+
+    def scored(self, done: int, total: int) -> None:
+        """So many of the scorings (a setting on a policy's rollouts) are made, of so many."""
+        ...
+
+    def paused(self, why: str) -> None:
+        """All servers are gone; with an empty text: one is back."""
+        ...
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def judged(self, judge: str, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def scored(self, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def paused(self, why: str) -> None:
+        """Nothing is shown; the log says it."""
+
+
+def carry_out(planned: Planned, watcher: Watcher) -> Done:
+    """Ask what is to be asked, and score everything.
+
+    Parameters
+    ----------
+    watcher
+        Told how judging goes.
+
+    Raises
+    ------
+    JudgeOutage
+        A judge could not be asked; what has been judged is kept.
+    """
+    answers, bills = _ask_all(planned, watcher)
+    scores: dict[str, dict[str, Scores]] = {}
+    faithful: dict[str, Fidelity] = {}
+    total = len(planned.policies) * len(planned.settings)
+    for policy in planned.policies:
+        again = _own_again(planned, policy)
+        faithful[policy.name] = _fidelity(planned, policy, again)
+        of_policy = scores.setdefault(policy.name, {})
+        for setting in planned.settings:
+            of_policy[setting.name] = _scores(planned, policy, setting, again, answers)
+            watcher.scored(sum(map(len, scores.values())), total)
+        if not faithful[policy.name].sound:
+            of_policy[AGAIN] = again
+    compared = tuple(_compare_all(planned, scores))
+    return Done(planned, scores, faithful, compared, _matrix(planned, scores), tuple(bills))
+
+
+def _scores(
+    planned: Planned,
+    policy: Policy,
+    setting: Setting,
+    again: Scores,
+    answers: Mapping[str, Mapping[Key, Judgement]],
+) -> Scores:
+    """A policy's rollouts under a setting; under its run's own, as they were stored."""
+    normalization = policy.config.grpo.advantage_normalization_type
+    if identity_of(setting.config) == identity_of(policy.config):
+        return stored_scores(policy.rollouts, again, normalization)
+    judge = _judge_of(planned, policy, setting, answers)
+    return scores_under(policy.rollouts, setting.reward, judge, normalization)
+
+
+def _judge_of(
+    planned: Planned,
+    policy: Policy,
+    setting: Setting,
+    answers: Mapping[str, Mapping[Key, Judgement]],
+) -> RecordedJudge:
+    """Everything that is known of a setting's judge by now; each rollout's own judgements first."""
+    key = judge_key(planned, policy, setting)
+    known: dict[Key, Sequence[Judgement]] = {q: [j] for q, j in answers.get(key, {}).items()}
+    known |= planned.judges[key].known
+    if key == judge_key(planned, policy, own_setting(policy.config)):
+        known |= planned.recorded[policy.name].known
+    return RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
+
+
+def _ask_all(
+    planned: Planned, watcher: Watcher
+) -> tuple[dict[str, dict[Key, Judgement]], list[Bill]]:
+    answers, bills = {}, []
+    for name, plan in planned.judges.items():
+        if not plan.questions:
+            continue
+        total, done = len(plan.unknown), 0
+
+        def tell(count: int, plan: JudgePlan = plan, total: int = total) -> None:
+            nonlocal done
+            done += count
+            watcher.judged(plan.name, done, total)
+
+        with judge_for(plan, planned.wanted.workspace, watcher.paused) as judge:
+            answers[name], bill = ask(plan, judge, planned.wanted.prices, tell)
+        bills.append(bill)
+    return answers, bills
+
+
+def _own_again(planned: Planned, policy: Policy) -> Scores:
+    """The run's own settings once more, from what was stored with the rollouts alone; the lexical
+    judge, which costs nothing, judges what was not."""
+    config = policy.config
+    rest = build_judge(config.judge) if config.judge.kind == "lexical" else NobodyToAsk()
+    known = planned.recorded[policy.name].known
+    judge = RecordedJudge(known, rest, batched=is_batched(config.judge))
+    normalization = config.grpo.advantage_normalization_type
+    return scores_under(policy.rollouts, config.reward, judge, normalization)
+
+
+def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
+    found = planned.recorded[policy.name]
+    rejudged = alike = 0
+    if policy.config.judge.kind == "lexical":
+        questions = questions_under(planned, policy, policy.config.reward)
+        requests = [q.request for asked in questions for q in asked if q.request in found.known]
+        today = build_judge(policy.config.judge).judge(requests)
+        rejudged = len(requests)
+        alike = sum(
+            now.score == found.known[request][0].score
+            for request, now in zip(requests, today, strict=True)
+        )
+    return fidelity(
+        policy.rollouts, again, unused=found.unused, rejudged=rejudged, judged_alike=alike
+    )
+
+
+def _compare_all(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> list[Compared]:
+    found = []
+    configs = {setting.name: setting.config for setting in planned.settings}
+    for policy in planned.policies:
+        of_policy = scores[policy.name]
+        baseline = baseline_of(planned, policy)
+        resamples = policy.config.evaluate.bootstrap_samples
+        base, judge = of_policy[baseline], judge_fields(configs[baseline])
+        for name, other in of_policy.items():
+            if other is base:
+                continue
+            agreement: list[CriterionAgreement] = []
+            if judge_fields(configs.get(name, policy.config)) != judge:
+                agreement = judges_agree(policy.rollouts, base, other, resamples=resamples)
+            comparison = compare(policy.rollouts, base, other, resamples=resamples)
+            found.append(Compared(policy.name, name, baseline, comparison, tuple(agreement)))
+    return found
+
+
+def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Matrix | None:
+    if len(planned.policies) < 2:
+        return None
+    metric = planned.wanted.metric
+    names = [s.name for s in planned.settings]
+    names.sort(key=lambda name: name != planned.wanted.baseline)  # it is what others differ from
+    return make_matrix(
+        metric,
+        {p.name: p.rollouts for p in planned.policies},
+        {p.name: {n: scores[p.name][n].values(metric) for n in names} for p in planned.policies},
+        resamples=planned.policies[0].config.evaluate.bootstrap_samples,
+    )
+
+
+DOCUMENT, REWARDS, TABLE, FIGURE = "rescore.json", "rewards.parquet", "table.md", "figure.svg"
+
+
+def document_of(done: Done) -> dict[str, Any]:
+    """Everything that was found, as plain values."""
+    planned = done.planned
+    wanted = planned.wanted
+    document = {
+        "version": DOCUMENT_VERSION,
+        "id": planned.short_id,
+        "made_at": now_text(),
+        "refiner": version("refiner"),
+        "workspace": str(wanted.workspace.root),
+        "part": to_json(wanted.part),
+        "metric": wanted.metric,
+        "policies": [_policy(policy) for policy in planned.policies],
+        "settings": [_setting(setting) for setting in planned.settings],
+        "fidelity": {
+            name: {
+                **plain(found),
+                "exact": found.exact,
+                "sound": found.sound,
+                "warning": found.warning(),
+            }
+            for name, found in done.fidelity.items()
+        },
+        "judging": [plain(bill) for bill in done.bills],
+        "comparisons": [
+            comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
+            for c in done.compared
+        ],
+        "matrix": None if done.matrix is None else matrix_json(done.matrix),
+    }
+    return dict(atomic.finite(document))
+
+
+def _policy(policy: Policy) -> dict[str, Any]:
+    return {
+        "name": policy.name,
+        "run": policy.run,
+        "recipe": policy.config.recipe,
+        "stage": policy.stage_id,
+        "model": policy.model,
+        "attempt": policy.attempt,
+        "data": policy.data_stage,
+        "sources": dict(policy.sources),
+        "reward": to_json(policy.config.reward),
+        "judge": judge_identity(policy.config.judge, policy.sources.get("judge_prompt", "-")),
+        "advantages": policy.config.grpo.advantage_normalization_type,
+        "steps": policy.steps,
+        "rollouts": len(policy.rollouts),
+        "groups": len(groups_of(policy.rollouts)),
+        "prompts": len({r.prompt.sample_id for r in policy.rollouts}),
+        "files": list(policy.files),
+    }
+
+
+def _setting(setting: Setting) -> dict[str, Any]:
+    return {
+        "name": setting.name,
+        "reward": to_json(setting.reward),
+        "judge": judge_identity(setting.judge, "-") | {"prompt": setting.judge.prompt},
+    }
+
+
+def write(done: Done, document: dict[str, Any], folder: Path) -> None:
+    """All files; what was there of an earlier call is replaced.
+
+    Raises
+    ------
+    NoSpaceError
+        They did not fit.
+    """
+    with no_space_guard(folder, "writing the results of a rescoring"):
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(done))))
+        atomic.write_text(folder / TABLE, markdown(document))
+        atomic.write_text(folder / FIGURE, draw(document, _clouds(done)))
+        atomic.write_json(folder / DOCUMENT, document)
+
+
+def _rows(done: Done) -> Iterator[dict[str, Any]]:
+    """One row per rollout and setting."""
+    for policy in done.planned.policies:
+        for setting, scores in done.scores[policy.name].items():
+            for i, rollout in enumerate(policy.rollouts):
+                yield {
+                    "policy": policy.name,
+                    "run": policy.run,
+                    "setting": setting,
+                    "step": rollout.step,
+                    "group": rollout.group,
+                    "sample_id": rollout.prompt.sample_id,
+                    "sample_index": rollout.sample_index,
+                    "status": scores.statuses[i],
+                    "total": scores.totals[i],
+                    "advantage": scores.advantages[i],
+                    **{f"reward/{k}": v for k, v in scores.components[i].items()},
+                    "judgements": json.dumps(list(scores.judgements[i]), ensure_ascii=False),
+                }
+
+
+def _clouds(done: Done) -> list[Cloud]:
+    clouds = []
+    for found in done.compared:
+        if found.setting == AGAIN:
+            continue
+        scores = done.scores[found.policy]
+        pairs = zip(
+            scores[found.baseline].advantages, scores[found.setting].advantages, strict=True
+        )
+        known = [(a, b) for a, b in pairs if a is not None and b is not None]
+        clouds.append(Cloud(found.policy, found.setting, known))
+    return clouds
+
+
+#: Rubrics whose agreement is shown one by one; the table has all.
+_CRITERIA = 8
+
+
+def plan_lines(planned: Planned) -> Iterator[str]:
+    """What would be read and asked."""
+    for policy in planned.policies:
+        steps = f", steps {policy.steps[0]} to {policy.steps[-1]}" if policy.steps else ""
+        groups = len({r.group for r in policy.rollouts})
+        yield f"{policy.name}: {len(policy.rollouts)} rollouts in {groups} groups{steps}"
+    yield "settings: " + "; ".join(setting.name for setting in planned.settings)
+    for plan in planned.judges.values():
+        if not plan.questions:
+            continue
+        known = f"{plan.reused} of {len(plan.questions)} questions are answered already"
+        if not plan.served:
+            yield f"{plan.name}: {known}, {len(plan.unknown)} are judged here, without calls"
+            continue
+        kept = f", {plan.kept} are in the workspace's store" if plan.kept else ""
+        tokens = f" (about {plan.prompt_tokens:,} tokens of prompts)" if plan.calls else ""
+        yield f"{plan.name}: {known}{kept}; {plan.calls} calls{tokens}"
+
+
+def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """The result."""
+    for name, found in document["fidelity"].items():
+        yield ("" if found["sound"] else "warning: ") + fidelity_line(name, found)
+    for policy in document["policies"]:
+        if rows := comparison_rows(document, policy["name"]):
+            baseline = next(
+                c["baseline"] for c in document["comparisons"] if c["policy"] == policy["name"]
+            )
+            yield ""
+            yield f"{policy['name']}, compared with {baseline}:"
+            yield from padded(COMPARISON_HEADER, rows)
+    if document["comparisons"]:
+        yield "  (best changes: groups that share no best sample with the baseline; no signal:"
+        yield "  groups without spread; in brackets 95 % over prompts)"
+    for entry in document["comparisons"]:
+        if entry["agreement"]:
+            yield ""
+            yield f"Agreement of the judges, {entry['policy']}, {entry['setting']}:"
+            yield from padded(AGREEMENT_HEADER, agreement_rows(entry)[:_CRITERIA])
+    if document["matrix"] is not None:
+        yield ""
+        yield f"Mean {document['matrix']['metric']}:"
+        yield from padded(*matrix_rows(document))
+        yield from reversal_lines(document)
+    if document["judging"]:
+        yield ""
+        yield from padded(JUDGING_HEADER, judging_rows(document))
+        yield judged_line(document)
+
+
+def judged_line(document: Mapping[str, Any]) -> str:
+    """In one sentence, whether anybody was asked."""
+    bills = document["judging"]
+    asked = sum(bill["asked"] for bill in bills if bill["calls"])
+    if not asked:
+        return "No server was asked: all judgements were known, or need none."
+    calls, seconds = sum(b["calls"] for b in bills), sum(b["seconds"] for b in bills)
+    failed = sum(bill["failed"] for bill in bills)
+    lost = f"; {failed} failed, and their rollouts are unscored" if failed else ""
+    return f"{asked} questions were asked in {calls} calls, {seconds:.1f} s{lost}."
+
+
+def next_lines(
+    document: Mapping[str, Any], folder: Path, words: Sequence[str], begun_with: Sequence[str]
+) -> Iterator[str]:
+    """Where the files are, and commands that make sense now; ``words`` are those of this call,
+    ``begun_with`` the overrides of the first run, which a run like it needs too."""
+    yield ""
+    yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
+    yield "Next:"
+    if not document["comparisons"]:
+        tried = ["--rubrics", "v3", "--citation-weight", "0.5"]
+        yield f"  {shlex.join(['refiner', 'rescore', *words, *tried])}"
+        return
+    yield f"  less {shlex.quote(str(folder / 'table.md'))}"
+    own = document["settings"][0]
+    where = [word for word in words if word.startswith("workspace=")]
+    for setting in document["settings"]:
+        overrides = _overrides(own, setting)
+        # A judge's address is no part of what a setting is, so only rewards are proposed.
+        same_judge = setting["judge"] == own["judge"]
+        if not setting["name"].startswith(OWN) and overrides and same_judge:
+            recipe = document["policies"][0]["recipe"]
+            changed = tuple(override.partition("=")[0] + "=" for override in overrides)
+            kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
+            yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
+            return
+
+
+def _overrides(own: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
+    """The setting's rewards as overrides of a recipe."""
+    return [
+        f"reward.{name}={_value(value)}"
+        for name, value in setting["reward"].items()
+        if own["reward"].get(name) != value
+    ]
+
+
+def _value(value: Any) -> str:
+    """As it is written in an override."""
+    known = {None: "null", True: "true", False: "false"}
+    return known[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def padded(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A plain table."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()

@@ -1,0 +1,327 @@
+"""What stages have taken so far, and whether another trial may begin within the limits.
+
+In: a workspace and ids of stages; the limits of a sweep file, a forecast by stage. Out: a
+:class:`Use` each (time, devices, queue, waste, calls of a judge), and sums of them; a reason why a
+trial is held, empty where it fits. A stage that is done never changes again, so a reader asks the
+disk once about it, and who works on a sweep leaves what it knows of done stages beside the sweep
+for whoever looks next (:meth:`UseReader.keep`).
+
+Counted are all attempts at the sweep's stages, each stage once: what is done by what it took, what
+is under way by its forecast (or what it took already, if that is more), and so what is left to do
+of the trial in question. What nothing is known of counts as nothing, until it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from infra.disk.usage import size_of
+from infra.orchestrator.timeline import StageHistory, incidents_of, seconds_between
+from infra.store import atomic
+from infra.store.traces import read_metrics
+from infra.store.workspace import Workspace
+from refiner_core.contract.kinds import section_name
+from refiner_core.contract.records import StageRecord, from_json
+from refiner_core.contract.services import is_service
+from sweeps.forecast import StageForecast, SweepForecast
+from sweeps.values import Limits, Trial
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Use:
+    """What has been used; all attempts together.
+
+    Attributes
+    ----------
+    seconds
+        Of work of its jobs.
+    gpu_hours, cpu_hours
+        GPUs, and cores, of all nodes times time.
+    queue_seconds
+        Between submission and start of jobs of a scheduler, as their clocks had it.
+    lost_seconds, lost_steps
+        Work that was done again.
+    incidents
+        Attempts that ended before their work was done.
+    judge_calls
+        None where no judge kept count.
+    """
+
+    seconds: float = 0.0
+    gpu_hours: float = 0.0
+    cpu_hours: float = 0.0
+    queue_seconds: float = 0.0
+    lost_seconds: float = 0.0
+    lost_steps: int = 0
+    attempts: int = 0
+    incidents: int = 0
+    judge_calls: int | None = None
+
+    def plus(self, other: Use) -> Use:
+        """Both together."""
+        return Use(*(_sum(getattr(self, f.name), getattr(other, f.name)) for f in fields(Use)))
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+NOTHING = Use()
+
+
+class UseReader:
+    """Reads what stages have used; remembers what cannot change any more.
+
+    ``kept`` is a file that :meth:`keep` has written, if there is one.
+    """
+
+    def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
+        self.workspace = workspace
+        self._done: dict[str, Use] = {}
+        self._kept: dict[str, list[Any]] = {}
+        if kept is not None:
+            self._kept = (workspace.read_control(kept) or {}).get("stages", {})
+
+    def is_done(self, stage_id: str) -> bool:
+        """Whether a stage is done."""
+        return stage_id in self._done or self.workspace.layout.stage(stage_id).result.exists()
+
+    def of(self, stage_id: str) -> Use:
+        """One stage; nothing where nobody has begun it."""
+        if found := self._done.get(stage_id) or self._from_file(stage_id):
+            return found
+        record = self.workspace.read_record(stage_id)
+        if record is None or not record.attempts:
+            return NOTHING
+        use = self._of(stage_id, record)
+        if record.result is not None:
+            self._done[stage_id] = use
+        return use
+
+    def total(self, stage_ids: Iterable[str]) -> Use:
+        """Several stages, each once."""
+        total = NOTHING
+        for stage_id in dict.fromkeys(stage_ids):
+            total = total.plus(self.of(stage_id))
+        return total
+
+    def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
+        """Leave what is known of done stages for other readers. One writer: who works on the
+        sweep."""
+        ids = dict.fromkeys(stage_ids)
+        found = {i: [self._stamp(i), asdict(self.of(i))] for i in ids}
+        known = {i: value for i, value in found.items() if i in self._done}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_json(path, {"version": 1, "stages": known})
+
+    def _from_file(self, stage_id: str) -> Use | None:
+        """What a file has of a stage, if its result is still the one that it speaks of."""
+        stamp, values = self._kept.get(stage_id) or (None, None)
+        if stamp is None or stamp != self._stamp(stage_id):
+            return None
+        self._done[stage_id] = found = from_json(Use, values)
+        return found
+
+    def _stamp(self, stage_id: str) -> list[int] | None:
+        """Tells one result file from another; None where there is none."""
+        try:
+            found = self.workspace.layout.stage(stage_id).result.stat()
+        except FileNotFoundError:
+            return None
+        return [found.st_size, found.st_mtime_ns]
+
+    def _of(self, stage_id: str, record: StageRecord) -> Use:
+        numbers = [a.number for a in record.attempts]
+        beats = {n: self.workspace.read_heartbeat(stage_id, n) or {} for n in numbers}
+        seconds = sum(
+            float(a.seconds if a.seconds is not None else beats[a.number].get("seconds") or 0.0)
+            for a in record.attempts
+        )
+        gpus, cpus = self._devices(stage_id, record)
+        history = StageHistory(record.spec.name, stage_id, record, beats)
+        incidents = incidents_of([history]) if len(record.attempts) > 1 else []
+        waits = (
+            seconds_between(a.claimed_at, a.started_at)
+            for a in record.attempts
+            if a.executor != "local"
+        )
+        return Use(
+            seconds=seconds,
+            gpu_hours=seconds * gpus / _HOUR_S,
+            cpu_hours=seconds * cpus / _HOUR_S,
+            queue_seconds=sum(wait or 0.0 for wait in waits),
+            lost_seconds=sum(i.lost_seconds or 0.0 for i in incidents),
+            lost_steps=sum(i.lost_steps or 0 for i in incidents),
+            attempts=len(record.attempts),
+            incidents=sum(
+                a.outcome is not None and a.outcome.failure != "none" for a in record.attempts
+            ),
+            judge_calls=self._judge_calls(stage_id, record),
+        )
+
+    def _devices(self, stage_id: str, record: StageRecord) -> tuple[int, int]:
+        """GPUs and cores of all nodes, as the newest attempt asked for them."""
+        newest = self.workspace.layout.attempt(stage_id, record.attempts[-1].number)
+        config = self.workspace.part(newest, "config")
+        kind = record.spec.kind
+        asked = (config.get(section_name(kind)) or {}).get("resources") or {}
+        nodes = int(asked.get("nodes") or 1)
+        return int(asked.get("gpus") or 0) * nodes, int(asked.get("cpus") or 1) * nodes
+
+    def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
+        if record.result is not None:
+            told = record.result.report.get("judge") or record.result.report.get("judge_usage")
+            return int(told["calls"]) if isinstance(told, dict) and "calls" in told else None
+        if record.spec.kind != "grpo":
+            return None
+        path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).metrics
+        lines = read_metrics(path, ["judge/calls"])
+        calls = [line.metrics.get("judge/calls") for line in lines]
+        known = [int(n) for n in calls if n is not None]
+        return sum(known) if known else None
+
+
+GIB = 2**30
+#: Bytes that what is not done of trials takes, all together.
+DiskOf = Callable[[Sequence[Trial]], int]
+#: So long the size of what is done is taken for what it was: it only shrinks, and there is much.
+_SIZE_HOLDS_S = 60.0
+
+
+@dataclass
+class Budget:
+    """What may still be spent.
+
+    Parameters
+    ----------
+    limits
+        Of the sweep file.
+    use
+        Reads what stages have used.
+    disk_of
+        Says what trials take on the disk; asked only where that is limited.
+    clock
+        Seconds, monotonic.
+    """
+
+    limits: Limits
+    use: UseReader
+    disk_of: DiskOf
+    clock: Callable[[], float] = time.monotonic
+    _forecast: Mapping[str, StageForecast] = field(default_factory=dict)
+    _sizes: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    @property
+    def limited(self) -> bool:
+        """Whether anything is limited but the number of trials at a time."""
+        limits = self.limits
+        return any(v is not None for v in (limits.gpu_hours, limits.disk_gb, limits.judge_calls))
+
+    def expect(self, forecast: SweepForecast) -> None:
+        """What stages are expected to take from now on."""
+        self._forecast = {s.stage: s for s in forecast.stages}
+
+    def why_held(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
+        """Why a trial may not begin now; empty where it may.
+
+        Parameters
+        ----------
+        begun
+            Ids of the sweep's stages that have been begun by now.
+        live
+            The trials that are at work.
+        """
+        if not self.limited:
+            return ""
+        mine = self._left(trial)
+        if all(map(is_service, mine)):
+            return ""
+        begun = set(begun)
+        coming = {i for other in live for i in self._left(other)}
+        reasons = (
+            self._hours(begun, coming, mine - coming),
+            self._calls(begun, coming, mine - coming),
+            self._disk(trial, begun, live, coming),
+        )
+        return "; ".join(filter(None, reasons))
+
+    def _left(self, trial: Trial) -> set[str]:
+        """Ids of a trial's stages that are not done."""
+        return {s.id for s in trial.plan.stages if not self.use.is_done(s.id)}
+
+    def _hours(self, begun: set[str], live: set[str], new: set[str]) -> str:
+        limit = self.limits.gpu_hours
+        if limit is None:
+            return ""
+
+        def left(stage_id: str) -> float:
+            return max(0.0, self._expected(stage_id) - self.use.of(stage_id).gpu_hours)
+
+        used = sum(self.use.of(i).gpu_hours for i in begun)
+        coming, adds = sum(map(left, live)), sum(map(left, new))
+        return _passed("gpu_hours", "GPU-hours", limit, used, coming, adds)
+
+    def _calls(self, begun: set[str], live: set[str], new: set[str]) -> str:
+        limit = self.limits.judge_calls
+        if limit is None:
+            return ""
+
+        def left(stage_id: str) -> int:
+            return max(0, self._expected_calls(stage_id) - (self.use.of(stage_id).judge_calls or 0))
+
+        used = sum(self.use.of(i).judge_calls or 0 for i in begun)
+        coming, adds = sum(map(left, live)), sum(map(left, new))
+        return _passed("judge_calls", "judge calls", limit, used, coming, adds)
+
+    def _disk(self, trial: Trial, begun: set[str], live: Sequence[Trial], working: set[str]) -> str:
+        limit = self.limits.disk_gb
+        if limit is None:
+            return ""
+        sizes = {i: self._size(i) for i in begun}
+        without = self.disk_of(live) if live else 0
+        adds = max(0, self.disk_of([*live, trial]) - without)
+        coming = max(0, without - sum(sizes.get(i, 0) for i in working))
+        used = sum(sizes.values())
+        return _passed("disk_gb", "GiB", limit, used / GIB, coming / GIB, adds / GIB)
+
+    def _size(self, stage_id: str) -> int:
+        """Bytes of a stage on the disk."""
+        known, now = self._sizes.get(stage_id), self.clock()
+        if known is not None and now - known[0] < _SIZE_HOLDS_S:
+            return known[1]
+        size = size_of(self.use.workspace.layout.stage(stage_id).data).bytes
+        if self.use.is_done(stage_id):
+            self._sizes[stage_id] = (now, size)
+        return size
+
+    def _expected(self, stage_id: str) -> float:
+        found = self._forecast.get(stage_id)
+        return 0.0 if found is None else found.gpu_hours or 0.0
+
+    def _expected_calls(self, stage_id: str) -> int:
+        found = self._forecast.get(stage_id)
+        return 0 if found is None else found.judge_calls or 0
+
+
+def _passed(name: str, unit: str, limit: float, used: float, coming: float, adds: float) -> str:
+    """In words, where the limit is reached or would be passed."""
+    if used < limit and used + coming + adds <= limit:
+        return ""
+    parts = [f"{_short(used)} used"]
+    if coming:
+        parts.append(f"{_short(coming)} to come of what runs")
+    if adds:
+        parts.append(f"{_short(adds)} forecast for it")
+    return f"limits.{name} is {_short(limit)} {unit}: {', '.join(parts)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

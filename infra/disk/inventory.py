@@ -1,0 +1,662 @@
+"""Inventory: all that reclaiming decides by, what lies in a workspace and what protects it.
+
+In: a workspace. Out: a :class:`Stock`. Everything is read from records and the disk. What cannot be
+read protects itself: a stage whose records are damaged has no facts, and is not touched.
+
+Copies of a stage's weights that were published: a record says what lay there when it was published,
+verified hash by hash; :class:`FreshLook` says what lies there now, and is asked right before
+anything is deleted: a folder is read once more, a Hub is asked for the files of the commit. Who
+cannot be asked vouches for nothing.
+
+Holds on checkpoints, with the reason why one is idle, if it is. A hold is let go by whoever brings
+a plan about, once the waiting stage is done; what is left of calls that were cancelled or forgotten
+stays until somebody asks for it with `refiner disk --reclaim`. :func:`why_idle` is pure; where a
+record cannot be read, nothing is idle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from infra.disk.usage import Item, size_of, take_stock
+from infra.foreign.checkpoints import older, recorded_checkpoints, unfinished
+from infra.host.files import existing, project_id
+from infra.store import atomic
+from infra.store.checkpoints import DAMAGED, MARKER, pins, read_checkpoint, step_name
+from infra.store.orchestrators import orchestrator_of
+from infra.store.stage_records import target_damage
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import PublishConfig, RecipeConfig
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.records import OutputFile, RunRecord, StageRecord, from_json
+from refiner_core.contract.services import is_service
+
+log = logging.getLogger(__name__)
+WEIGHTS = ".safetensors"
+#: A Hub that did not answer, or has the files no more, is asked again after so long.
+_BELIEVED_S = 60.0
+_LOOK_S = 10.0
+
+
+class Copy(NamedTuple):
+    """One publication of a stage's weights.
+
+    ``target`` is the folder, or the address of the revision; ``names`` maps the SHA-256 of its
+    files to their names there; ``by`` is the stage that published.
+    """
+
+    where: Literal["folder", "hub"]
+    target: str
+    names: Mapping[str, str]
+    repo_id: str = ""
+    revision: str = ""
+    commit: str | None = None
+    by: str = ""
+
+    @property
+    def text(self) -> str:
+        """For people: the folder, or the repository at its commit."""
+        if self.where == "folder":
+            return self.target
+        return f"{self.target} (commit {(self.commit or '')[:12]})"
+
+    @property
+    def endpoint(self) -> str:
+        """The Hub's address."""
+        return self.target.partition(f"/{self.repo_id}")[0]
+
+    def has(self, files: Iterable[OutputFile]) -> bool:
+        """Whether all of these files are among what was published, and as far as one can tell
+        without reading them still are."""
+        return all(self._has(file) for file in files)
+
+    def _has(self, file: OutputFile) -> bool:
+        name = self.names.get(file.sha256)
+        if name is None or self.where == "hub":
+            return name is not None
+        try:
+            return (Path(self.target) / name).stat().st_size == file.bytes
+        except OSError:
+            return False
+
+    def is_elsewhere(self, folder: Path) -> bool:
+        """Whether it does not lie on the quota or file system that ``folder`` lies on."""
+        return self.where == "hub" or _elsewhere(Path(self.target), folder)
+
+    def way_back(self, files: Sequence[OutputFile], folder: Path) -> str:
+        """The command that puts ``files`` (relative to ``folder``) back where they were."""
+        names = [self.names[f.sha256] for f in files]
+        where = folder / Path(files[0].path).parent
+        if self.where == "folder":
+            sources = [str(Path(self.target) / name) for name in names]
+            return shlex.join(["cp", *sources, str(where)])
+        words = ["hf", "download", self.repo_id, *names, "--revision", str(self.commit)]
+        return f"HF_ENDPOINT={self.endpoint} " + shlex.join([*words, "--local-dir", str(where)])
+
+
+def _elsewhere(target: Path, folder: Path) -> bool:
+    """Whether two do not share a file system, or are accounted to different projects."""
+    try:
+        if target.stat().st_dev != existing(folder).stat().st_dev:
+            return True
+    except OSError:
+        return False
+    return project_id(target) != project_id(folder)
+
+
+def copies_of(
+    workspace: Workspace, records: Mapping[str, StageRecord]
+) -> dict[str, tuple[Copy, ...]]:
+    """Stage id -> what its weights may have been published to and, as far as this machine can
+    tell, still lie in."""
+    found: dict[str, tuple[Copy, ...]] = {}
+    for stage_id, record in records.items():
+        result = record.result
+        if record.spec.kind != "publish" or result is None or "target" not in result.report:
+            continue
+        paths = workspace.layout.attempt(stage_id, result.attempt)
+        try:
+            inputs = workspace.part(paths, "inputs")
+            copy = _copy(stage_id, result.report)
+        except (RefinerError, KeyError, TypeError) as error:
+            log.warning("the publication %s is not counted: %s", stage_id, error)
+            continue
+        if copy is None:
+            continue
+        for role, source in inputs.items():
+            if role.partition("-")[0] == "weights":  # `weights-step50`: the best of several
+                found[source] = (*found.get(source, ()), copy)
+    return found
+
+
+def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
+    """What a report tells of; None where that is not verified, or known to be gone."""
+    names = {f["sha256"]: f["path"] for f in report.get("files", ())}
+    target, where = str(report["target"]), report.get("where", "folder")
+    if where == "hub":
+        if not (report.get("verified") is True and report.get("commit")):
+            return None
+        repo_id, revision = str(report["repo_id"]), str(report["revision"])
+        return Copy("hub", target, names, repo_id, revision, str(report["commit"]), stage_id)
+    if target_damage(report) or not Path(target).is_absolute():
+        return None
+    return Copy("folder", target, names, str(report.get("repo_id", "")), by=stage_id)
+
+
+class FreshLook:
+    """Looks at copies now.
+
+    Parameters
+    ----------
+    clock
+        Seconds, monotonic: a Hub that could not vouch is left alone for a minute, so that a
+        trainer that waits for room does not wait for the network, too.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._doubts: dict[tuple[str, str | None], tuple[float, str]] = {}
+
+    def doubt(self, copy: Copy, files: Sequence[OutputFile]) -> str:
+        """Why the copy cannot be relied on for these files now; empty: it can."""
+        if copy.where == "folder":
+            return _doubt_of_folder(copy, files)
+        key = (copy.target, copy.commit)
+        if key in self._doubts and self._clock() - self._doubts[key][0] < _BELIEVED_S:
+            return self._doubts[key][1]
+        doubt = _doubt_of_hub(copy, files)
+        if doubt:
+            self._doubts[key] = (self._clock(), doubt)
+        return doubt
+
+
+def _doubt_of_folder(copy: Copy, files: Sequence[OutputFile]) -> str:
+    for file in files:
+        path = Path(copy.target) / copy.names[file.sha256]
+        with path.open("rb") as opened:
+            if hashlib.file_digest(opened, "sha256").hexdigest() != file.sha256:
+                return f"{path} is not what was published"
+    return ""
+
+
+def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
+    """Asked in the middle of a trainer's save: answers come within seconds, nothing is tried twice.
+    Our token goes to the Hub that this process is set up for and to no other address."""
+    from huggingface_hub import constants
+
+    from infra.hub.client import endpoint_now, open_hub
+
+    if constants.HF_HUB_OFFLINE:
+        return f"{copy.text} was not looked at: HF_HUB_OFFLINE is set here"
+    if copy.endpoint != endpoint_now():
+        return f"{copy.text} was not looked at: HF_ENDPOINT is {endpoint_now()} here"
+    config = PublishConfig(request_timeout_s=_LOOK_S)
+    try:
+        with open_hub(copy.repo_id, config, copy.endpoint, patience_s=0.0) as hub:
+            there = hub.tree(str(copy.commit))
+    except (RefinerError, OSError) as error:
+        return f"{copy.text} cannot be relied on: {error}"
+    for file in files:
+        found = there.get(copy.names[file.sha256])
+        if found is None or (found.bytes, found.sha256) != (file.bytes, file.sha256):
+            return f"{copy.text} has no {copy.names[file.sha256]} of the hash that was published"
+    return ""
+
+
+_NAME = re.compile(r"step-(\d+)-(.+)\.json")
+
+
+class Hold(NamedTuple):
+    """``waiting`` (a stage id) waits for the checkpoint of ``step`` of stage ``stage_id``; ``runs``
+    have that stage; ``idle`` says why nothing needs the hold, and is empty where something does."""
+
+    path: Path
+    stage_id: str
+    step: int
+    waiting: str
+    runs: tuple[str, ...] = ()
+    idle: str = ""
+
+
+class Caller(NamedTuple):
+    """A call that has the waiting stage.
+
+    ``cancelled``: somebody wanted the stage to end; ``works``: a process works on the call, or may
+    do so where nobody here can look.
+    """
+
+    run: str
+    cancelled: bool
+    works: bool
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What decides about a hold.
+
+    Attributes
+    ----------
+    done
+        The waiting stage has its result.
+    callers
+        Calls that have it; None where a record cannot be read, so that nobody can tell.
+    trained
+        The stage whose checkpoint is held is done: no more of them will come.
+    there
+        The checkpoint is complete.
+    """
+
+    done: bool
+    callers: Sequence[Caller] | None
+    trained: bool
+    there: bool
+
+
+def why_idle(waiting: Waiting) -> str:
+    """Why a hold may go; empty: it may not."""
+    if waiting.done:
+        return "what waited for it is done"
+    if waiting.callers is None:
+        return ""
+    if not waiting.callers:
+        return "no recorded run has the stage that waits for it"
+    if any(c.works for c in waiting.callers):
+        return ""
+    if waiting.trained and not waiting.there:
+        return "the checkpoint is gone and its training is over, so nothing can come of it"
+    if all(c.cancelled for c in waiting.callers):
+        return f"cancelled: {', '.join(c.run for c in waiting.callers)}"
+    return ""
+
+
+def read_holds(workspace: Workspace) -> list[Hold]:
+    """All holds of a workspace, by stage and step."""
+    found = [hold for stage_id in workspace.stage_ids() for hold in _of_stage(workspace, stage_id)]
+    callers = _callers(workspace) if found else {}
+    return [_judged(workspace, hold, callers) for hold in found]
+
+
+def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
+    """Let those go that are idle by another look; returns them."""
+    gone = []
+    for hold in holds:
+        if hold.idle and _judged(workspace, hold, _callers(workspace)).idle:
+            atomic.remove_quietly(hold.path)
+            gone.append(hold)
+    return gone
+
+
+def _of_stage(workspace: Workspace, stage_id: str) -> list[Hold]:
+    folder = workspace.layout.stage(stage_id).holds
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(name, _NAME.fullmatch(name)) for name in names]
+    return [Hold(folder / n, stage_id, int(m[1]), m[2]) for n, m in found if m]
+
+
+def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
+    try:
+        waiting = Waiting(
+            done=workspace.read_result(hold.waiting) is not None,
+            callers=None if callers is None else callers.get(hold.waiting, []),
+            trained=workspace.read_result(hold.stage_id) is not None,
+            there=read_checkpoint(
+                workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
+            )
+            is not None,
+        )
+    except RefinerError as error:
+        log.warning("the hold %s stays: %s", hold.path.name, error)
+        return hold
+    runs = tuple(c.run for c in waiting.callers or ())
+    return hold._replace(runs=runs, idle=why_idle(waiting))
+
+
+def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
+    """Stage id -> calls that have it; None where a record cannot be read."""
+    found: dict[str, list[Caller]] = {}
+    try:
+        for run_id in workspace.run_ids():
+            run = workspace.read_run(run_id)
+            asked = workspace.cancel_asked(run_id)
+            works = orchestrator_of(workspace, run_id).works
+            for name, stage_id in run.stages.items():
+                ended = asked is not None and (
+                    not asked["stages"] or name in asked["stages"] or stage_id in asked["stages"]
+                )
+                found.setdefault(stage_id, []).append(Caller(run_id, ended, works))
+    except (RefinerError, ValueError, KeyError) as error:
+        log.warning("no hold is let go, for a record cannot be read: %s", error)
+        return None
+    return found
+
+
+_MOST_EDGES = 10_000
+_EDGES: dict[tuple[str, ...], dict[str, tuple[str, ...]] | None] = {}
+
+
+class Weights(NamedTuple):
+    """Exported weights of a finished stage, and the copy that was published of them.
+
+    ``verified``: what was published has the same hashes; ``elsewhere``: it does not lie on the
+    quota or file system that deleting would relieve.
+    """
+
+    folder: Path
+    files: tuple[OutputFile, ...]  # relative to the folder
+    gain: int
+    copy: Copy | None = None
+    verified: bool = False
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What decides about a stage's files.
+
+    Attributes
+    ----------
+    done, pinned
+        It has its result; somebody wants to keep it.
+    dead
+        Attempts that can make nothing visible any more.
+    open
+        Whether an attempt is at work, or may be.
+    kept_attempt
+        The attempt whose output the result names; 0 without a result.
+    leased
+        A running attempt reads its output.
+    held
+        Steps whose checkpoints another stage waits for.
+    needed_by
+        An unfinished stage of a recorded run that will read its output; empty: none.
+    weights
+        What it exported.
+    spare
+        Another trainer's checkpoints that may go: see :func:`spare_of`.
+    """
+
+    kind: str = ""
+    done: bool = False
+    pinned: bool = False
+    dead: frozenset[int] = frozenset()
+    open: bool = False
+    kept_attempt: int = 0
+    leased: bool = False
+    held: frozenset[int] = frozenset()
+    needed_by: str = ""
+    weights: Weights | None = None
+    spare: tuple[Item, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stock:
+    """What lies there and what protects it.
+
+    ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
+    to be what was saved, ``idle_code`` the snapshots that no
+    unfinished run uses, ``caches`` what was asked for besides; ``copies`` is what weights were
+    published to, by the stage that made them, ``holds`` what waits for checkpoints.
+    """
+
+    items: tuple[Item, ...]
+    stages: Mapping[str, StageFacts]
+    complete: frozenset[Path] = frozenset()
+    idle_code: frozenset[str] = frozenset()
+    caches: tuple[Item, ...] = field(default=())
+    copies: Mapping[str, tuple[Copy, ...]] = field(default_factory=dict)
+    holds: tuple[Hold, ...] = ()
+    damaged: frozenset[Path] = frozenset()
+
+
+def read_stock(
+    workspace: Workspace, caches: Iterable[Item] = (), *, as_if_dropped: bool = False
+) -> Stock:
+    """The stock of a workspace now. ``as_if_dropped``: as if idle holds had been let go."""
+    # Records first: what becomes dead or superseded afterwards is merely kept a little longer.
+    records = _records(workspace)
+    runs = _runs(workspace)
+    leased, needed = _readers(workspace, runs, records)
+    copies = copies_of(workspace, records)
+    pinned = pins(workspace.layout)
+    holds = tuple(read_holds(workspace))
+    stages = {
+        stage_id: _facts(record, stage_id in pinned, stage_id in leased)
+        for stage_id, record in records.items()
+    }
+    for stage_id, facts in stages.items():
+        weights = _weights(workspace, stage_id, records[stage_id], copies.get(stage_id, ()))
+        stages[stage_id] = StageFacts(
+            **{
+                **facts.__dict__,
+                "held": frozenset(
+                    h.step
+                    for h in holds
+                    if h.stage_id == stage_id and not (as_if_dropped and h.idle)
+                ),
+                "needed_by": needed.get(stage_id, ""),
+                "weights": weights,
+                "spare": spare_of(workspace, stage_id, records[stage_id]),
+            }
+        )
+    items = [_looked_at(item) for item in take_stock(workspace.layout)]
+    complete = frozenset(
+        i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
+    )
+    idle = _idle_code(runs, records)
+    damaged = frozenset(i.path for i in items if i.step is not None and (i.path / DAMAGED).exists())
+    return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
+
+
+def protection_of(workspace: Workspace, stage_id: str) -> str:
+    """Why a stage's output has to stay, by another look at everything; empty: it may go."""
+    if stage_id in pins(workspace.layout):
+        return "it is pinned"
+    records = _records(workspace)
+    leased, needed = _readers(workspace, _runs(workspace), records)
+    if stage_id not in records:
+        return "its records cannot be read"
+    if stage_id in leased:
+        return "a running attempt reads it"
+    return f"{needed[stage_id]} needs it" if stage_id in needed else ""
+
+
+def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[Item, ...]:
+    """Checkpoints of an unfinished `command` stage that may go: saves that were cut off
+    (``temporary``), and what is older than its ``command.keep`` complete ones. While it may be at
+    work, its newest is taken for one that is just being written."""
+    if record.result is not None:
+        return ()
+    found, keep = recorded_checkpoints(workspace, stage_id)
+    remains = [] if _is_open(record) else unfinished(found)
+    saved = found[:-1] if _is_open(record) else [c for c in found if c not in remains]
+    return (
+        *(Item(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
+        *(Item(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),
+    )
+
+
+def idle_code(workspace: Workspace) -> frozenset[str]:
+    """Snapshots that may go, by another look at all runs."""
+    return _idle_code(_runs(workspace), _records(workspace))
+
+
+def _readers(
+    workspace: Workspace, runs: Iterable[RunRecord | None], records: Mapping[str, StageRecord]
+) -> tuple[set[str], dict[str, str]]:
+    """Stages that a running attempt reads, and stage id -> an unfinished stage that will."""
+    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
+    leased = {s for i, r in records.items() if _is_open(r) for s in inputs[i]}
+    return leased, _needed(runs, records, inputs)
+
+
+def _looked_at(item: Item) -> Item:
+    """A checkpoint folder without its marker is the remains of a deletion that was cut short."""
+    if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
+        return item._replace(kind="temporary")
+    return item
+
+
+def _records(workspace: Workspace) -> dict[str, StageRecord]:
+    found = {}
+    for stage_id in workspace.stage_ids():
+        try:
+            record = workspace.read_record(stage_id)
+        except RefinerError as error:
+            log.warning("nothing of %s is reclaimed: %s", stage_id, error)
+            continue
+        if record is not None:
+            found[stage_id] = record
+    return found
+
+
+def _runs(workspace: Workspace) -> list[RunRecord | None]:
+    """Recorded calls, oldest first; None for one that cannot be read."""
+    found: list[RunRecord | None] = []
+    for run_id in workspace.run_ids():
+        try:
+            found.append(workspace.read_run(run_id))
+        except RefinerError as error:
+            log.warning("%s", error)
+            found.append(None)
+    return found
+
+
+def _is_open(record: StageRecord) -> bool:
+    """Whether its newest attempt may be at work."""
+    return record.result is None and bool(record.attempts) and record.attempts[-1].outcome is None
+
+
+def _facts(record: StageRecord, pinned: bool, leased: bool) -> StageFacts:
+    numbers = [a.number for a in record.attempts]
+    kept = 0 if record.result is None else record.result.attempt
+    dead = {
+        a.number
+        for a in record.attempts
+        if a.number != kept and (kept or a.outcome is not None or a.number != numbers[-1])
+    }
+    return StageFacts(
+        kind=record.spec.kind,
+        done=record.result is not None,
+        pinned=pinned,
+        dead=frozenset(dead),
+        open=_is_open(record),
+        kept_attempt=kept,
+        leased=leased,
+    )
+
+
+def _recorded_inputs(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[str, ...]:
+    """Stages that the attempts at an unfinished stage read."""
+    if record.result is not None or not record.attempts:
+        return ()
+    paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
+    try:
+        return tuple(workspace.part(paths, "inputs").values())
+    except RefinerError as error:
+        log.warning("%s", error)
+        return ()
+
+
+def _needed(
+    runs: Iterable[RunRecord | None],
+    records: Mapping[str, StageRecord],
+    inputs: Mapping[str, tuple[str, ...]],
+) -> dict[str, str]:
+    """Stage id -> an unfinished stage that will read its output."""
+    needed = {s: reader for reader, read in inputs.items() for s in read}
+    done = {stage_id for stage_id, record in records.items() if record.result is not None}
+    for run in runs:
+        if run is None:  # whatever it needs, it may be any of them
+            return dict.fromkeys(records, "a run whose record cannot be read") | needed
+        left = [n for n, i in run.stages.items() if i not in done and not is_service(i)]
+        edges = edges_of(run) if left else None  # what is over needs nothing, and is not planned
+        for name in left:
+            read: Iterable[str] = () if edges is None else edges.get(name, ())
+            if edges is None:  # a call about some stages alone may read any of the others
+                read = records if run.config.get("only") else run.stages.values()
+            needed.update(dict.fromkeys(read, f"{name} of {run.run}"))
+    return needed
+
+
+def edges_of(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
+    """Stage name -> ids of the stages that it reads; None where the record does not tell.
+
+    A record never changes, so a run is planned once only in a process.
+    """
+    key = (run.run, run.started_at, *run.stages.values())
+    if key not in _EDGES:
+        if len(_EDGES) >= _MOST_EDGES:
+            _EDGES.clear()
+        _EDGES[key] = _planned_edges(run)
+    return _EDGES[key]
+
+
+def _planned_edges(run: RunRecord) -> dict[str, tuple[str, ...]] | None:
+    if not run.config:
+        return None
+    try:
+        plan = make_plan(from_json(RecipeConfig, run.config), run.provenance.get("sources") or {})
+    except (RefinerError, TypeError, ValueError, KeyError, AttributeError):
+        return None
+    if not set(run.stages) <= set(plan.by_name):
+        return None
+    # A call about some stages alone records only these; where the others lie follows from what it
+    # was planned with, if that gives its own stages the ids that they have.
+    ids = {s.name: s.id for s in plan.given} | dict(run.stages)
+    if plan.given and any(plan.by_name[n].id != run.stages[n] for n in run.stages):
+        return None
+    return {
+        name: tuple(ids[i] for i in plan.by_name[name].inputs.values() if i in ids)
+        for name in run.stages
+    }
+
+
+def _idle_code(runs: list[RunRecord | None], records: Mapping[str, StageRecord]) -> frozenset[str]:
+    """Snapshots that only finished runs name. One that no run names may just have been made, and
+    the newest run's is likely to be used again."""
+    if None in runs or not runs:
+        return frozenset()
+    known = [r for r in runs if r is not None]
+    busy = {known[-1].code}
+    for run in known:
+        stages = [s for s in run.stages.values() if not is_service(s)]  # these are never done
+        if not all(s in records and records[s].result is not None for s in stages):
+            busy.add(run.code)
+    return frozenset({r.code for r in known if r.code} - busy)
+
+
+# ---------------------------------------------------------------- published weights
+
+
+def _weights(
+    workspace: Workspace, stage_id: str, record: StageRecord, copies: Iterable[Copy]
+) -> Weights | None:
+    if record.result is None:
+        return None
+    folder = workspace.layout.stage(stage_id).data / record.result.output_dir
+    files = tuple(
+        f for f in record.result.files if f.path.endswith(WEIGHTS) and (folder / f.path).exists()
+    )
+    if not files:
+        return None
+    weights = Weights(folder, files, sum(size_of(folder / f.path).gain for f in files))
+    for copy in copies:
+        candidate = weights._replace(
+            copy=copy, verified=copy.has(files), elsewhere=copy.is_elsewhere(folder)
+        )
+        if candidate.verified and candidate.elsewhere:
+            return candidate
+        weights = candidate
+    return weights

@@ -1,0 +1,324 @@
+"""Checks of ``refiner doctor``: what they get to know, what they find, how they ask programs.
+
+In: a recipe's configuration and planned stages, or the defaults where no recipe is named. Out: a
+:class:`Look`, from which every check reads what is needed here, and :class:`Finding` values.
+Programs are always asked with a time limit. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from infra.host.files import existing
+from infra.host.processes import environment
+from infra.slurm.profiles import Profile, load_profile
+from infra.store.atomic import TEMPORARY
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.kinds import kinds_of
+from refiner_core.contract.placement import STAGES, section_of
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.services import asks_judge, engine_of, serves
+
+#: ``ok``: works. ``missing``: not there, and nothing that was asked for needs it. ``warning``:
+#: works, but will surprise. ``broken``: what was asked for needs it, and it does not work.
+State = Literal["ok", "missing", "warning", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of ``refiner doctor``.
+
+    Attributes
+    ----------
+    area, name
+        What was looked at: area ``recipe``, ``python``, ``machine``, ``gpu``, ``workspace``,
+        ``slurm``, ``node`` (from a compute node), ``prefect``, ``hub``, ``wandb``, ``judge``,
+        ``vllm``, ``network``; name in words.
+    what
+        What was found, in a line, with the numbers.
+    mend
+        The one command (or line of a file) that mends it; empty where nothing is to be mended.
+    why
+        What it is needed for, where it is missing or broken.
+    seconds
+        How long it took to look.
+    """
+
+    area: str
+    name: str
+    state: State
+    what: str
+    mend: str = ""
+    why: str = ""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing that was asked for suffers from it."""
+        return self.state != "broken"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is examined.
+
+    Attributes
+    ----------
+    config
+        The recipe's configuration; the defaults (which need nothing special) without one.
+    recipe
+        As it was named on the command line, with overrides; empty without one.
+    words
+        The same, and the overrides where there is no recipe.
+    stages
+        The planned stages; empty where there is no plan.
+    offline
+        Ask nobody outside this machine and its cluster.
+    on_node
+        This is a compute node, where a job of ours looks.
+    asked_gpus
+        GPUs that this job has asked for.
+    kept, one
+        What several checks share, asked by one of them at a time.
+    """
+
+    config: RecipeConfig = field(default_factory=RecipeConfig)
+    recipe: str = ""
+    words: str = ""
+    stages: tuple[PlannedStage, ...] = ()
+    offline: bool = False
+    on_node: bool = False
+    asked_gpus: int = 0
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    one: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+
+    @property
+    def workspace(self) -> Path:
+        """Folder of the records."""
+        return Path(self.config.workspace).expanduser().absolute()
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The workspace, and the folder of its large files where that is another."""
+        found = {"workspace": self.workspace}
+        if self.config.data_root is not None:
+            found["data_root"] = Path(self.config.data_root).expanduser().absolute()
+        return found
+
+    @property
+    def on_slurm(self) -> bool:
+        """Whether jobs go to Slurm."""
+        return self.config.dispatch.executor == "slurm"
+
+    @functools.cached_property
+    def profile(self) -> Profile:
+        """The cluster; raises ConfigurationError for one that cannot be read."""
+        return load_profile(self.config.dispatch.profile)
+
+    def here(self, stages: Iterable[PlannedStage]) -> list[PlannedStage]:
+        """Those that run on the machine that is looked at."""
+        if not self.on_slurm:
+            return list(stages)
+        where = "slurm" if self.on_node else "local"
+        return [s for s in stages if self.profile.executor_for(s) == where]
+
+    @property
+    def gpus(self) -> int:
+        """The most GPUs that a stage asks for on the machine that is looked at."""
+        if self.recipe and not self.stages and not self.on_slurm:
+            return self.most_gpus
+        return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
+
+    @property
+    def most_gpus(self) -> int:
+        """The most GPUs that a stage of the recipe asks for, wherever it runs."""
+        if self.stages or not self.recipe:
+            return max((s.resources.gpus for s in self.stages), default=0)
+        named = [s for s in STAGES if s in self.config.stages]  # there is no plan
+        return max((section_of(self.config, s).resources.gpus for s in named), default=0)
+
+    @property
+    def rollout_servers(self) -> str:
+        """The stage that starts vLLM servers for rollouts (`grpo` before `sample`); or empty."""
+        config = self.config
+        if not self.recipe:
+            given = config.grpo.rollout_server != RecipeConfig().grpo.rollout_server
+            return "grpo" if given or config.grpo.generation_backend == "vllm" else ""
+        sampling = [k.samples_with for k in kinds_of(config.stages) if k.samples_with]
+        vllm = [s for s in sampling if getattr(config, s).generation_backend == "vllm"]
+        return vllm[-1] if vllm else ""
+
+    @property
+    def serves_here(self) -> bool:
+        """Whether servers of models would be started on the machine that is looked at."""
+        kinds = [s.kind for s in self.here(self.stages)]
+        return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
+
+    @property
+    def judge_engine(self) -> str:
+        """What serves the judge where refiner starts it: `vllm`, `transformers`, `command`."""
+        config = self.config
+        asked = asks_judge(config) if self.recipe else True
+        return engine_of(config.judge) if asked and serves(config.judge) else ""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether something goes to the Hub."""
+        return self.config.publish.target == "hub" and "publish" in self.config.stages
+
+    @property
+    def needs_network(self) -> list[str]:
+        """Names of stages that need the internet."""
+        return [s.name for s in self.stages if s.needs_network]
+
+    def command(self, *more: str) -> str:
+        """The recipe's own word with something added, for a mend: `refiner plan tiny …`."""
+        return " ".join(("refiner", *more, self.recipe or "RECIPE"))
+
+    def again(self, *more: str) -> str:
+        """The same look with something added, for a mend."""
+        return " ".join(filter(None, ("refiner doctor", self.words, *more)))
+
+
+def absent(needed: object) -> State:
+    """What is not there is broken only where it is needed."""
+    return "broken" if needed else "missing"
+
+
+def doubtful(needed: object) -> State:
+    """What does not work is broken where it is needed, else it may surprise."""
+    return "broken" if needed else "warning"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at.
+
+    Attributes
+    ----------
+    look
+        Gives the findings; may raise a RefinerError, which becomes one.
+    limit_s
+        After so many seconds it counts as hung.
+    needed
+        Whether what was asked for suffers if it does not answer.
+    hung
+        What mends it then.
+    """
+
+    area: str
+    name: str
+    look: Callable[[Look], Iterable[Finding]]
+    limit_s: float = 20.0
+    needed: Callable[[Look], object] = lambda _: False
+    hung: str = ""
+
+
+class Answer(NamedTuple):
+    """What a program said. ``code`` is None where it is not there; -1: no answer in time."""
+
+    code: int | None
+    out: str = ""
+    err: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+    @property
+    def hung(self) -> bool:
+        """Whether it gave no answer in time."""
+        return self.code == -1
+
+    @property
+    def last_line(self) -> str:
+        """Where programs say what went wrong."""
+        lines = (self.err.strip() or self.out.strip()).splitlines()
+        return lines[-1].strip()[:300] if lines else "it printed nothing"
+
+
+def last_json(text: str) -> dict[str, Any] | None:
+    """The last line of an answer that is a JSON object; None if there is none."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            value: dict[str, Any] = json.loads(line)
+            return value
+    return None
+
+
+def ask(
+    command: Sequence[str],
+    timeout_s: float,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Answer:
+    """Run a program; it and all that it has started are ended after ``timeout_s`` seconds."""
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**(environment() if env is None else env), "LC_ALL": "C"},
+            cwd=cwd,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(None, err=str(error))
+    _asked.add(process)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _end(process)
+        return Answer(-1, err=f"no answer in {timeout_s:.0f} s")
+    finally:
+        _asked.discard(process)
+    return Answer(process.returncode, out, err)
+
+
+#: Programs that have not answered yet: a check that was given up leaves them, a doctor does not.
+_asked: set[subprocess.Popen[str]] = set()
+
+
+@atexit.register
+def _end_asked() -> None:
+    for process in list(_asked):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def gib(size: float) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+@contextmanager
+def scratch_in(folder: Path) -> Iterator[Path]:
+    """A new folder below ``folder``, or below the nearest one above it that exists."""
+    made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}doctor-", dir=existing(folder)))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,245 @@
+"""Files and file systems: reads that are asked again, and where a folder lies.
+
+A network file system fails to answer now and then, or denies for a moment a file that another node
+has just made; asked again, it answers. Nothing may come of such a moment: no run ends for it,
+nothing is recorded of it. An error that stays is raised as it came, and is never taken for "it is
+not there".
+
+Where a folder lies is read from the kernel's tables (:class:`Mount`), and by system calls: the
+project that it is accounted to, the btrfs subvolume, and forcing a file system to write out what
+it holds back. No program is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import errno
+import fcntl
+import os
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Errors that pass: the server's, not the file's.
+PASSING = frozenset(
+    {
+        *(errno.ESTALE, errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.EREMOTEIO),
+        *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+    }
+)
+#: Before the second, third and last time. Two nodes may replace a file one after the other.
+_PAUSES_S = (0.0, 0.05, 0.3)
+
+
+def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+    """What a read gives that changes nothing and may be repeated.
+
+    That a file is not there, or is forbidden, is believed when it is said twice; other errors that
+    pass are waited out for a moment.
+
+    Raises
+    ------
+    OSError
+        It stayed.
+    """
+    said: set[int | None] = set()
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return read(*args, **more)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            if error.errno in said or pause_s is None:
+                raise
+            said.add(error.errno)
+            _look_anew(error.filename)
+        except OSError as error:
+            if error.errno not in PASSING or pause_s is None:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """What ``stat`` says; None if it is not there."""
+    try:
+        return again(path.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def exists(path: Path) -> bool:
+    """Whether it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
+    return status_of(path) is not None
+
+
+def opens(path: Path) -> bool:
+    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
+    may go on believing in it for a minute, but not when it is opened."""
+    try:
+        again(path.open, "rb").close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is there and a folder."""
+    found = status_of(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of what lies in a folder, sorted; none if it is not there."""
+    try:
+        return sorted(again(os.listdir, folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def walk(folder: Path) -> list[tuple[Path, list[str]]]:
+    """A folder and all below it, each with the names of its files; links to folders are not
+    followed. One that cannot be listed is an error, where ``rglob`` and ``os.walk`` would leave out
+    what is in it."""
+    return again(_walk, folder)
+
+
+def files_within(folder: Path) -> dict[Path, os.stat_result]:
+    """Every file below a folder, sorted, with its status; none if the folder is not there."""
+    if not is_folder(folder):
+        return {}
+    paths = sorted(root / name for root, names in walk(folder) for name in names)
+    found = {path: status_of(path) for path in paths}
+    return {path: s for path, s in found.items() if s is not None and stat.S_ISREG(s.st_mode)}
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are not there yet."""
+    try:
+        again(folder.mkdir, parents=True, exist_ok=True)
+    except FileExistsError:  # it is there, and was then said not to be a folder
+        again(folder.mkdir, parents=True, exist_ok=True)
+
+
+def _walk(folder: Path) -> list[tuple[Path, list[str]]]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    return [(Path(root), names) for root, _, names in os.walk(folder, onerror=refuse)]
+
+
+def _look_anew(filename: str | bytes | None) -> None:
+    """Have a network file system ask its server again: opening the folder makes it do so."""
+    if isinstance(filename, str | os.PathLike):
+        with contextlib.suppress(OSError):
+            os.close(os.open(Path(filename).parent, os.O_RDONLY))
+
+
+_FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
+_BTRFS_INO_LOOKUP = 0xD0009412
+_BTRFS_FIRST_FREE = 256
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+class Mount(NamedTuple):
+    """One mounted file system: where, its type (``ext4``, ``nfs4``, ``lustre`` …), its source."""
+
+    point: Path
+    type: str
+    source: str
+
+
+def existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    path = path.expanduser().absolute()
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+def mount_of(path: Path, table: str | None = None) -> Mount:
+    """The mount that ``path`` lies on, by the kernel's own table (``table``: that text)."""
+    text = _read(_MOUNTINFO) if table is None else table
+    target = existing(path).resolve() if table is None else path
+    best = Mount(Path("/"), "unknown", "")
+    for line in text.splitlines():
+        left, _, right = line.partition(" - ")
+        before, after = left.split(" "), right.split(" ")
+        if len(before) < 5 or len(after) < 2:
+            continue
+        point = Path(_unescaped(before[4]))
+        if target.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
+            best = Mount(point, after[0], _unescaped(after[1]))
+    return best
+
+
+def project_id(folder: Path) -> int:
+    """The project that new files in ``folder`` are accounted to (as `lsattr -pd` shows); 0: none,
+    or a file system that knows none."""
+    with _opened(folder) as descriptor:
+        if descriptor is None:
+            return 0
+        try:
+            answer = fcntl.ioctl(descriptor, _FSGETXATTR, bytes(28))
+        except OSError:
+            return 0
+        return int(struct.unpack_from("=IIII", answer)[3])
+
+
+def btrfs_subvolume(folder: Path) -> int | None:
+    """Id of the btrfs subvolume that holds ``folder``; None where it is no btrfs."""
+    with _opened(folder) as descriptor:
+        if descriptor is None:
+            return None
+        try:
+            # Written in place: the request is longer than what ioctl takes as a constant.
+            request = bytearray(struct.pack("=QQ4080x", 0, _BTRFS_FIRST_FREE))
+            fcntl.ioctl(descriptor, _BTRFS_INO_LOOKUP, request, True)
+        except OSError:
+            return None
+        return int(struct.unpack_from("=Q", request)[0])
+
+
+def sync_file_system(folder: Path) -> None:
+    """Write out what the file system holds back, so that what was deleted is free again.
+
+    btrfs gives quota back only then; elsewhere it does no harm.
+    """
+    library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    call = getattr(library, "syncfs", None)
+    with _opened(folder) as descriptor:
+        if descriptor is None or call is None or call(descriptor) != 0:
+            os.sync()
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int | None]:
+    try:
+        descriptor = os.open(existing(folder), os.O_RDONLY)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
+
+
+def _unescaped(text: str) -> str:
+    """The kernel writes blanks and backslashes of a path as octal numbers."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text

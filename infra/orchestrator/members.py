@@ -1,0 +1,292 @@
+"""Members: runs that an orchestrator works on, with their plans, event logs and views.
+
+A :class:`Member` is a whole run, a trial of a sweep, or one checkpoint of a night. Each keeps its
+own event log, leases of servers and views, so that whoever looks at a run afterwards finds the
+same, however many were worked on together. A log has one writer, the process that works on the run;
+neither it nor the orchestrator's file decides anything, so what cannot be written is logged, and
+the work goes on. A :class:`Source` gives members as they come: a run and a night are
+:class:`Given`; a sweep admits its trials (:mod:`flows.sweeping.admission`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from infra.host.processes import ProcessId, host_name
+from infra.orchestrator.reconcile import StopWish, stages_by_id
+from infra.orchestrator.waiting import Outage, with_patience
+from infra.store.checkpoints import Holds
+from infra.store.orchestrators import CallLeases, take_up
+from infra.store.provenance import require_snapshot
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import RunRecord
+from refiner_core.contract.types import StageView
+
+log = logging.getLogger(__name__)
+
+
+class Diary:
+    """Of one call.
+
+    Parameters
+    ----------
+    workspace, run
+        Where it is kept, and the call's id.
+    owner
+        The process that works on it.
+    """
+
+    def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
+        self._workspace, self._run, self._owner = workspace, run, owner
+        self._log_works = True
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """One line in the run's event log."""
+        path = self._workspace.layout.run(self._run).events
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"at": now_text(), **event}) + "\n")
+        except OSError as error:
+            if self._log_works:
+                log.warning("the event log cannot be written: %s", error)
+            self._log_works = False
+
+    def write_orchestrator(self, state: str, exit_code: int | None) -> None:
+        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
+        value = {"process": self._owner, "host": host_name(), "state": state}
+        try:
+            self._workspace.write_orchestrator(
+                self._run, {**value, "exit_code": exit_code, "at": now_text()}
+            )
+        except OSError as error:
+            log.warning("who works on the run could not be noted: %s", error)
+
+
+def news_of(view: StageView | None) -> tuple[Any, ...]:
+    """What of a stage's view is news when it changes; progress is not."""
+    return () if view is None else (view.state, view.attempt, view.job_id)
+
+
+def stage_event(view: StageView) -> dict[str, Any]:
+    """A stage's view as an event."""
+    return {
+        "event": "stage",
+        "stage": view.name,
+        "state": view.state,
+        "attempt": view.attempt,
+        "job": view.job_id,
+        "seconds": round(view.seconds, 3),
+        "message": view.message,
+    }
+
+
+class Member:
+    """One of the runs of an orchestrator.
+
+    Parameters
+    ----------
+    plan, run, workspace
+        What should be, the call, and where it is recorded. The call's ``code`` names the snapshot
+        that its jobs import.
+    name
+        Tells it from the others, such as ``ARM/seed1``; empty for a run alone.
+    clock
+        Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: RunRecord,
+        workspace: Workspace,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan, self.run, self.name = plan, run, name
+        #: By id: as the plan has them, and with their inputs by id, too.
+        self.planned = {stage.id: stage for stage in plan.stages}
+        self.stages, self.given = stages_by_id(plan)
+        self.ids = frozenset((*self.stages, *self.given))
+        self.holds = Holds(plan, workspace.layout)
+        self.leases = CallLeases(workspace, run.run, clock)
+        self.outage = Outage(plan.config.dispatch.poll_s, clock, self.note)
+        #: What was done when it began; None before the first look.
+        self.done_before: frozenset[str] | None = None
+        #: Stages that somebody has cancelled, by id.
+        self.cancelled: dict[str, StopWish] = {}
+        self._workspace, self._diary = workspace, Diary(workspace, run.run, str(ProcessId.of()))
+        self._views: dict[str, StageView] = {}
+        self._lock = threading.Lock()
+
+    def take_up(self, *, regardless: bool = False) -> None:
+        """Take the run up in this process; whoever follows it hears at once that what its log said
+        before is history. See :func:`infra.store.orchestrators.take_up`."""
+        take_up(self._workspace, self.run.run, regardless=regardless)
+        self.note({"event": "begin", "process": str(ProcessId.of())})
+
+    def begin(self) -> None:
+        """Record the call, and that this process works on it.
+
+        Raises
+        ------
+        NoSpaceError
+            Not even the run's record fits.
+        WorkspaceError
+            The run's code is gone, or is not what was pinned.
+        """
+        with_patience(self._record)
+        self._diary.write_orchestrator("running", None)
+
+    def _record(self) -> None:
+        self._workspace.keep_run(self.run)
+        if self.run.code:  # after the record, which keeps it from being reclaimed
+            require_snapshot(self._workspace, self.run.code)
+
+    def end(self) -> None:
+        """Say that every stage is in a terminal state."""
+        self._leave(next((v.exit_code for v in self._views.values() if v.exit_code), 0))
+
+    def give_up(self, error: BaseException) -> None:
+        """Say that nobody works on the run any more; what it has begun goes on."""
+        self._leave(getattr(error, "exit_code", 70))
+
+    def _leave(self, exit_code: int) -> None:
+        try:
+            self.leases.keep(())
+        except OSError as trouble:
+            log.warning("leases of servers are not given back: %s", trouble)
+        self._diary.write_orchestrator("ended", exit_code)
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in the run's event log, from any thread."""
+        self._diary.note(event)
+
+    def views(self) -> dict[str, StageView]:
+        """All stages by name, in the plan's order."""
+        with self._lock:
+            return dict(self._views)
+
+    def publish(self, views: dict[str, StageView]) -> bool:
+        """Replace the views, and log what is news of them; whether all are final."""
+        with self._lock:
+            before, self._views = self._views, views
+        for name, view in views.items():
+            if news_of(view) != news_of(before.get(name)):
+                self.note(stage_event(view))
+        return all(view.terminal for view in views.values())
+
+    def hear_cancel(self, asked: Mapping[str, Any], grace_s: float) -> list[str]:
+        """Take note of who has cancelled the run, or stages of it; names of those that are new."""
+        reason = f"cancelled by {asked.get('by', 'somebody')}"
+        wish = StopWish(reason, "cancelled", grace_s, everybody=True)
+        names = asked.get("stages") or list(self.plan.by_name)
+        wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
+        new = [s for s in wanted if s.id not in self.cancelled]
+        self.cancelled |= {s.id: wish for s in new}
+        if new:
+            named = [s.name for s in new]
+            self.note({"event": "cancel", "reason": reason, "stages": named})
+        return [s.name for s in new]
+
+
+class RequestStop(Protocol):
+    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
+
+    def __call__(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Ask what runs to save and end."""
+        ...
+
+
+class Source(Protocol):
+    """Gives members to an orchestrator, and hears how they end.
+
+    ``more``: others may come; ``at_once``: right now. ``request_stop`` is the orchestrator's, which
+    sets it.
+    """
+
+    more: bool
+    at_once: bool
+    request_stop: RequestStop
+
+    @property
+    def shown(self) -> Collection[Member]:
+        """Members whose stages are to be seen now."""
+        ...
+
+    def begin(self) -> None:
+        """Called once, before anything else."""
+        ...
+
+    def admit(self, stopping: bool) -> Sequence[Member]:
+        """Members that begin now; asked after each round."""
+        ...
+
+    def ended(self, member: Member, error: Exception | None) -> None:
+        """Hear that every stage of a member is in a terminal state, or what broke it."""
+        ...
+
+    def end(self, error: BaseException | None) -> None:
+        """Hear that nothing is left to do, or what ended the orchestrator."""
+        ...
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """A line in the call's event log, from any thread."""
+        ...
+
+
+class Given:
+    """Members that are all there from the beginning; what breaks one of them ends the call.
+
+    Parameters
+    ----------
+    members
+        In the order in which they get free slots.
+    tell
+        Hears of each that has ended.
+    """
+
+    more = at_once = False
+    request_stop: RequestStop
+
+    def __init__(
+        self, members: Sequence[Member], tell: Callable[[Member], None] = lambda _: None
+    ) -> None:
+        self.shown, self._tell = tuple(members), tell
+        self._waiting: tuple[Member, ...] = ()
+
+    def begin(self) -> None:
+        """Record all of them."""
+        for member in self.shown:
+            member.begin()
+        self._waiting = self.shown
+
+    def admit(self, stopping: bool) -> Sequence[Member]:
+        """All of them at first, then none."""
+        found, self._waiting = self._waiting, ()
+        return found
+
+    def ended(self, member: Member, error: Exception | None) -> None:
+        """Tell it, or raise what broke it."""
+        if error is not None:
+            raise error
+        self._tell(member)
+
+    def end(self, error: BaseException | None) -> None:
+        """Nothing is to be done."""
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """In the log of each."""
+        for member in self.shown:
+            member.note(event)

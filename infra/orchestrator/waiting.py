@@ -1,0 +1,362 @@
+"""Waiting: for room on the disk, and for systems that do not answer.
+
+Outages: what an orchestrator does while a file system, a scheduler or a service does not answer.
+The next round, or the next attempt, is due after pauses that double; one event says that an outage
+of rounds begins and one that it is over, however long it lasts. Nothing follows from a question
+that was not answered; what is no outage is raised as ever.
+
+Room: the stages (by id) that lack it have to wait, with a reason for people; some have waited as
+long as they may. Looks cost something, so each stage is asked about only every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from infra.jobs.failures import CLASSES, is_outage, outcome_of, without_progress
+from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.reconcile import SILENT, CloseAttempt
+from infra.orchestrator.timeline import first_line
+from infra.store.atomic import has_room, out_of_inodes
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import DiskConfig
+from refiner_core.contract.errors import NoSpaceError
+from refiner_core.contract.records import FailureClass, Outcome, StageRecord
+
+#: The longest pause between two rounds, and between two attempts, seconds. The scheduler or the
+#: file system is back for all at once, so that is looked at more often.
+_LONGEST_S = 30.0
+_LONGEST_BETWEEN_S: dict[FailureClass, float] = {"system_outage": 300.0}
+_ELSE_S = 900.0
+_TRIES, _BETWEEN_S = 5, 0.2
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+class Outage:
+    """The outage that lasts now, if any, as its rounds meet it.
+
+    Parameters
+    ----------
+    poll_s
+        The first pause, seconds.
+    clock, note
+        Seconds (monotonic), and where events go.
+    """
+
+    def __init__(
+        self, poll_s: float, clock: Callable[[], float], note: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._poll_s, self._clock, self._note = poll_s, clock, note
+        self.reason = ""
+        self.since = 0.0
+        self._rounds = 0
+        self._due = 0.0
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next round is due; 0 without an outage."""
+        return max(0.0, self._due - self._clock()) if self._rounds else 0.0
+
+    def met(self, error: Exception) -> None:
+        """A round has failed by it; raises what is no outage."""
+        if not is_outage(error):
+            raise error
+        now = self._clock()
+        if not self._rounds:
+            self.since, self.reason = now, first_line(str(error), 300)
+            self._note({"event": "outage", "reason": self.reason})
+        self._due = now + min(self._poll_s * 2**self._rounds, _LONGEST_S)
+        self._rounds = min(self._rounds + 1, 16)
+
+    def is_over(self) -> None:
+        """A round went through."""
+        if self._rounds:
+            waited_s = round(self._clock() - self.since, 1)
+            self._note({"event": "back", "reason": self.reason, "waited_s": waited_s})
+        self.reason, self._rounds = "", 0
+
+
+class Backoff:
+    """Remembers until when stages pause whose last attempt ended in a way that time may mend."""
+
+    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
+        self._first_s, self._clock = first_s, clock
+        self._ready_at: dict[AttemptRef, float] = {}
+
+    def not_before(
+        self, records: Mapping[str, StageRecord], ended_before: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Stage id -> when it may go on; attempts up to ``ended_before`` are another call's."""
+        found: dict[str, float] = {}
+        for stage_id, record in records.items():
+            last = record.attempts[-1] if record.attempts else None
+            if record.result is not None or last is None or last.outcome is None:
+                continue
+            failure = last.outcome.failure
+            if last.number <= ended_before.get(stage_id, 0):
+                continue
+            count = without_progress(record.attempts, failure)
+            if failure == "disk_full":
+                count -= 1  # room has been looked for; only a second one in a row is strange
+            elif CLASSES[failure].remedy != "pause, then resume":
+                continue
+            if count < 1:
+                continue
+            longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
+            pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
+            ready = self._ready_at.setdefault(
+                AttemptRef(stage_id, last.number), self._clock() + pause_s
+            )
+            found[stage_id] = ready
+        return found
+
+
+class Trouble(dict[K, Exception]):
+    """Errors by what they came from: each of several actions is tried whatever the others meet."""
+
+    @contextlib.contextmanager
+    def at(self, *keys: K) -> Iterator[None]:
+        """What goes wrong in the block is the trouble of these; the first error counts."""
+        try:
+            yield
+        except Exception as error:
+            for key in keys:
+                self.setdefault(key, error)
+
+    def raise_first(self) -> None:
+        """Raise the first of them, if there is any."""
+        for error in self.values():
+            raise error
+
+
+def with_patience(action: Callable[[], T]) -> T:
+    """What ``action`` returns, tried again for a second: for what has no round yet."""
+    for _ in range(_TRIES - 1):
+        try:
+            return action()
+        except OSError as error:
+            if not is_outage(error) or getattr(error, "resumable", False):
+                raise
+        time.sleep(_BETWEEN_S)
+    return action()
+
+
+_RECHECK_S = 5.0
+#: What a stage needs that has never saved anything: its control files and a log.
+SMALL_BYTES = 1 << 20
+#: What a call needs to begin: its record, and a copy of the code.
+BEGINNING_BYTES = 4 << 20
+
+
+class Keeper(Protocol):
+    """What is asked of the disk; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
+
+    def need_of(self, stage_id: str) -> int:
+        """Bytes that the stage's next save will need."""
+        ...
+
+    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
+        """Reclaim what the policy allows, if need be; None when it still does not fit, else a
+        value with ``bytes`` and ``items`` of what was reclaimed."""
+        ...
+
+    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
+        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
+        ...
+
+
+class ProbingKeeper:
+    """Knows only whether a write goes through; reclaims nothing."""
+
+    @dataclass(frozen=True)
+    class Nothing:
+        """Nothing was reclaimed."""
+
+        bytes: int = 0
+        items: tuple[str, ...] = ()
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+
+    def need_of(self, stage_id: str) -> int:
+        """A small file's worth."""
+        return SMALL_BYTES
+
+    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
+        """Whether ``need_bytes`` can be written, by writing them."""
+        layout = self._workspace.layout
+        fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
+        return self.Nothing() if fits else None
+
+    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
+        """Bytes: a write that fails says no more."""
+        return f"{need_bytes / 2**20:,.1f} MiB"
+
+
+@dataclass
+class _Waiting:
+    """A stage that lacks room: since when, when it was last asked about, and what was said."""
+
+    since: float
+    looked_at: float
+    reason: str
+
+
+@dataclass
+class Rooms:
+    """Remembers only since when a stage has waited.
+
+    Parameters
+    ----------
+    workspace, keeper, config
+        Where, what knows of room, and how long to wait.
+    clock
+        Seconds, monotonic.
+    note
+        Takes events: ``short``, ``reclaimed``, ``room``.
+    """
+
+    workspace: Workspace
+    keeper: Keeper
+    config: DiskConfig
+    clock: Callable[[], float]
+    note: Callable[[Mapping[str, Any]], None]
+    #: Stages for which a small control file could not be written just now.
+    blocked: dict[str, str] = field(default_factory=dict)
+    #: Ends of attempts that could not be written down.
+    unwritten: dict[AttemptRef, Outcome] = field(default_factory=dict)
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _any: bool | None = None
+    _served: dict[str, int] = field(default_factory=dict)
+
+    def short(self, records: Mapping[str, StageRecord]) -> dict[str, str]:
+        """Stages that have to wait now, and why."""
+        self._any = None
+        found: dict[str, str] = {}
+        for stage_id, number in self._in_question(records).items():
+            if reason := self._look(stage_id, number, self._need(stage_id, records)):
+                found[stage_id] = reason
+        for stage_id in [i for i in self._waiting if i not in found]:
+            del self._waiting[stage_id]
+        return found
+
+    def minded(self, action: CloseAttempt) -> CloseAttempt:
+        """With the disk in mind: a worker on a full one may not even be able to leave a word, and
+        then that is why. What was found of an end when it could not be written down counts later,
+        too, when there is room again and the scheduler has forgotten the job."""
+        ref = AttemptRef(action.stage.id, action.attempt)
+        outcome = self.unwritten.get(ref, action.outcome)
+        if ref in self.unwritten or outcome.failure not in SILENT:
+            return replace(action, outcome=outcome)
+        if self._any is None:  # once a round: a thousand jobs may end together
+            self._any = self.keeper.make_room(SMALL_BYTES) is not None
+        if self._any:
+            return action
+        message = f"{outcome.message}; the disk took no writes, not even its last word"
+        return replace(action, outcome=outcome_of("disk_full", message))
+
+    def gave_up(self) -> frozenset[str]:
+        """Stages that have waited for ``disk.wait_min``."""
+        now, limit_s = self.clock(), self.config.wait_min * 60
+        return frozenset(i for i, w in self._waiting.items() if now - w.since >= limit_s)
+
+    def _in_question(self, records: Mapping[str, StageRecord]) -> dict[str, int]:
+        """Stages whose newest attempt ended for want of room, and has not been served since."""
+        found = dict.fromkeys(self.blocked, 0)
+        for stage_id, record in records.items():
+            if record.result is not None or not record.attempts:
+                continue
+            last = record.attempts[-1]
+            if last.outcome is None or last.outcome.failure != "disk_full":
+                continue
+            if self._served.get(stage_id) != last.number:
+                found[stage_id] = last.number
+        return found
+
+    def _need(self, stage_id: str, records: Mapping[str, StageRecord]) -> int:
+        """Bytes that must be free before the stage is tried again.
+
+        What was written in vain is only the least that was needed, so each failure in a row asks
+        for twice as much more; up to twice of it, for a disk that others fill again and again is
+        no sign that the next save is larger.
+        """
+        if stage_id in self.blocked or stage_id not in records:
+            return SMALL_BYTES
+        attempts = records[stage_id].attempts
+        in_vain = (attempts[-1].outcome.need_bytes if attempts[-1].outcome else None) or 0
+        times = without_progress(attempts, "disk_full")
+        margin = in_vain // 4 * (1 << min(2, max(0, times - 1)))
+        return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
+
+    def _look(self, stage_id: str, number: int, need: int) -> str:
+        """Why it has to wait; empty if there is room now."""
+        now, waiting = self.clock(), self._waiting.get(stage_id)
+        pause_s = min(_RECHECK_S, self.config.watch_s)
+        if waiting is not None and now - waiting.looked_at < pause_s:
+            return waiting.reason
+        ref = AttemptRef(stage_id, number) if number else None
+        made = self.keeper.make_room(need, ref)
+        if made is None:
+            layout = self.workspace.layout
+            reason = f"waits for room: {self.keeper.lacking(need, ref)} are needed in {layout.data}"
+            for folder in (layout.control, layout.data):
+                if out_of_inodes(folder):
+                    reason = f"waits for room: no inode is free for another file in {folder}"
+            if waiting is None:
+                self.note({"event": "short", "stage_id": stage_id, "need_bytes": need})
+            since = now if waiting is None else waiting.since
+            self._waiting[stage_id] = _Waiting(since, now, reason)
+            return reason
+        if made.bytes:
+            items = list(made.items)
+            self.note(
+                {"event": "reclaimed", "stage_id": stage_id, "bytes": made.bytes, "items": items}
+            )
+        if waiting is not None:
+            waited_s = round(now - waiting.since, 1)
+            self.note({"event": "room", "stage_id": stage_id, "waited_s": waited_s})
+        self.blocked.pop(stage_id, None)
+        if number:
+            self._served[stage_id] = number
+        return ""
+
+
+def when_there_is_room(
+    action: Callable[[], T],
+    keeper: Keeper,
+    config: DiskConfig,
+    say: Callable[[str], None],
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """What ``action`` returns, as soon as the disk takes its small files.
+
+    Room is made as the policy allows, then waited for: an orchestrator that is started on a full
+    disk would otherwise leave jobs alone that are about to pause.
+
+    Raises
+    ------
+    NoSpaceError
+        There was none for ``disk.wait_min``.
+    """
+    deadline, said = clock() + config.wait_min * 60, False
+    while True:
+        try:
+            return action()
+        except NoSpaceError as error:
+            made = keeper.make_room(BEGINNING_BYTES)
+            if made is not None and made.bytes:
+                say(f"{made.bytes / 2**20:,.1f} MiB were reclaimed to begin.")
+                continue
+            if clock() >= deadline:
+                raise
+            if not said:
+                say(f"{error.what}. Waiting for room; Ctrl-C leaves, and nothing is lost.")
+            said = True
+            sleep(_RECHECK_S)

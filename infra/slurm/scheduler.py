@@ -1,0 +1,481 @@
+"""The scheduler: Slurm's commands, and one look at all jobs of an orchestrator.
+
+Commands have a time-out each and an explicit format. Fields are parted by a control character that
+no name contains, so a job called ``a|b c=d`` breaks nothing.
+
+In: which jobs are wanted, by id or (where a crash came before the id was noted) by their unique
+name. Out: an :class:`Answer` each, by few queries, and never a wrong "dead". At most one round of
+queries per ``poll_s``: squeue for what is alive, and only for jobs that it no longer lists the
+controller's memory (scontrol) and accounting (sacct). In between, the last answer counts. A
+scheduler that does not answer is asked ever more rarely, and says nothing about any job.
+
+Accounting lags behind, a controller forgets, and both are empty right after a start: a job that
+nobody knows counts as lost only after several answers in a row, some seconds apart by our own
+clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from infra.host.processes import environment
+from infra.slurm.states import JobFacts, facts_of, facts_of_accounts
+from refiner_core.contract.errors import SystemOutage, UnsupportedError
+
+#: ASCII "unit separator".
+_PART = "\x1f"
+_QUEUE = {
+    "id": "%i",
+    "state": "%T",
+    "reason": "%r",
+    "node": "%N",
+    "user": "%U",
+    "name": "%j",
+}
+_ACCOUNT = {
+    "id": "JobID",
+    "state": "State",
+    "exit_code": "ExitCode",
+    "reason": "Reason",
+    "node": "NodeList",
+    "user": "UID",
+    "name": "JobName",
+}
+_CONTROL = {
+    "raw_id": "JobId",
+    "array_id": "ArrayJobId",
+    "array_index": "ArrayTaskId",
+    "name": "JobName",
+    "user": "UserId",
+    "state": "JobState",
+    "reason": "Reason",
+    "restarts": "Restarts",
+    "exit_code": "ExitCode",
+    "preempted_at": "PreemptTime",
+    "node": "NodeList",
+}
+_NO_JOB = re.compile(r"invalid job id", re.IGNORECASE)
+_NO_ACCOUNTING = re.compile(
+    r"accounting storage is disabled|slurm_persist_conn_open|unable to connect to database"
+    r"|problem talking to the database|connection refused",
+    re.IGNORECASE,
+)
+_NOT_THERE = re.compile(
+    r"invalid job id|already completing or completed|job/step already complet"
+    r"|no such process|job is pending execution",
+    re.IGNORECASE,
+)
+#: `sacct --name` asks for a window of time; a job that is older is long found or given up.
+_SINCE = "now-30days"
+
+Row = Mapping[str, str]
+
+
+class SlurmUnavailable(SystemOutage):
+    """A command gave no answer: the controller is away or overloaded, or no process could be
+    started to ask it. A state, not a failure."""
+
+
+@dataclass(frozen=True)
+class Accounts:
+    """What sacct knows; ``available`` is False where accounting is off or does not answer."""
+
+    available: bool
+    rows: tuple[Row, ...] = ()
+
+
+class SlurmCommands(Protocol):
+    """What is asked of a scheduler; every method may raise :class:`SlurmUnavailable`."""
+
+    def queue(self, users: Iterable[str]) -> list[Row]:
+        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
+        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
+        ...
+
+    def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
+        """What the controller still knows of these jobs, over or not, some minutes long: as above,
+        and ``restarts``, ``exit_code``, ``preempted_at``."""
+        ...
+
+    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
+        """What accounting knows of jobs and their steps, by id or by name."""
+        ...
+
+    def cancel(self, job_id: str) -> None:
+        """End a job; one that is over already is no error."""
+        ...
+
+    def signal(self, job_id: str, name: str) -> bool:
+        """Send a signal to the processes of a running job's steps; False if it runs none."""
+        ...
+
+    def release(self, job_id: str) -> None:
+        """Let a held job start."""
+        ...
+
+
+class RealSlurm:
+    """The commands of this machine; see :class:`SlurmCommands`.
+
+    Raises
+    ------
+    UnsupportedError
+        There are none.
+    """
+
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self._timeout_s = timeout_s
+        self._accounting = _found("sacct")
+        absent = [c for c in ("sbatch", "srun", "squeue", "scontrol", "scancel") if not _found(c)]
+        if absent:
+            raise UnsupportedError(
+                f"This machine has no {', '.join(f'`{c}`' for c in absent)}",
+                expected="Slurm's commands on PATH, as on a login node",
+                fix="run refiner on a login node of the cluster, or set dispatch.executor=local",
+            )
+
+    def queue(self, users: Iterable[str]) -> list[Row]:
+        """Live jobs; see :class:`SlurmCommands`."""
+        printed = self._answer(
+            *("squeue", "--noheader", "--array", "--all", f"--user={','.join(sorted(users))}"),
+            f"--format={_PART.join(_QUEUE.values())}",
+        )
+        return _rows(printed, _QUEUE)
+
+    def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
+        """Jobs that the controller remembers; see :class:`SlurmCommands`."""
+        # `scontrol` takes one id, or prints all jobs.
+        one = ids[:1] if len(ids) == 1 and not names else ()
+        code, printed, said = self._run("scontrol", "--oneliner", "show", "job", *one)
+        if code and not _NO_JOB.search(said):
+            raise _unavailable("scontrol", said)
+        found = (_control_row(line) for line in printed.splitlines() if line.startswith("JobId="))
+        wanted_ids, wanted_names = set(ids), set(names)
+        return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
+
+    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
+        """What sacct prints; see :class:`SlurmCommands`."""
+        if not self._accounting:
+            return Accounts(False)
+        rows: list[Row] = []
+        for select in _selections(ids, names):
+            code, printed, said = self._run(
+                *("sacct", "--noheader", "--parsable2", f"--delimiter={_PART}", "--allusers"),
+                *(f"--format={','.join(_ACCOUNT.values())}", *select),
+            )
+            if code and _NO_ACCOUNTING.search(said):
+                return Accounts(False)
+            if code:
+                raise _unavailable("sacct", said)
+            rows += _rows(printed, _ACCOUNT)
+        return Accounts(True, tuple(rows))
+
+    def cancel(self, job_id: str) -> None:
+        """``scancel``."""
+        code, _, said = self._run("scancel", job_id)
+        if code and not _NOT_THERE.search(said):
+            raise _unavailable("scancel", said)
+
+    def signal(self, job_id: str, name: str) -> bool:
+        """``scancel --signal``: to the steps, not to the batch script."""
+        code, _, said = self._run("scancel", "--verbose", f"--signal={name}", job_id)
+        if code and not _NOT_THERE.search(said):
+            raise _unavailable("scancel", said)
+        return code == 0 and not _NOT_THERE.search(said)
+
+    def release(self, job_id: str) -> None:
+        """``scontrol release``."""
+        code, _, said = self._run("scontrol", "release", job_id)
+        if code and not _NOT_THERE.search(said):
+            raise _unavailable("scontrol", said)
+
+    def _answer(self, *command: str) -> str:
+        code, printed, said = self._run(*command)
+        if code:
+            raise _unavailable(command[0], said)
+        return printed
+
+    def _run(self, *command: str) -> tuple[int, str, str]:
+        # Site settings of these would change what is printed.
+        prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
+        env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self._timeout_s,
+                stdin=subprocess.DEVNULL,
+                env={**env, "LC_ALL": "C"},
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
+        except OSError as error:  # not there for a moment, or no more processes may be started
+            raise _unavailable(command[0], str(error)) from error
+        return done.returncode, done.stdout, done.stderr.strip()
+
+
+def _found(command: str) -> bool:
+    return shutil.which(command) is not None
+
+
+def _unavailable(command: str, said: str) -> SlurmUnavailable:
+    lines = said.splitlines() or ["it printed nothing"]
+    return SlurmUnavailable(
+        f"`{command}` gave no answer: {lines[-1]}",
+        expected="a controller that answers",
+        fix="nothing: it is asked again; `scontrol ping` shows how Slurm is",
+    )
+
+
+def _rows(printed: str, fields: Mapping[str, str]) -> list[Row]:
+    """Rows of as many parts as were asked for; a name with a line break in it makes others."""
+    # Not splitlines(): the separator counts as a line break for it.
+    parts = (line.split(_PART) for line in printed.split("\n"))
+    return [dict(zip(fields, p, strict=True)) for p in parts if len(p) == len(fields)]
+
+
+def _control_row(line: str) -> Row:
+    row = {}
+    for name, key in _CONTROL.items():
+        found = re.search(rf"(?:^| ){key}=(\S*)", line)
+        value = found[1] if found else ""
+        row[name] = "" if value in ("(null)", "None", "N/A", "Unknown") else value
+    array, index = row.pop("array_id"), row.pop("array_index")
+    # name(number); who has put another one into a job's name is not believed any.
+    one = line.count(" UserId=") == 1
+    row["user"] = row["user"].rpartition("(")[2].rstrip(")") if one else ""
+    row["id"] = f"{array}_{index}" if array and index else row["raw_id"]
+    return row
+
+
+def _selections(ids: Sequence[str], names: Sequence[str]) -> Iterable[list[str]]:
+    """Arguments of `sacct`, in commands of a length that every system takes."""
+    for start in range(0, len(ids), 500):
+        yield [f"--jobs={','.join(ids[start : start + 500])}"]
+    for start in range(0, len(names), 500):
+        yield [f"--name={','.join(names[start : start + 500])}", f"--starttime={_SINCE}"]
+
+
+log = logging.getLogger(__name__)
+
+#: A scheduler that does not answer is asked at most this rarely, seconds.
+LONGEST_PAUSE_S = 120.0
+#: Accounting that was off is tried again after this long, seconds.
+_ACCOUNTING_AGAIN_S = 600.0
+
+
+class Wanted(NamedTuple):
+    """A job that somebody wants to know of.
+
+    ``job_id`` is none where it was not noted; then it is found by ``name``, and by ``task`` where
+    that names an array. ``user`` is the number of who submitted it.
+    """
+
+    job_id: str | None
+    name: str
+    task: int | None
+    user: str
+
+    @property
+    def key(self) -> Hashable:
+        """The same from look to look."""
+        return self.job_id or (self.name, self.task)
+
+
+class Answer(NamedTuple):
+    """What is known of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
+
+    facts: JobFacts | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a job that nobody knows is lost: after so many answers, over so many seconds."""
+
+    answers: int = 3
+    seconds: float = 15.0
+
+
+class _Missing(NamedTuple):
+    since: float
+    answers: int
+
+
+class SchedulerView:
+    """Remembers the last answers; one per orchestrator.
+
+    Parameters
+    ----------
+    commands
+        What is asked.
+    poll_s
+        Seconds between rounds of queries, at least.
+    clock
+        Seconds that never run backwards.
+    """
+
+    def __init__(
+        self,
+        commands: SlurmCommands,
+        poll_s: float = 10.0,
+        *,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._commands, self._poll_s, self._clock = commands, poll_s, clock
+        self._patience = patience or Patience()
+        self._live: dict[str, JobFacts] = {}
+        self._by_name: dict[str, list[JobFacts]] = {}
+        self._over: dict[Hashable, JobFacts] = {}
+        self._lost: set[Hashable] = set()
+        self._missing: dict[Hashable, _Missing] = {}
+        self._new: dict[str, JobFacts] = {}
+        self._next_at = float("-inf")
+        self._failures = 0
+        self._accounting_at = float("-inf")
+
+    # ------------------------------------------------------------ asking
+
+    def submitted(self, job_id: str, name: str) -> None:
+        """A job that was submitted a moment ago: it is live until an answer says otherwise."""
+        self._new[job_id] = JobFacts(job_id, "PENDING", name=name, source="sbatch")
+
+    def released(self, job_id: str) -> None:
+        """A job that was let go a moment ago: it is not held until an answer says so again."""
+        if job_id in self._live:
+            self._live[job_id] = replace(self._live[job_id], reason="released")
+
+    def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
+        """What is known of each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
+        if wanted and self._clock() >= self._next_at:
+            self._ask(wanted)
+        return {w.key: self._answer(w) for w in wanted}
+
+    def known(self, job_id: str) -> JobFacts | None:
+        """A job as it was at the last look, if it was alive then."""
+        return self._live.get(job_id)
+
+    def _answer(self, wanted: Wanted) -> Answer:
+        over = self._over.get(wanted.key)
+        if over is not None:
+            return Answer(over)
+        if wanted.key in self._lost:
+            return Answer(lost=True)
+        if wanted.job_id in self._new:
+            return Answer(self._new[wanted.job_id])
+        return Answer() if self._failures else Answer(self._in_queue(wanted))
+
+    def _in_queue(self, wanted: Wanted) -> JobFacts | None:
+        if wanted.job_id is not None:
+            return self._live.get(wanted.job_id)
+        return _one_of(self._by_name.get(wanted.name, ()), wanted)
+
+    # ------------------------------------------------------------ one round of queries
+
+    def _ask(self, wanted: Sequence[Wanted]) -> None:
+        asked_at = self._clock()
+        try:
+            rows = self._commands.queue({w.user for w in wanted})
+            jobs = [facts_of(row, "squeue") for row in rows]
+            self._live = {j.job_id: j for j in jobs if not j.rule.over}
+            self._by_name = {}
+            for job in self._live.values():
+                self._by_name.setdefault(job.name, []).append(job)
+            self._new.clear()
+            self._ask_for_the_rest(wanted)
+        except SlurmUnavailable as error:
+            self._pause(error)
+            return
+        if self._failures:
+            log.info("Slurm answers again")
+        self._failures, self._next_at = 0, asked_at + self._poll_s
+
+    def _pause(self, error: SlurmUnavailable) -> None:
+        self._failures += 1
+        pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
+        self._next_at = self._clock() + pause
+        if self._failures == 1:
+            log.warning("%s Jobs go on; how they are is not known until it answers.", error)
+
+    def _ask_for_the_rest(self, wanted: Sequence[Wanted]) -> None:
+        """Ended jobs, and those that nobody has noted."""
+        for w in wanted:
+            if self._in_queue(w) is not None:  # an ended job may be put back by hand
+                self._over.pop(w.key, None)
+                self._lost.discard(w.key)
+                self._missing.pop(w.key, None)
+        open_ = [
+            w
+            for w in wanted
+            if self._in_queue(w) is None and w.key not in self._over and w.key not in self._lost
+        ]
+        if not open_:
+            return
+        ids = [w.job_id for w in open_ if w.job_id is not None]
+        names = sorted({w.name for w in open_ if w.job_id is None})
+        remembered = [facts_of(r, "scontrol") for r in self._commands.shown(ids, names)]
+        accounts = self._accounts(ids, names)
+        recorded = list(facts_of_accounts(accounts.rows).values())
+        for w in open_:
+            self._settle(w, _pick(remembered, w), _pick(recorded, w))
+
+    def _settle(self, wanted: Wanted, told: JobFacts | None, noted: JobFacts | None) -> None:
+        """Of the controller and of accounting, the former is fresher; the latter alone knows steps,
+        and who has cancelled it."""
+        found = told or (noted if noted is not None and noted.rule.over else None)
+        if found is not None and noted is not None:
+            found = replace(found, steps=noted.steps, by=noted.by)
+        if found is not None:
+            self._missing.pop(wanted.key, None)
+            if found.rule.over:
+                self._over[wanted.key] = found
+            else:  # it came back between two queries
+                self._live[found.job_id] = found
+                self._by_name.setdefault(found.name, []).append(found)
+            return
+        since, answers = self._missing.get(wanted.key, _Missing(self._clock(), 0))
+        self._missing[wanted.key] = _Missing(since, answers + 1)
+        enough = answers + 1 >= self._patience.answers
+        if enough and self._clock() - since >= self._patience.seconds:
+            del self._missing[wanted.key]
+            self._lost.add(wanted.key)
+
+    def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> Accounts:
+        if self._clock() < self._accounting_at:
+            return Accounts(False)
+        try:
+            found = self._commands.accounts(ids, names)
+        except SlurmUnavailable as error:
+            log.debug("%s", error)
+            return Accounts(False)
+        if not found.available:
+            log.debug("accounting is off; the controller's memory must do")
+            self._accounting_at = self._clock() + _ACCOUNTING_AGAIN_S
+        return found
+
+
+def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
+    if wanted.job_id is not None:
+        return next((j for j in jobs if j.job_id == wanted.job_id), None)
+    return _one_of([j for j in jobs if j.name == wanted.name], wanted)
+
+
+def _one_of(jobs: Sequence[JobFacts], wanted: Wanted) -> JobFacts | None:
+    """The job itself, or the task of an array. Names are for all to see and to take, so it must be
+    a job of the same user."""
+    for job in jobs:
+        _, _, number = job.job_id.partition("_")
+        if job.user == wanted.user and number == ("" if wanted.task is None else str(wanted.task)):
+            return job
+    return None

@@ -1,0 +1,370 @@
+"""Small JSON files of a workspace, and the records of calls.
+
+Errors say which file is damaged, and what to do (:class:`RecordFiles`). Calls: what was asked for,
+which process works on it, who wants it to end (:class:`RunRecords`). Every file has one writer;
+each request to cancel is a file of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from infra.host.files import again, exists, make_folder, names_in
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.layout import AttemptPaths, Layout
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
+from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
+
+T = TypeVar("T")
+Part = Literal["config", "inputs", "batch", "scheduler", "resumed"]
+log = logging.getLogger(__name__)
+
+#: Which file of an attempt a part stands in; each was a file of its own before.
+_PARTS: dict[Part, str] = {
+    "config": "intent.json",
+    "inputs": "intent.json",
+    "batch": "job.json",
+    "scheduler": "job.json",
+    "resumed": "started.json",
+}
+#: In the name of one that was set aside.
+DAMAGED_FILE = ".damaged-"
+#: For how long a damaged file must stand still before it is set aside, seconds.
+_STILL_S = 1.0
+
+
+def now_text() -> str:
+    """The time for people (UTC, ISO 8601). Never compared with another node's."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class RecordFiles:
+    """Reads the files of a workspace.
+
+    Attributes
+    ----------
+    sets_aside
+        Whether a damaged file of an attempt is renamed, so that what it said can be said anew; who
+        only looks leaves it.
+    """
+
+    sets_aside = False
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._told: set[Path] = set()
+
+    @property
+    def root(self) -> Path:
+        """The workspace's folder."""
+        return self.layout.control
+
+    def load(
+        self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION, fix: str = ""
+    ) -> T | None:
+        """A record; None if it is not there.
+
+        Parameters
+        ----------
+        kind
+            Its dataclass.
+        newest
+            The newest version of it that is known here.
+        fix
+            What to do about one that is damaged or newer, where that is something special.
+
+        Raises
+        ------
+        WorkspaceError
+            It is damaged, or of a version later than ``newest``.
+        """
+        data = self.read_control(path)
+        if data is None:
+            return None
+        version = data.get("version", 0)
+        if isinstance(version, int) and version > newest:
+            raise WorkspaceError(
+                f"{path} has version {version}",
+                expected=f"version {newest} or older",
+                fix=fix or "use the refiner that wrote it, or a newer one",
+            )
+        try:
+            return from_json(kind, data)
+        except (TypeError, AttributeError, KeyError) as error:
+            raise WorkspaceError(
+                f"{path} is not a {kind.__name__}: {error}",
+                expected="a file that refiner has written",
+                fix=fix or self._way_out(path),
+            ) from error
+
+    def part(
+        self, attempt: AttemptPaths, name: Part, said: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A part of what an attempt's files say; empty where nobody has said it.
+
+        ``said`` is what its file says, where that was read already.
+
+        Raises
+        ------
+        WorkspaceError
+            It is damaged, or could not be read.
+        """
+        if said is None:
+            said = self.read_control(attempt.control / _PARTS[name]) or {}
+        found = said.get(name)
+        if found is None:  # written by an earlier version
+            needed = name in ("config", "inputs")
+            read = self.read_control if needed else self.read_or_set_aside
+            found = read(attempt.control / f"{name}.json")
+        return found or {}
+
+    def read_control(self, path: Path) -> dict[str, Any] | None:
+        """A small JSON object of this workspace; None if it is not there.
+
+        Raises
+        ------
+        WorkspaceError
+            It is damaged, or (with an ``errno``) could not be read.
+        """
+        try:
+            value = atomic.read_json(path)
+        except OSError as error:
+            unread = WorkspaceError(
+                f"{path} cannot be read: {error.strerror or error}",
+                expected="a file system that answers, and to be allowed to read there",
+                fix="look whether `ls` shows the folder, and run the same command again",
+            )
+            unread.errno = error.errno
+            raise unread from error
+        except ValueError as error:
+            raise WorkspaceError(
+                f"{path} cannot be read: {error}",
+                expected="a JSON file that refiner has written",
+                fix=self._way_out(path),
+            ) from error
+        return value if isinstance(value, dict) or value is None else {"value": value}
+
+    def read_or_set_aside(
+        self, path: Path, check: Callable[[dict[str, Any]], object] = lambda _: None
+    ) -> dict[str, Any] | None:
+        """As :meth:`read_control`, for a file without which one can go on: one that is damaged, or
+        that ``check`` cannot make sense of, counts as not there. It is kept as evidence, as
+        ``NAME.damaged-TIME``.
+
+        Raises
+        ------
+        WorkspaceError
+            It could not be read.
+        """
+        try:
+            value = self.read_control(path)
+            if value is not None:
+                check(value)
+        except WorkspaceError as error:
+            if error.errno is not None:
+                raise
+            self._set_aside(path, str(error))
+            return None
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            self._set_aside(path, f"{path} makes no sense: {error!r}")
+            return None
+        return value
+
+    def glance(self, path: Path) -> dict[str, Any] | None:
+        """What a file says; None, and a warning, for one that is damaged or does not let itself be
+        read."""
+        try:
+            return self.read_control(path)
+        except WorkspaceError as error:
+            self.tell_once(path, str(error))
+            return None
+
+    def tell_once(self, path: Path, text: str) -> None:
+        """Log what is wrong with a file that is looked at again and again."""
+        if path not in self._told:
+            log.warning("%s", text)
+        self._told.add(path)
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        aside = path.with_name(f"{path.name}{DAMAGED_FILE}{stamp}")
+        try:
+            before, is_still = again(path.read_bytes), False
+            if self.sets_aside:
+                time.sleep(_STILL_S)  # without hard links, somebody may just be writing it
+                is_still = again(path.read_bytes) == before
+            if is_still:
+                path.rename(aside)
+        except FileNotFoundError:
+            return  # somebody else has just done it
+        except OSError as error:
+            self.tell_once(path, f"{why}; it is left out, and cannot be set aside: {error}")
+            return
+        self.tell_once(
+            path, f"{why}; it is " + (f"kept as {aside.name}" if is_still else "left out")
+        )
+
+    def _way_out(self, path: Path) -> str:
+        """What to do about a damaged file: the least that can go, and what that means."""
+        if path.parent.parent.name == "attempts":
+            return f"restore it, or move it away (`mv {path} {path}.damaged`) and go on without it"
+        for root, meaning in (
+            (self.layout.stages, "the same command then makes the stage again"),
+            (self.layout.runs, "stages and their results stay, only that call is forgotten"),
+        ):
+            if path.is_relative_to(root):
+                return f"restore it, or delete {root / path.relative_to(root).parts[0]}: {meaning}"
+        return "restore it, or name another folder with `workspace=DIR`"
+
+
+class RunRecords(RecordFiles):
+    """The part of a workspace that knows calls of `refiner run`."""
+
+    def new_run_id(self, recipe: str) -> str:
+        """A fresh id that sorts by time: ``20261121-153012-tiny-3f2a`` (UTC). Makes its folder."""
+        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in recipe)[:40] or "run"
+        with no_space_guard(self.root, "starting a run"):
+            while True:
+                stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+                run_id = f"{stamp}-{name}-{secrets.token_hex(2)}"
+                try:
+                    self.layout.run(run_id).folder.mkdir(parents=True)
+                except FileExistsError:
+                    continue
+                return run_id
+
+    def write_run(self, run: RunRecord) -> None:
+        """Record a call."""
+        paths = self.layout.run(run.run)
+        with no_space_guard(self.root, "recording the run"):
+            make_folder(paths.folder)
+            atomic.write_json(paths.record, to_json(run))
+
+    def keep_run(self, run: RunRecord) -> None:
+        """Record a call unless it is: a full disk must end none that is taken up again."""
+        if not exists(self.layout.run(run.run).record) or self.read_run(run.run) != run:
+            self.write_run(run)
+
+    def read_run(self, run_id: str) -> RunRecord:
+        """One call.
+
+        Raises
+        ------
+        ConfigurationError
+            There is none of that id.
+        """
+        run = self.load(RunRecord, self.layout.run(run_id).record)
+        if run is None:
+            known = self.run_ids()[-5:]
+            raise ConfigurationError(
+                f"{self.root} has no run {run_id!r}",
+                expected=f"one of: {', '.join(known)}" if known else "a workspace with runs",
+                fix="name one of these, or another `workspace=DIR`"
+                if known
+                else "name another `workspace=DIR`, or begin a run with `refiner run RECIPE`",
+            )
+        return run
+
+    def run_ids(self) -> list[str]:
+        """All recorded calls, oldest first."""
+        return [n for n in names_in(self.layout.runs) if exists(self.layout.run(n).record)]
+
+    def runs(self, *, newest_first: bool = False) -> Iterator[RunRecord]:
+        """All recorded calls, oldest first unless said otherwise; one whose record is damaged is
+        named, and left out."""
+        for run_id in sorted(self.run_ids(), reverse=newest_first):
+            try:
+                yield self.read_run(run_id)
+            except WorkspaceError as error:
+                if error.errno is not None:
+                    raise
+                self.tell_once(self.layout.run(run_id).record, f"{error}; it is left out")
+
+    # ------------------------------------------------------------ the process that works on it
+
+    def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:
+        """Say which process works on a call, and later how it ended. One writer: that process.
+
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; what was said before is still there.
+        """
+        paths = self.layout.run(run_id)
+        with no_space_guard(self.root, "recording the orchestrator"):
+            make_folder(paths.folder)
+            atomic.write_json(paths.orchestrator, dict(value))
+
+    def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
+        """Which process works on a call; None if none has said so."""
+        return self.read_control(self.layout.run(run_id).orchestrator)
+
+    def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
+        """Take a call up, as the one after turn ``after`` (0: the first); False if somebody else
+        has been faster. So of several that resume a call at once, one does."""
+        folder = self.layout.run(run_id).turns
+        with no_space_guard(self.root, "taking up the run"):
+            make_folder(folder)
+            return atomic.create_json(folder / f"{after + 1:04d}.json", dict(value))
+
+    def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
+        """Who has taken a call up last; ``(0, {})`` if nobody has."""
+        folder = self.layout.run(run_id).turns
+        found = [folder / n for n in names_in(folder) if n[0].isdigit() and n.endswith(".json")]
+        return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
+
+    def withdraw_cancel(self, run_id: str) -> bool:
+        """Forget what was asked to end, when a call is taken up again; False if nothing was."""
+        folder = self.layout.run(run_id).cancel
+        try:
+            with no_space_guard(self.root, "taking up the run"):
+                folder.rename(folder.with_name(f"cancelled-{secrets.token_hex(4)}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def ask_cancel(self, run_id: str, by: str, stages: Sequence[str] = ()) -> bool:
+        """Ask for the end of a call, or of some of its stages (by name; none: all of them).
+
+        Returns
+        -------
+        bool
+            False if all that was asked for before.
+        """
+        asked = self.cancel_asked(run_id)
+        if asked is not None and (
+            not asked["stages"] or (stages and {*stages} <= {*asked["stages"]})
+        ):
+            return False
+        folder = self.layout.run(run_id).cancel
+        with no_space_guard(self.root, "asking for the end of a run"):
+            make_folder(folder)
+            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+            value = {"by": by, "stages": list(stages), "at": now_text()}
+            atomic.write_json(folder / f"{stamp}-{secrets.token_hex(4)}.json", value)
+        return True
+
+    def cancel_asked(self, run_id: str) -> dict[str, Any] | None:
+        """What somebody wants to end; None if nobody wants anything.
+
+        Returns
+        -------
+        dict
+            ``by`` and ``at`` of the newest request; ``stages``: all names asked for, none if the
+            whole call is to end.
+        """
+        folder = self.layout.run(run_id).cancel
+        found = [folder / n for n in names_in(folder) if n[0] != "." and n.endswith(".json")]
+        requests = [r for r in map(self.read_control, found) if r is not None]
+        if not requests:
+            return None
+        named: list[list[str]] = [r["stages"] for r in requests]
+        stages = sorted({name for names in named for name in names}) if all(named) else []
+        return {**requests[-1], "stages": stages}

@@ -1,0 +1,429 @@
+"""W&B as a second place for metrics and tables; our own JSON lines are the truth.
+
+In: ``log(step, metrics)``. Out: an offline (or online) W&B run, whose id is the stage's, whose
+group is ``tracking.group`` (a sweep's name; else the recipe's) and whose job type is the stage's
+kind. It starts with the first metric (starting costs a second or two), and whatever goes wrong in
+it is one warning in the log, never an error. Tables are logged because somebody has asked for
+them: there, what goes wrong is said. Of an online run, ``tracking.json`` beside its files says
+where it can be looked at.
+
+Offline runs are sent later, from where there is a network (:func:`send`). A stage is one W&B run
+however many attempts it has: all were begun with the stage's id, and are sent in order. What was
+sent is noted beside the files, with their size, so that asking again sends only what is new. The
+key stays where wandb looks for it (``WANDB_API_KEY``, or what `wandb login` has left).
+"""
+
+from __future__ import annotations
+
+import configparser
+import logging
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from infra.host.processes import environment
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import TrackingConfig
+from refiner_core.contract.errors import RefinerError, UnsupportedError
+
+#: Where an online run can be looked at: `{"url": …}`.
+ADDRESS_FILE = "tracking.json"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a run is called. ``run_id`` is the same for every attempt at a stage."""
+
+    run_id: str
+    name: str
+    group: str
+    job_type: str
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's identity as others may see it: where something lies on this machine is masked."""
+    return {
+        name: "(a path)" if isinstance(value, str) and value.startswith(("/", "~")) else value
+        for name, value in values.items()
+    }
+
+
+class Tracker:
+    """A metrics sink that never raises."""
+
+    def __init__(self, config: TrackingConfig, run: TrackedRun) -> None:
+        self._config, self._run = config, run
+        self._wandb_run: Any = None
+        self._off = config.wandb == "disabled"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on one step's numbers; those that are not finite are left out."""
+        if self._off:
+            return
+        try:
+            if self._wandb_run is None:
+                self._wandb_run = start_run(self._config, self._run)
+                self._note_address()
+            finite = {k: float(v) for k, v in metrics.items() if math.isfinite(float(v))}
+            self._wandb_run.log(finite, step=step)
+        except Exception as error:  # a tracker must never stop a training, whatever it raises
+            self._give_up("logging to W&B", error)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """End the run, if it has begun."""
+        run, self._wandb_run = self._wandb_run, None
+        if run is None:
+            return
+        try:
+            run.finish(exit_code=exit_code)
+        except Exception as error:  # as above
+            self._give_up("finishing the W&B run", error)
+
+    def _note_address(self) -> None:
+        """Write down where an online run can be looked at; an offline one can be nowhere."""
+        address = getattr(self._wandb_run, "url", None)
+        if self._config.wandb != "online" or not address:
+            return
+        try:
+            atomic.write_json(self._run.folder / ADDRESS_FILE, {"url": str(address)})
+        except OSError as error:
+            log.warning("the address of the W&B run, %s, could not be noted: %s", address, error)
+
+    def _give_up(self, doing: str, error: Exception) -> None:
+        self._off = True
+        log.warning("%s failed; metrics go on in metrics.jsonl only: %s", doing, error)
+
+
+def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
+    """A W&B run that keeps nothing but what it is given; all its files lie in ``run.folder``."""
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "WANDB_CONFIG_DIR"):
+        os.environ[name] = str(folder)
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    settings = wandb.Settings(
+        console="off",
+        save_code=False,
+        disable_git=True,
+        disable_code=True,
+        x_disable_meta=True,  # it would record the command line and the environment's details
+        x_disable_stats=True,
+        silent=True,
+    )
+    online = config.wandb == "online"
+    return wandb.init(
+        project=config.project,
+        entity=config.entity,
+        mode=config.wandb,
+        id=run.run_id,
+        name=run.name,
+        group=run.group,
+        notes=config.notes or None,
+        job_type=run.job_type,
+        dir=str(folder),
+        config=dict(run.config),
+        resume="allow" if online else None,
+        settings=settings,
+    )
+
+
+def tracked_address(folder: Path) -> str | None:
+    """Where the online run can be looked at whose files lie in ``folder``; None for any other."""
+    try:
+        noted = atomic.read_json(folder / ADDRESS_FILE) or {}
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read: %s", folder / ADDRESS_FILE, error)
+        return None
+    address = noted.get("url")
+    return str(address) if address else None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns by name, rows of text, numbers, booleans and None. A column is of one kind."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+def log_tables(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
+    """Log the tables; returns the address of an online run, else the folder of an offline one.
+
+    Where a recipe has tracking disabled they are logged offline: they have been asked for.
+
+    Raises
+    ------
+    UnsupportedError
+        W&B cannot begin or take it; says why.
+    NoSpaceError
+        There is no room for its files.
+    """
+    if config.wandb == "disabled":
+        config = replace(config, wandb="offline")
+    with no_space_guard(run.folder, "logging tables to W&B"):
+        try:
+            return _log(config, run, tables)
+        except OSError:
+            raise
+        except Exception as error:  # whatever W&B raises; some of its classes are no one's public
+            raise UnsupportedError(
+                f"W&B did not take the tables: {error}",
+                expected=f"a run with tracking.wandb={config.wandb}",
+                fix="check WANDB_API_KEY and the network, or leave out --wandb: report.csv and "
+                "trials.csv hold the same",
+            ) from error
+
+
+def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
+    tracked = start_run(config, run)
+    import wandb
+
+    try:
+        tracked.log(
+            {
+                name: wandb.Table(
+                    columns=list(table.columns), data=[list(row) for row in table.rows]
+                )
+                for name, table in tables.items()
+            }
+        )
+        address = str(tracked.url) if config.wandb == "online" else str(tracked.dir)
+    except BaseException:
+        tracked.finish(exit_code=1)
+        raise
+    tracked.finish()
+    return address.removesuffix("/files")
+
+
+#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
+SENT_FILE = "sent.json"
+CLOUD = "https://api.wandb.ai"
+#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
+ANSWER_S, BATCH_S = 10.0, 900.0
+_BATCH = 50
+_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
+_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
+
+
+class TrackerOutage(RefinerError, RuntimeError):
+    """The W&B server cannot be reached, or did not take what it was sent."""
+
+    exit_code = 7
+    resumable = True
+
+
+@dataclass(frozen=True)
+class OfflineRun:
+    """One attempt's offline run.
+
+    Attributes
+    ----------
+    stage_id, attempt
+        Whose it is; a sweep's report has its name and 0.
+    folder
+        What ``wandb sync`` takes.
+    bytes
+        Size of its file now.
+    sent_bytes
+        Size when it was sent; 0: never.
+    """
+
+    stage_id: str
+    attempt: int
+    folder: Path
+    bytes: int
+    sent_bytes: int = 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has something that was not sent."""
+        return self.bytes != self.sent_bytes
+
+
+def offline_runs(workspace: Workspace, stage_ids: Iterable[str]) -> list[OfflineRun]:
+    """The offline runs of these stages, attempts in order."""
+    found = []
+    for stage_id in dict.fromkeys(stage_ids):
+        paths = workspace.layout.stage(stage_id)
+        for number in paths.attempt_numbers():
+            found += offline_runs_in(paths.attempt(number).tracker, stage_id, number)
+    return found
+
+
+def offline_runs_in(tracker: Path, stage_id: str, attempt: int = 0) -> list[OfflineRun]:
+    """The offline runs in one tracker's folder, oldest first."""
+    sent = atomic.read_json(tracker / SENT_FILE) or {}
+    found = []
+    for folder in sorted((tracker / "wandb").glob("offline-run-*")):
+        size = sum(p.stat().st_size for p in folder.glob("*.wandb"))
+        if size:
+            found.append(OfflineRun(stage_id, attempt, folder, size, int(sent.get(folder.name, 0))))
+    return found
+
+
+def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
+    """Send the runs that have something new; returns how many.
+
+    Parameters
+    ----------
+    tell
+        Told after each batch how many of how many are sent.
+
+    Raises
+    ------
+    TrackerOutage
+        The server cannot be reached, or refuses; what was sent is noted.
+    UnsupportedError
+        Nobody is logged in.
+    """
+    new = [run for run in runs if run.is_new]
+    if not new:
+        return 0
+    check_server(server_address())
+    done = 0
+    for batch in _batches(new):
+        said, code = _sync(batch)
+        finished = set(_FINISHED.findall(said))
+        sent = batch if code == 0 else [r for r in batch if _is_named(r.folder, finished)]
+        _note(sent, said)
+        done += len(sent)
+        tell(done, len(new))
+        if code != 0:
+            raise _refused(said, done, len(new))
+    return done
+
+
+def sync_command(runs: Sequence[OfflineRun]) -> list[str]:
+    """What is run: this environment's wandb, on folders whose state wandb has seen or not."""
+    words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
+    return [*words, *(str(run.folder) for run in runs)]
+
+
+def server_address() -> str:
+    """The server that wandb would use: its variable, its settings file, or the cloud."""
+    if given := os.environ.get("WANDB_BASE_URL"):
+        return given
+    home = os.environ.get("WANDB_CONFIG_DIR")
+    folder = Path(home) if home else Path("~/.config/wandb").expanduser()
+    settings = configparser.ConfigParser()
+    try:
+        settings.read(folder / "settings")
+        return settings.get("default", "base_url", fallback=CLOUD)
+    except configparser.Error:  # wandb will say so itself
+        return CLOUD
+
+
+def check_server(address: str) -> None:
+    """Find out in seconds whether the server answers: wandb itself would try for hours.
+
+    Raises
+    ------
+    TrackerOutage
+        It does not.
+    """
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/healthz", timeout=ANSWER_S):
+            return
+    except urllib.error.HTTPError:
+        return  # it has answered
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise TrackerOutage(
+            f"The W&B server {shown_address(address)} does not answer ({reason}).",
+            expected="a node from which it can be reached",
+            fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
+        ) from error
+
+
+def _batches(runs: Sequence[OfflineRun]) -> Iterable[list[OfflineRun]]:
+    """So many at a time, without parting the attempts at a stage: these must be sent in order."""
+    batch: list[OfflineRun] = []
+    for run in runs:
+        if len(batch) >= _BATCH and run.stage_id != batch[-1].stage_id:
+            yield batch
+            batch = []
+        batch.append(run)
+    if batch:
+        yield batch
+
+
+def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
+    """What wandb has said, and its exit code."""
+    with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
+        (Path(folder) / "wandb").mkdir()
+        variables = {**environment(), "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
+        variables.pop("WANDB_MODE", None)  # `offline` would keep it from sending
+        variables.pop("WANDB_SILENT", None)
+        try:
+            done = subprocess.run(
+                sync_command(batch),
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=BATCH_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            said = (error.stdout or b"").decode(errors="replace")
+            return f"{said}\nIt was not done after {BATCH_S:.0f} s.", 124
+    return done.stdout.decode(errors="replace"), done.returncode
+
+
+def _is_named(folder: Path, finished: set[str]) -> bool:
+    return any(Path(name).name == folder.name for name in finished)
+
+
+def _note(sent: Sequence[OfflineRun], said: str) -> None:
+    """What was sent, and where it can be looked at."""
+    addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
+    for run in sent:
+        tracker = run.folder.parent.parent
+        with no_space_guard(tracker, "noting what W&B has"):
+            noted = atomic.read_json(tracker / SENT_FILE) or {}
+            atomic.write_json(tracker / SENT_FILE, {**noted, run.folder.name: run.bytes})
+            if (address := addresses.get(_id_of(run))) is not None:
+                atomic.write_json(tracker / ADDRESS_FILE, {"url": address})
+
+
+def _id_of(run: OfflineRun) -> str:
+    """The W&B run's id, as its file is named after it."""
+    file = next(run.folder.glob("run-*.wandb"), None)
+    return "" if file is None else file.stem.removeprefix("run-")
+
+
+def _refused(said: str, done: int, total: int) -> RefinerError:
+    if "No API key" in said or "not logged in" in said.lower():
+        return UnsupportedError(
+            "Nobody is logged in to W&B here.",
+            expected="a key in WANDB_API_KEY, or one that `wandb login` has stored",
+            fix="set it, and run the same command again",
+        )
+    lines = [line.removeprefix("wandb: ").strip() for line in said.splitlines() if line.strip()]
+    return TrackerOutage(
+        f"W&B took {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
+        expected="all of them sent",
+        fix="run the same command again; what was sent is not sent twice",
+    )
+
+
+def shown_address(address: str) -> str:
+    """An address without a name or password that somebody has written into it."""
+    return re.sub(r"//[^/@]*@", "//", address)

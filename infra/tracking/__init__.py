@@ -1,1 +1,0 @@
-"""W&B as a second place for metrics and tables."""

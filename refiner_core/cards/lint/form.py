@@ -1,0 +1,455 @@
+"""Form of a card: front matter, links, paths of machines, secrets, NaN, open blocks, commands.
+
+In: a :class:`Document`. Out: findings. Code is not read for links and paths, except for what is
+cloned; secrets are looked for everywhere; nothing is executed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from refiner_core.cards.facts import CONTROLS
+from refiner_core.cards.lint.markdown import Document, Fence, Finding, Paragraph, Severity, Table
+from refiner_core.contract.checks.secrets import has_secret
+
+_HOSTS = {
+    "github.com": ("github",),
+    "gitlab.com": ("gitlab",),
+    "huggingface.co": ("hugging", "hf", "hub", "🤗"),
+    "hf.co": ("hugging", "hf", "hub", "🤗"),
+    "wandb.ai": ("wandb", "w&b", "weights"),
+}
+_BARE = re.compile(
+    r"https?://(?:www\.)?(?P<host>github\.com|gitlab\.com|huggingface\.co|hf\.co|wandb\.ai)/?"
+    r"(?![./:@-]*+[\w?#]|[./-]*+[<{$%\[])"
+)
+_EXAMPLE = re.compile(r"https?://(?:www\.)?example\.(?:com|org|net)\b[^\s)>\]]*")
+_LINK = re.compile(
+    r"(?<!\\)(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*+\])*+)\]\(\s*+(?P<to>[^()\s]*+)\s*+\)"
+)
+_NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
+_NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
+_IN_CELL = re.compile(
+    rf"(?:^(?P<what>{_NOT_A_NUMBER})(?=\s*(?:$|%|±|,\s*n\s*=|[\[(]\s*(?:[-\d]|{_NOT_A_NUMBER})))"
+    rf"|(?:[\d\])]|[\[(±,])\s*(?P<later>{_NOT_A_NUMBER})(?=\s*(?:$|[,\])%])))",
+    re.IGNORECASE,
+)
+_IN_PROSE = (
+    re.compile(rf"(?:[=≈±]|\+/-)[\s*_]*(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE),
+    re.compile(rf":[\s*_]*(?P<what>{_NOT_A_NUMBER})[\s*_.]*$", re.IGNORECASE | re.MULTILINE),
+    re.compile(rf"\[\s*(?P<what>{_NOT_A_NUMBER})\s*,", re.IGNORECASE),
+    re.compile(rf"\d\s*,\s*(?P<what>{_NOT_A_NUMBER})\s*\]", re.IGNORECASE),
+)
+#: Somebody's own; then what may be in a container, or what everybody has.
+_OWN_PATH = re.compile(
+    r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
+    r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
+)
+_FOLDER = re.compile(r"(?<![\w.:/-])(?:/(?:root|mnt|work|data)/[\w.~-]+|~/\w[\w.-]*|[A-Z]:\\\w+)")
+_COMMON = re.compile(r"(?<![\w.:/-])(?:/(?:tmp|opt|var|home|Users)/[\w.~-]+|~/\.[\w.-]+)")
+
+
+def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
+    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
+    a machine at all; elsewhere some are what everybody has."""
+    for paragraph in document.paragraphs:
+        yield from _links(paragraph)
+        yield from _paths(paragraph, is_ours)
+        for pattern in _IN_PROSE:
+            for found in pattern.finditer(paragraph.without_code):
+                yield _nan(paragraph.line_of(found.start("what")), found["what"])
+    for table in document.tables:
+        yield from _table(table, is_ours)
+    for fence in document.fences:
+        if not fence.closed:
+            yield Finding(fence.line, "fence-open", "this code block is never closed", "add ```")
+        for offset, line in enumerate(fence.lines, start=1):
+            for found in _BARE.finditer(line) if "git clone" in line else ():
+                yield _bare(fence.line + offset, found.group())
+    yield from _secrets(document)
+    yield from _controls(document)
+
+
+def bare_links(text: str) -> list[str]:
+    """Links to a host and nothing on it."""
+    return [m.group() for m in _BARE.finditer(text)]
+
+
+def _bare(line: int, link: str) -> Finding:
+    return Finding(
+        line,
+        "bare-link",
+        f"the link {link} leads nowhere in particular",
+        "name the page that is meant, or take the link out",
+    )
+
+
+def _links(paragraph: Paragraph) -> Iterator[Finding]:
+    text = paragraph.without_code
+    links = [m for m in _LINK.finditer(paragraph.text) if text[m.start()] == m.group()[0]]
+    named = {m.start("to"): m["text"] for m in links}
+    for found in links:
+        if not found["to"] or _NOWHERE.match(found["to"]):
+            yield Finding(
+                paragraph.line_of(found.start()),
+                "bare-link",
+                f"the link {found.group()} has no address",
+                "name the page that is meant, or take the link out",
+            )
+    for found in _BARE.finditer(text):
+        called = named.get(found.start(), "").lower()
+        unreadable = bool(called) and not re.search(r"[a-z0-9]", called)
+        if not unreadable and not any(word in called for word in _HOSTS[found["host"]]):
+            yield _bare(paragraph.line_of(found.start()), found.group())
+    for found in _EXAMPLE.finditer(text):
+        yield _bare(paragraph.line_of(found.start()), found.group())
+
+
+def _paths(paragraph: Paragraph, is_ours: bool) -> Iterator[Finding]:
+    for offset, path, severity in _found_paths(paragraph.text, is_ours):
+        yield _path(paragraph.line_of(offset), path, severity)
+
+
+def _found_paths(text: str, is_ours: bool) -> Iterator[tuple[int, str, Severity]]:
+    kinds: list[tuple[re.Pattern[str], Severity]] = [(_OWN_PATH, "error")]
+    kinds += [(_FOLDER, "error"), (_COMMON, "error")] if is_ours else [(_FOLDER, "warning")]
+    seen: set[int] = set()
+    for pattern, severity in kinds:
+        for found in pattern.finditer(text):
+            if found.start() not in seen:
+                seen.add(found.start())
+                yield found.start(), found.group(), severity
+
+
+def _path(line: int, path: str, severity: Severity) -> Finding:
+    message = f"{path} is a path of some machine"
+    return Finding(line, "machine-path", message, "name what others can get", severity)
+
+
+def _nan(line: int, what: str) -> Finding:
+    return Finding(
+        line,
+        "not-finite",
+        f"{what!r} stands where a number should",
+        "a number that was not computed is a dash",
+    )
+
+
+def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
+    for row in table.rows:
+        for position, cell in enumerate(row.cells):
+            found = _IN_CELL.search(cell.text) if position else None
+            if found:
+                yield _nan(row.line, found["what"] or found["later"])
+            for _, path, severity in _found_paths(cell.text, is_ours):
+                yield _path(row.line, path, severity)
+
+
+def _secrets(document: Document) -> Iterator[Finding]:
+    front = document.front.count("\n") + 3 if document.front is not None else 0
+    for number, line in enumerate(document.text.split("\n"), start=1):
+        if number > front and has_secret(line):
+            yield Finding(
+                number,
+                "secret",
+                "something looks like an access token or key",
+                "take it out, and revoke it",
+            )
+
+
+def _controls(document: Document) -> Iterator[Finding]:
+    for number, line in enumerate(document.text.split("\n"), start=1):
+        if found := CONTROLS.search(line):
+            yield Finding(
+                number,
+                "control-character",
+                f"the character U+{ord(found.group()):04X} is shown by nobody: what a reader sees "
+                "here is not what stands here",
+                "take it out",
+            )
+
+
+#: Characters of a front matter; YAML is slow to read.
+_LARGEST = 100_000
+_REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
+_PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
+_NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias where it stands."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "it has an alias, which cards need none of", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+@dataclass(frozen=True)
+class IndexValue:
+    """One number of ``model-index``, as it is written, with its line in the file."""
+
+    text: str
+    line: int
+    type: str = ""
+    name: str = ""
+    dataset: str = ""
+
+
+@dataclass
+class Front:
+    """What was read. ``matter`` is None where it is not a mapping."""
+
+    matter: dict[str, Any] | None = None
+    index: list[IndexValue] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read_front(block: str | None, first_line: int, *, unknown_base: bool = False) -> Front:
+    """Read the front matter.
+
+    Parameters
+    ----------
+    block
+        The text; None where there is none.
+    first_line
+        Line of the file that it begins in.
+    unknown_base
+        The card says that nobody has recorded the base model.
+    """
+    front = Front()
+    if block is None:
+        front.findings.append(
+            Finding(
+                1,
+                "front-matter",
+                "there is no front matter (a block between two lines of ---)",
+                "begin the file with one: license, base_model, …",
+            )
+        )
+        return front
+    if len(block) > _LARGEST:
+        what = f"the front matter has {len(block)} characters, at most {_LARGEST} are read"
+        front.findings.append(Finding(1, "front-matter", what))
+        return front
+    try:
+        loader = _Loader(block)
+        node = loader.get_single_node()
+        matter = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        line = first_line + (mark.line if mark else 0)
+        front.findings.append(
+            Finding(line, "front-matter", f"the front matter is not YAML: {reason}")
+        )
+        return front
+    if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
+        front.findings.append(
+            Finding(first_line, "front-matter", "the front matter is not a mapping")
+        )
+        return front
+    front.matter = matter
+    front.index = list(_index_values(node, first_line))
+    front.findings += _missing(matter, unknown_base)
+    front.findings += _twice(node, first_line)
+    front.findings += _leaf_findings(node, first_line)
+    return front
+
+
+def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
+    for key, rule in _REQUIRED.items():
+        if not matter.get(key):
+            open_about_it = key == "base_model" and unknown_base
+            yield Finding(
+                1,
+                rule,
+                f"the front matter has no {key}",
+                f"add `{key}:`",
+                "warning" if open_about_it else "error",
+            )
+
+
+def _twice(node: yaml.MappingNode, first_line: int) -> Iterator[Finding]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            line = first_line + key.start_mark.line
+            yield Finding(line, "key-twice", f"{key.value} stands twice in the front matter")
+        seen.add(key.value)
+
+
+def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
+    for path, node in _leaves(root, ""):
+        line, text, tag = first_line + node.start_mark.line, node.value, node.tag
+        where = f"{path} in the front matter"
+        is_value = path.startswith("model-index") and path.endswith(".value")
+        if tag.endswith(":float") and not math.isfinite(_float(text)):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif has_secret(text):
+            yield Finding(
+                line, "secret", f"{where} looks like a secret", "take it out, and revoke it"
+            )
+        elif is_value and tag.endswith(":str") and _NO_NUMBER.fullmatch(text.strip()):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
+            yield Finding(line, "not-a-number", f"{where} is not a number")
+        elif tag.endswith(":str"):
+            for link in bare_links(text):
+                yield Finding(line, "bare-link", f"the link {link} leads nowhere in particular")
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower())
+    except ValueError:
+        return math.nan if "nan" in text.lower() else math.inf if "inf" in text.lower() else 0.0
+
+
+def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _leaves(value, f"{path}.{key.value}" if path else str(key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            yield from _leaves(value, f"{path}[{position}]")
+    elif isinstance(node, yaml.ScalarNode):
+        yield path, node
+
+
+def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
+    for model in _items(_get(root, "model-index")):
+        for result in _items(_get(model, "results")):
+            dataset = _text(_get(_get(result, "dataset"), "name"))
+            for metric in _items(_get(result, "metrics")):
+                value = _get(metric, "value")
+                if isinstance(value, yaml.ScalarNode):
+                    yield IndexValue(
+                        value.value,
+                        first_line + value.start_mark.line,
+                        _text(_get(metric, "type")),
+                        _text(_get(metric, "name")),
+                        dataset,
+                    )
+
+
+def _get(node: yaml.Node | None, key: str) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            if name.value == key:
+                found: yaml.Node = value
+                return found
+    return None
+
+
+def _items(node: yaml.Node | None) -> list[yaml.Node]:
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+def _text(node: yaml.Node | None) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+
+
+#: Says what is wrong with the words of a command after ``refiner``; None where nothing is.
+CommandCheck = Callable[[Sequence[str]], str | None]
+
+_SHELLS = ("bash", "sh", "shell", "zsh")
+_PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
+#: What shlex does not know: text up to a mark of its own, and what is expanded.
+_BEYOND = re.compile(r"<<-?\s*['\"]?\w|\$\(|`|\$'|\$\{[^}]{0,200}['\"#]")
+_MORE = "\\"
+#: Lines of a block, and commands of a card, that are looked at.
+_MOST_LINES, _MOST_COMMANDS = 300, 100
+_FIX = "correct the command, and run it once as it stands there"
+
+
+def command_findings(document: Document, check: CommandCheck | None) -> Iterator[Finding]:
+    """All findings of all shell blocks; a block without a language counts where each line of it is
+    a command of refiner."""
+    left = _MOST_COMMANDS
+    for fence in document.fences:
+        lines = _commands(fence)
+        if (
+            fence.language in _SHELLS
+            and fence.closed
+            and not _BEYOND.search("\n".join(fence.lines))
+        ):
+            yield from _quotes(fence, lines)
+        for number, line in lines:
+            words = _words(line)
+            if words[:1] == ["refiner"] and check is not None and left:
+                left -= 1
+                problem = check(words[1:])
+                if problem:
+                    yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
+
+
+def _commands(fence: Fence) -> list[tuple[int, str]]:
+    """Command lines with their numbers, those that go on joined."""
+    shell, prompted = fence.language in _SHELLS, fence.language in _PROMPTED
+    bare = not fence.language and any(line.startswith("refiner ") for line in fence.lines)
+    if not (shell or prompted or bare):
+        return []
+    found: list[tuple[int, str]] = []
+    going_on = False
+    for number, raw in enumerate(fence.lines[:_MOST_LINES], start=fence.line + 1):
+        line = raw.strip()
+        if going_on:
+            first, text = found[-1]
+            found[-1] = (first, f"{text} {line.removesuffix(_MORE)}")
+        elif prompted and not line.startswith("$ "):
+            continue
+        elif line and not line.startswith("#") and (not bare or line.startswith("refiner ")):
+            found.append((number, line.removeprefix("$ ").removesuffix(_MORE)))
+        else:
+            continue
+        going_on = line.endswith(_MORE)
+    return found
+
+
+def _quotes(fence: Fence, lines: Sequence[tuple[int, str]]) -> Iterator[Finding]:
+    """A quote that is never closed; one that is closed some lines later is."""
+    problem = _problem("\n".join(line for _, line in lines))
+    if problem is None:
+        return
+    for position, (number, _) in enumerate(lines):
+        rest = "\n".join(text for _, text in lines[position + 1 :])
+        if _problem(rest) is None:
+            yield Finding(number, "command", f"`{_short(lines[position][1])}`: {problem}", _FIX)
+            return
+
+
+def _problem(text: str) -> str | None:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError as error:
+        return f"a shell cannot read it ({str(error).lower()})"
+    return None
+
+
+def _words(line: str) -> list[str]:
+    """The words of a command, without variables that are set in front of it; empty where it does
+    not parse."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:
+        return []
+    while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
+        words = words[1:]
+    return words
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 60 else line[:57] + "…"

@@ -1,0 +1,375 @@
+"""Files of recipes and protocols: found by name or path, read with what they include, and settled.
+
+In: a shipped name or the path of a YAML file. Out: OmegaConf nodes in the order in which they are
+merged. Files that they name stand there by whole paths, wherever a job works that reads them; what
+is JSON is text, though it was written as YAML; and protocols are what their files say
+(:mod:`refiner_core.contract.protocols`), so that what was meant stays known whatever becomes of
+the files.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import hints, suggest
+from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.marks import is_section
+from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
+
+#: Fields that name a file or folder, or something shipped. A relative path is taken from the
+#: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
+#: whole path.
+FILE_FIELDS = (
+    "data.sft_path",
+    "data.rl_path",
+    "reward.static_rubrics",
+    "judge.prompt",
+    "publish.card_template",
+    "environment.name",
+    "environment.tasks",
+    "dispatch.profile",
+)
+#: Of these, rows: nothing that is shipped goes by a bare word, so a folder may.
+ROWS_FIELDS = ("data.sft_path", "data.rl_path")
+#: Fields of JSON text, which may be written as a mapping.
+JSON_FIELDS = ("judge.extra_body",)
+
+
+def settled_files(node: Any, folder: Path) -> Any:
+    """``node`` with the files that it names as whole paths, and with JSON as text."""
+    from omegaconf import OmegaConf
+
+    for field in (*FILE_FIELDS, *JSON_FIELDS):
+        section, _, key = field.rpartition(".")
+        values = node.get(section)
+        if not OmegaConf.is_dict(values) or key not in values:
+            continue
+        if OmegaConf.is_interpolation(values, key):
+            continue
+        value = values[key]
+        if field in FILE_FIELDS:
+            values[key] = settled_value(field, value, folder)
+        elif OmegaConf.is_dict(value):
+            values[key] = json.dumps(OmegaConf.to_container(value, resolve=False))
+    return node
+
+
+def settled_value(field: str, value: Any, folder: Path) -> Any:
+    """The value of a field, with the whole path where it names a file or folder that is there: in
+    ``folder``, else in the current one."""
+    if field not in FILE_FIELDS or not isinstance(value, str):
+        return value
+    return _where_it_lies(value, folder) if field in ROWS_FIELDS else whole_path(value, folder)
+
+
+def whole_path(value: str, folder: Path) -> str:
+    """Where a file lies (and ``:NAME`` behind it, of a Python file); the name of something shipped,
+    or of nothing, stays as it is."""
+    if ".py:" in value:
+        file, _, name = value.rpartition(":")
+        return f"{whole_path(file, folder)}:{name}"
+    named = Path(value).expanduser()
+    if "/" not in value and not named.suffix:
+        return value
+    return _where_it_lies(value, folder)
+
+
+def _where_it_lies(value: str, folder: Path) -> str:
+    named = Path(value).expanduser()
+    found = (p for p in (folder / named, Path.cwd() / named) if p.exists())
+    return str(next((p.resolve() for p in found), value))
+
+
+#: Package folder that holds shipped protocols.
+PROTOCOL_PACKAGE = "flows.protocols"
+
+
+def shipped_protocols() -> dict[str, Path]:
+    """Names and files of the protocols that come with refiner."""
+    folder = Path(str(resources.files(PROTOCOL_PACKAGE)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+
+
+def load_protocol(name: str, folder: Path | None = None) -> ProtocolFile:
+    """A shipped protocol, or a YAML file (relative to ``folder``, else to the current one).
+
+    Raises
+    ------
+    ConfigurationError
+        There is none, it cannot be read, or it says what no protocol can.
+    """
+    return _read_protocol(find_protocol(name, folder))
+
+
+def find_protocol(name: str, folder: Path | None = None) -> Path:
+    """The file of a protocol given by shipped name or path; errors as of :func:`load_protocol`."""
+    shipped = shipped_protocols()
+    if name in shipped:
+        return shipped[name]
+    given = Path(name).expanduser()
+    for path in ((folder or Path.cwd()) / given, Path.cwd() / given):
+        if path.is_file():
+            return path.resolve()
+    if "/" in name or given.suffix:
+        raise ConfigurationError(
+            f"There is no protocol file {name}.",
+            expected="the path of a YAML file, relative to the file that names it, or a shipped "
+            f"name: {', '.join(shipped)}",
+            fix="check the path",
+        )
+    raise ConfigurationError(
+        f"There is no protocol {name!r}.{suggest(name, shipped)}",
+        expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
+        fix="name one of these; `refiner protocols list` says what they are",
+    )
+
+
+def description_of(path: Path) -> str:
+    """What a protocol file says of itself."""
+    return " ".join(str(_mapping(path).get("description") or "").split())
+
+
+def embedded(value: Any, folder: Path) -> str:
+    """One element of ``evaluate.protocols`` as JSON text: a name, a path, or what such a file
+    says, as a mapping or as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return parse_protocol(value).text
+    if isinstance(value, str):
+        return load_protocol(value, folder).text
+    if isinstance(value, dict):
+        return _settled_protocol(value, folder, "").text
+    raise ConfigurationError(
+        f"`evaluate.protocols` has {value!r}.",
+        expected="names of shipped protocols, or YAML files",
+        fix="write e.g. evaluate.protocols='[held-out-greedy-v1]'",
+    )
+
+
+def _read_protocol(path: Path) -> ProtocolFile:
+    protocol, shipped = (
+        _settled_protocol(_mapping(path), path.parent, path.name),
+        shipped_protocols(),
+    )
+    known = shipped.get(protocol.name)
+    if known is not None and known != path and _read_protocol(known).text != protocol.text:
+        raise ConfigurationError(
+            f"Protocol {path} is called {protocol.name}, as a shipped one that measures otherwise.",
+            expected="a name of its own: tables and cards show it",
+            fix=f"change `name:`, e.g. to {protocol.name}-mine",
+        )
+    return protocol
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # yaml raises its own family; OSError for unreadable files
+        raise ConfigurationError(
+            f"Protocol {path} cannot be read: {yaml_reason(error, path)}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
+    if not isinstance(values, dict) or not values:
+        raise ConfigurationError(
+            f"Protocol {path} holds no fields.",
+            expected="`name:` and sections such as `judge:` with fields",
+            fix="see `refiner protocols show held-out-greedy-v1` for the form",
+        )
+    return {str(key): value for key, value in values.items()}
+
+
+def _settled_protocol(values: dict[str, Any], folder: Path, origin: str) -> ProtocolFile:
+    """With whole paths of what lies beside the file."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.create(values, flags={"allow_objects": True})
+    plain = OmegaConf.to_container(settled_files(node, folder), resolve=False)
+    assert isinstance(plain, dict)
+    return protocol_of({str(k): v for k, v in plain.items()}, origin)
+
+
+#: Package folders that hold shipped recipes.
+RECIPE_PACKAGE = "flows.recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Names and files of the recipes that come with refiner."""
+    folder = Path(str(resources.files(RECIPE_PACKAGE)))
+    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe given by shipped name or path."""
+    shipped = shipped_recipes()
+    if recipe in shipped:
+        return shipped[recipe]
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir() and recipe:
+        there = ", ".join(sorted(p.name for p in path.glob("*.y*ml"))[:8])
+        raise ConfigurationError(
+            f"{recipe} is a folder, not a recipe." + (f" It holds {there}." if there else ""),
+            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="name a file in it, or a shipped recipe",
+        )
+    if "=" in recipe and "/" not in recipe.partition("=")[0]:
+        raise ConfigurationError(
+            f"{recipe!r} stands where the recipe should.",
+            expected="the recipe first, then key=value overrides",
+            fix=f"write e.g. `refiner plan tiny {recipe}`",
+        )
+    looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if looks_like_path:
+        raise ConfigurationError(
+            f"There is no recipe file {recipe}.",
+            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
+            fix="check the path (it is taken from the current folder)",
+        )
+    raise ConfigurationError(
+        f"There is no recipe {recipe!r}.{suggest(recipe, shipped)}",
+        expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
+        fix="name one of these",
+    )
+
+
+# ---------------------------------------------------------------- reading
+
+
+class RecipeFile(NamedTuple):
+    """One of the files that a recipe is merged from; ``chain`` are those that lead to it by their
+    `include`, the named one first."""
+
+    path: Path
+    chain: tuple[Path, ...]
+    node: Any
+
+
+def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
+    """The files to merge for a recipe's file, what it includes first.
+
+    Raises
+    ------
+    ConfigurationError
+        One cannot be read, is no mapping, or includes itself.
+    """
+    path = path.resolve()
+    if path in chain:
+        raise ConfigurationError(
+            f"Recipe {path.name} includes itself by way of {chain[-1].name}.",
+            expected="includes without a circle",
+            fix="remove one of the `include:` entries",
+        )
+    node = _read(path)
+    files: list[RecipeFile] = []
+    for name in _includes(node.pop("include", None), path):
+        nested = path.parent / name
+        found = nested if nested.is_file() else _included(name, path)
+        files += recipe_files(found, (*chain, path))
+    settled(without_empty_sections(node), path.parent)
+    return [*files, RecipeFile(path, chain, node)]
+
+
+def _includes(value: Any, path: Path) -> list[str]:
+    named = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(named, typing.Iterable) or not all(isinstance(n, str) for n in named):
+        raise ConfigurationError(
+            f"`include` of {path} is {value!r}.",
+            expected="a recipe's name or file, or a list of such",
+            fix="write e.g. `include: tiny`",
+        )
+    return list(named)
+
+
+def _included(name: str, path: Path) -> Path:
+    try:
+        return find_recipe(name)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{error.what} `include` of {path} names it.",
+            expected=f"a file beside {path.name}, or a shipped recipe: "
+            + ", ".join(shipped_recipes()),
+            fix=f"correct `include` in {path}",
+        ) from error
+
+
+def _read(path: Path) -> Any:
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        node = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {error.strerror or error}.",
+            expected="a file that you may read, with a mapping of fields in YAML",
+            fix="correct its permissions, or write `key: value` lines into it",
+        ) from error
+    except Exception as error:  # yaml raises its own family, omegaconf another
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {yaml_reason(error, path)}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
+    if not isinstance(node, DictConfig):
+        raise ConfigurationError(
+            f"Recipe {path} holds a list, not a mapping of fields.",
+            expected="`key: value` lines such as `seed: 42`",
+            fix="see a shipped recipe for the form",
+        )
+    if not node:
+        raise ConfigurationError(
+            f"Recipe {path} is empty.",
+            expected="`key: value` lines such as `include: tiny`",
+            fix="see a shipped recipe for the form",
+        )
+    return node
+
+
+# ---------------------------------------------------------------- settling
+
+
+def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
+    """``node`` without sections that say nothing, so that they do not wipe what is included.
+
+    ``grpo:`` with all its fields commented out is null to YAML, and null would replace.
+    """
+    from omegaconf import OmegaConf
+
+    for name, kind in hints(section).items():
+        if not is_section(kind) or name not in node:
+            continue
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            continue
+        if node[name] is None:
+            del node[name]
+        elif OmegaConf.is_dict(node[name]):
+            without_empty_sections(node[name], kind)
+    return node
+
+
+def settled(node: Any, folder: Path) -> Any:
+    """``node`` with the files that it names as whole paths (a job works in another folder), with
+    what is JSON as text, though it was written as YAML, and with what protocol files say."""
+    settled_files(node, folder)
+    _embed_protocols(node.get("evaluate"), folder)
+    return node
+
+
+def _embed_protocols(evaluate: Any, folder: Path) -> None:
+    """What protocol files say, in the place of their names."""
+    from omegaconf import OmegaConf
+
+    if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):
+        return
+    named = evaluate.get("protocols")
+    if OmegaConf.is_list(named):
+        values: Any = OmegaConf.to_container(named, resolve=False)
+        evaluate["protocols"] = [embedded(value, folder) for value in values]

@@ -1,1 +1,0 @@
-"""Recipes and protocols as files: found by name or path, read, with whole paths in them."""

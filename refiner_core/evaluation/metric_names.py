@@ -1,0 +1,103 @@
+"""How the name of a metric is put together: ``METRIC``, ``METRIC/DOMAIN``, ``failure/CLASS``.
+
+In: names of metrics. Out: their parts. Imports nothing; :mod:`.metrics` says what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+from refiner_core.contract.errors import ConfigurationError
+
+FAILURE = "failure/"
+#: Why an agent's attempt failed, by class, as tables and pages say it.
+FAILURE_WORDS = {
+    "no_call": "a turn that is no tool call, or none that can be read",
+    "limit": "turns or context ran out",
+    "rule_broken": "broke a rule",
+    "wrong_tool": "called a tool that does not exist",
+    "wrong_argument": "called a tool with arguments that it does not take",
+    "gave_up": "gave up before the task was done",
+    "incomplete": "ended with something missing or wrong",
+}
+
+
+def base_of(metric: str) -> str:
+    """The metric without its domain: ``pass@4`` of ``pass@4/retail``."""
+    return metric if metric.startswith(FAILURE) else metric.partition("/")[0]
+
+
+def domain_of(metric: str) -> str:
+    """The domain that a metric is told of; empty where it is told of all."""
+    return "" if metric.startswith(FAILURE) else metric.partition("/")[2]
+
+
+def of_domain(metric: str, sample_ids: Sequence[str]) -> list[bool]:
+    """Which prompts a metric is about: of one that is told by domain, those of that domain."""
+    domain = domain_of(metric)
+    return [not domain or one.startswith(f"{domain}/") for one in sample_ids]
+
+
+FIRST = "pass@1_first"
+
+
+def pass_at_k(n: int, c: int, k: int) -> float | None:
+    """The chance that at least one of ``k`` of ``n`` attempts, ``c`` of them successes, succeeds.
+
+    Returns
+    -------
+    float or None
+        Correctly rounded however large ``n`` is (binomials are exact); None with ``n`` below ``k``.
+
+    Raises
+    ------
+    ConfigurationError
+        ``k`` is below 1, or ``c`` no number of successes of ``n``.
+    """
+    _check(n, c, k)
+    if n < k:
+        return None
+    ways = comb(n, k)
+    return (ways - comb(n - c, k)) / ways
+
+
+def pass_hat_k(n: int, c: int, k: int) -> float | None:
+    """The chance that all of ``k`` of ``n`` attempts succeed; as :func:`pass_at_k`."""
+    _check(n, c, k)
+    return None if n < k else comb(c, k) / comb(n, k)
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if k < 1 or not 0 <= c <= n:
+        raise ConfigurationError(
+            f"There is no pass@{k} of {c} successes in {n} attempts",
+            expected="k of at least 1, and between 0 and n successes",
+            fix="give k, n and c as counts of one task's attempts",
+        )
+
+
+def pass_names(attempts: int) -> tuple[str, ...]:
+    """What is told of tasks with so many attempts each, in order."""
+    ks = range(1, attempts + 1)
+    return (FIRST, *(f"pass@{k}" for k in ks), *(f"pass^{k}" for k in ks))
+
+
+def task_passes(succeeded: Sequence[bool | None], attempts: int) -> dict[str, float | None]:
+    """One task's part of every number that :func:`pass_names` gives.
+
+    Parameters
+    ----------
+    succeeded
+        Per attempt, in the order in which they were numbered; None for one that the infrastructure
+        ended, or that is missing.
+    attempts
+        How many there were to be.
+    """
+    valid = [one for one in succeeded if one is not None]
+    n, c = len(valid), sum(valid)
+    first = succeeded[0] if succeeded else None
+    found: dict[str, float | None] = {FIRST: None if first is None else float(first)}
+    ks = range(1, attempts + 1)
+    found |= {f"pass@{k}": pass_at_k(n, c, k) for k in ks}
+    return found | {f"pass^{k}": pass_hat_k(n, c, k) for k in ks}

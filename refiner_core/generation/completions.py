@@ -1,0 +1,249 @@
+"""What every sampler refuses, and where every sampler stops. Torch-free.
+
+In: sampling parameters, a model and its tokenizer. Out: an error of three parts, or the tokens that
+end a text. Backends share it, so that changing one for another changes no sample's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    SamplingParams,
+    TurnDesk,
+    TurnGenerator,
+    TurnRequest,
+    Turns,
+)
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse parameters that no distribution fits.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the parameter.
+    """
+    checks = (
+        (params.temperature >= 0, "temperature", params.temperature, "0 (greedy) or more"),
+        (0 < params.top_p <= 1, "top_p", params.top_p, "more than 0 and at most 1"),
+        (params.top_k >= 0, "top_k", params.top_k, "0 (off) or more"),
+        (params.max_new_tokens >= 1, "max_new_tokens", params.max_new_tokens, "1 or more"),
+        ("" not in params.stop_strings, "stop_strings", params.stop_strings, "no empty string"),
+    )
+    for holds, name, value, expected in checks:
+        if not holds:
+            raise ConfigurationError(
+                f"Sampling with {name} = {value!r} is not possible",
+                expected=expected,
+                fix=f"change {name}",
+            )
+
+
+def check_window(
+    requests: Sequence[GenerationRequest], params: SamplingParams, window: int | None
+) -> int:
+    """Refuse empty prompts and samples that may not fit; returns the longest that may come.
+
+    Raises
+    ------
+    ConfigurationError
+        With the numbers and the fields.
+    """
+    lengths = [len(request.prompt_ids) for request in requests]
+    if min(lengths) == 0:
+        raise ConfigurationError(
+            f"Request {lengths.index(0)} has an empty prompt",
+            expected="at least one token",
+            fix="leave it out, or give it the template's generation prompt",
+        )
+    longest = max(lengths) + params.max_new_tokens
+    if window is not None and longest > window:
+        raise ConfigurationError(
+            f"A prompt of {max(lengths)} tokens and up to {params.max_new_tokens} new ones "
+            f"make {longest}, and the model's window has {window}",
+            expected=f"at most {window} tokens together",
+            fix="lower data.max_prompt_token_length or grpo.response_length",
+        )
+    return longest
+
+
+def check_layers(config: Any, longest: int) -> None:
+    """Refuse layers whose cache is not simply all earlier keys and values, and positions that
+    depend on the batch (:func:`check_positions`).
+
+    Raises
+    ------
+    UnsupportedError
+        Names the kinds of layers, or of positions.
+    """
+    check_positions(config, longest)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding = getattr(config, "sliding_window", None)
+    # A window that nothing outgrows is full attention.
+    if sliding is None or longest <= sliding:
+        kinds -= {"sliding_attention"}
+        sliding = None
+    others = sorted(kinds - {"full_attention"}) or (["sliding_attention"] if sliding else [])
+    if others:
+        raise UnsupportedError(
+            f"The transformers backend cannot decode layers of kind {', '.join(others)} at "
+            f"{longest} tokens",
+            expected="layers that attend to all earlier tokens",
+            fix="use grpo.generation_backend=vllm for this model",
+        )
+
+
+def check_positions(config: Any, longest: int) -> None:
+    """Refuse rotary positions that would depend on what else stands in the batch.
+
+    Beyond the window that a model was first made for, these kinds choose the frequencies of all
+    sequences by the longest one, so that a short one is read otherwise beside a long one.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the kind and both lengths.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # or one by kind of layer
+        kind = (rope or {}).get("rope_type") or "default"
+        first = getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            first = rope.get("original_max_position_embeddings") or first
+        elif "dynamic" not in kind:
+            continue
+        if first is not None and longest > first:
+            raise UnsupportedError(
+                f"The model's rotary positions are of the kind {kind!r}: in a batch with more than "
+                f"{first} tokens in a row they depend on its longest sequence, and there may be "
+                f"{longest}",
+                expected="positions of a sequence that depend on it alone",
+                fix=f"keep sequences within {first} tokens (data.max_prompt_token_length, "
+                "grpo.response_length, sft.pack_length), or use another model",
+            )
+
+
+def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a text, by the generation configuration or by the tokenizer."""
+    declared = (
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    found: set[int] = set()
+    for value in declared:
+        found.update(
+            value if isinstance(value, list | tuple) else () if value is None else (value,)
+        )
+    return frozenset(found)
+
+
+def stop_string_window(strings: Sequence[str]) -> int:
+    """How many last tokens to look at for a stop string: a token adds a byte at least, so as many
+    as the longest has bytes hold it, and a few more absorb what decoding does at the edge."""
+    return max(len(text.encode()) for text in strings) + 8
+
+
+def with_stop_string(tokenizer: Any, tails: list[list[int]], strings: Sequence[str]) -> list[bool]:
+    """Which texts, given by their last tokens, contain one of the stop strings."""
+    texts = tokenizer.batch_decode(
+        tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+    return [any(string in text for string in strings) for text in texts]
+
+
+def completion_text(tokenizer: Any, completion: Completion) -> str:
+    """The text of a completion.
+
+    Only the final stop token is dropped. Other special tokens stay visible: a policy that opens a
+    new turn inside its answer has not kept the format, and a decoder that skips them would hide it.
+    """
+    ids = list(completion.token_ids)
+    if _ended_by_token(tokenizer, completion):
+        ids.pop()
+    text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
+
+
+def closing_ids(tokenizer: Any, completion: Completion) -> tuple[int, ...]:
+    """The end-of-text token where a completion stopped without one, at a stop string; else nothing.
+
+    Training appends it, as the reference trainer does: a model that has only ever been cut off at a
+    stop string never learns to end.
+    """
+    stopped = completion.finish_reason == "stop"
+    if not stopped or _ended_by_token(tokenizer, completion) or tokenizer.eos_token_id is None:
+        return ()
+    return (int(tokenizer.eos_token_id),)
+
+
+def _ended_by_token(tokenizer: Any, completion: Completion) -> bool:
+    ids = completion.token_ids
+    stopped = completion.finish_reason == "stop"
+    return stopped and bool(ids) and ids[-1] in tokenizer.all_special_ids
+
+
+#: Conversations under way at a time, where the generator does not say how many it decodes together.
+ROOM = 256
+
+
+class LockstepTurns:
+    """A :class:`~refiner_core.contract.types.TurnGenerator` over any generator.
+
+    Parameters
+    ----------
+    generator
+        Samples the rounds.
+    room
+        Most conversations under way; None: as many as the generator decodes together
+        (``batch_size``), else :data:`ROOM`.
+    """
+
+    def __init__(self, generator: Generator, *, room: int | None = None) -> None:
+        self._generator = generator
+        self._room = room or int(getattr(generator, "batch_size", ROOM))
+
+    def turns(self, desk: TurnDesk) -> None:
+        """Sample rounds until the desk has no more. Errors as of ``generate`` and of the desk."""
+        known: set[int] = set()
+
+        def ask(*, wait: bool) -> Turns:
+            turns = desk.take(max(0, self._room - len(known)), wait=wait)
+            known.difference_update(turns.ended)
+            known.update(request.conversation for request in turns.begin)
+            return turns
+
+        while True:
+            turns = ask(wait=True)
+            begin = turns.begin
+            if turns.ended and turns.more:  # there is more room than the desk knew
+                begin += ask(wait=False).begin
+            if not begin and not turns.more:
+                return
+            by_params: dict[SamplingParams, list[TurnRequest]] = {}
+            for request in begin:
+                by_params.setdefault(request.params, []).append(request)
+            for params, requests in by_params.items():
+                self._sample(desk, params, requests)
+
+    def _sample(self, desk: TurnDesk, params: SamplingParams, requests: list[TurnRequest]) -> None:
+        def finished(index: int, completion: Completion) -> None:
+            desk.finished(requests[index], completion)
+
+        self._generator.generate(
+            [GenerationRequest(request.context_ids, request.seed) for request in requests],
+            params,
+            finished,
+        )
+
+
+def turn_generator(generator: Generator | TurnGenerator) -> TurnGenerator:
+    """The generator itself where it samples turns, else lockstep over it."""
+    return generator if isinstance(generator, TurnGenerator) else LockstepTurns(generator)

@@ -1,0 +1,371 @@
+"""Tables and sentences of a run's report, and the report as short Markdown.
+
+In: a :class:`~refiner_core.report.run.document.RunReport`. Out: cells and sentences that terminal,
+page and Markdown share; numbers with their drawings for the page; GitHub's Markdown, in which texts
+of people and of policies are escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from refiner_core.evaluation.metrics import main_metrics
+from refiner_core.report import drawing, printing
+from refiner_core.report.drawing import Strip, scale_for, strip
+from refiner_core.report.printing import (
+    MISSING,
+    counted,
+    decimals_for,
+    duration,
+    hours,
+    moment,
+    with_interval,
+)
+from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
+from refiner_core.report.sweep.exports import escaped
+
+#: States of a stage that say that its last attempt came to no good end.
+_ENDED_BADLY = ("killed", "hung", "failed")
+STAGE_HEADER = ("stage", "state", "time", "attempts", "note")
+
+
+class NumberTable(NamedTuple):
+    """Main numbers that were measured alike."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def stage_cells(row: StageRow) -> tuple[str, ...]:
+    """One row of a table of stages."""
+    state = f"{row.state} before" if row.skipped else row.state
+    attempts = str(len(row.attempts)) if row.attempts else ""
+    return row.name, state, duration(row.seconds), attempts, _note(row)
+
+
+def _note(row: StageRow) -> str:
+    if row.skipped:
+        return f"made by {row.made_by}" if row.made_by else "there before this run began"
+    parts = []
+    if row.state not in ("done", "waiting") and row.total and row.step is not None:
+        parts.append(f"{row.step} of {row.total}")
+    if row.reason:
+        parts.append(row.reason)
+    if row.made_by:
+        parts.append(f"made by {row.made_by}")
+    if row.queue_seconds:
+        parts.append(f"queued {duration(row.queue_seconds)}")
+    if row.lost_seconds >= 1:
+        parts.append(f"{duration(row.lost_seconds)} lost")
+    return ", ".join(parts)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def number_tables(report: RunReport) -> Iterator[NumberTable]:
+    """Per protocol and decoding: the main numbers of all models, and what training changed."""
+    for under, decoding in dict.fromkeys((n.under, n.decoding) for n in report.numbers):
+        here = [n for n in report.numbers if (n.under, n.decoding) == (under, decoding)]
+        changes = [c for c in report.changes if (c.under, c.decoding) == (under, decoding)]
+        yield _wide(way_text(report, under, decoding), here, changes)
+
+
+def way_text(report: RunReport, under: str, decoding: str) -> str:
+    """``sampled decoding, held-out prompts``; ``greedy decoding, protocol strict``."""
+    asked = "held-out tasks" if report.agent else "held-out prompts"
+    return f"{decoding} decoding, {f'protocol {under}' if under else asked}"
+
+
+def _wide(title: str, numbers: Sequence[NumberRow], changes: Sequence[ChangeRow]) -> NumberTable:
+    models = list(dict.fromkeys(n.model for n in numbers))
+    values = {(n.model, n.metric): n for n in numbers}
+    pair = next(((c.before, c.after) for c in changes), None)
+    changed = {c.metric: c for c in changes if (c.before, c.after) == pair}
+    header = ("", *models, *([f"{pair[1]} minus {pair[0]}"] if pair else []))
+    rows = []
+    for metric in main_metrics(n.metric for n in numbers if not n.reference):
+        cells = [_number(values.get((model, metric))) for model in models]
+        rows.append((metric, *cells, *([_change(changed.get(metric))] if pair else [])))
+    return NumberTable(f"{title} (95 % interval)", header, rows)
+
+
+def change_tables(report: RunReport) -> list[NumberTable]:
+    """The same, narrow: before, after and what that changed; where nothing is paired, the models
+    as they are. Sampled decoding first, for there a policy shows what training did to it."""
+    found = []
+    for table in number_tables(report):
+        if " minus " in table.header[-1]:
+            after, _, before = table.header[-1].partition(" minus ")
+            places = [0, table.header.index(before), table.header.index(after), -1]
+            header = tuple(table.header[i] for i in places)
+            table = NumberTable(
+                table.title, header, [tuple(row[i] for i in places) for row in table.rows]
+            )
+        found.append(table)
+    return sorted(found, key=lambda t: not t.title.startswith("sampled"))
+
+
+def _number(row: NumberRow | None) -> str:
+    if row is None:
+        return MISSING
+    width = None if row.low is None or row.high is None else row.high - row.low
+    return with_interval(row.value, row.low, row.high, decimals_for(width, row.value))
+
+
+def _change(row: ChangeRow | None) -> str:
+    if row is None:
+        return MISSING
+    width = None if row.low is None or row.high is None else row.high - row.low
+    decimals = decimals_for(width, row.difference)
+    return with_interval(row.difference, row.low, row.high, decimals, signed=True)
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def cost_text(report: RunReport) -> str:
+    """``5 min 24 s of work, 0.09 core-hours; 3 steps (12 s) done twice.``"""
+    cost = report.cost
+    if cost.seconds is None:
+        return "Nothing has been worked on."
+    parts = [f"{duration(cost.seconds)} of work"]
+    if cost.gpu_hours:
+        parts.append(f"{hours(cost.gpu_hours)} GPU-hours")
+    elif cost.cpu_hours is not None:
+        parts.append(f"{hours(cost.cpu_hours)} core-hours")
+    if cost.money is not None:
+        parts.append(f"about {cost.money:,.2f} {cost.currency}")
+    if asked := cost.judge.get("asked"):
+        parts.append(f"{counted(int(asked), 'judgement')}")
+    text = ", ".join(parts)
+    if cost.lost_steps or cost.lost_seconds >= 1:
+        steps = f"{counted(cost.lost_steps, 'step')}, " if cost.lost_steps else ""
+        text += f"; done again: {steps}{duration(cost.lost_seconds)}"
+    return text + "."
+
+
+def incidents_text(report: RunReport) -> str:
+    """``2 incidents, all resolved``; empty where nothing went wrong."""
+    if not report.incidents:
+        return ""
+    still = sum(not incident.resolved for incident in report.incidents)
+    count = counted(len(report.incidents), "incident")
+    return f"{count}, {still} open" if still else f"{count}, all resolved"
+
+
+def without_incident(report: RunReport) -> str:
+    """What can be said where no incident is recorded: a worker that dies while no orchestrator
+    lives leaves none, and that is not "nothing went wrong"."""
+    ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
+    if ended:
+        return f"none is recorded yet: {', '.join(ended)} ended while nobody was there to note it"
+    if report.state == "done":
+        return "nothing went wrong"
+    return "nothing went wrong so far"
+
+
+MOST_NUMBERS = 3_000
+
+
+@dataclass(frozen=True)
+class MetricLine:
+    """A metric of a table: the cells of its models, the drawing of all, what training changed."""
+
+    metric: str
+    cells: Mapping[str, NumberRow]
+    decimals: int
+    drawing: Markup
+    change: ChangeRow | None
+    verdict: str
+    change_decimals: int
+    change_drawing: Markup
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers that were measured alike: one protocol file and decoding. ``pair`` is before and
+    after; the first ``main`` of the lines are the main metrics; ``protocols`` are the fingerprints
+    of its numbers with what they say. ``changes`` come with what is said of them and their digits.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    pair: tuple[str, str] | None
+    lines: tuple[MetricLine, ...]
+    main: int
+    protocols: tuple[tuple[str, str], ...]
+    left_out: int
+    changes: tuple[tuple[ChangeRow, str, int], ...]
+
+
+def model_index(report: RunReport) -> dict[str, int]:
+    """A model's place decides its colour in every view."""
+    return {m: i for i, m in enumerate(dict.fromkeys(n.model for n in report.numbers))}
+
+
+def tables(report: RunReport) -> list[Table]:
+    """All numbers; sampled decoding first, for there a policy shows what training did to it."""
+    index = model_index(report)
+    by_way: dict[tuple[str, str], list[NumberRow]] = {}
+    for row in report.numbers[:MOST_NUMBERS]:
+        by_way.setdefault((row.under, row.decoding), []).append(row)
+    ways = sorted(by_way, key=lambda way: way[1] != "sampled")
+    return [_table(way, by_way[way], report, index) for way in ways]
+
+
+def _table(
+    way: tuple[str, str], rows: Sequence[NumberRow], report: RunReport, index: Mapping[str, int]
+) -> Table:
+    under, decoding = way
+    changes = [c for c in report.changes if (c.under, c.decoding) == way]
+    pair = (changes[0].before, changes[0].after) if changes else None
+    by_metric: dict[str, dict[str, NumberRow]] = {}
+    for row in rows:
+        by_metric.setdefault(row.metric, {})[row.model] = row
+    of_pair = {c.metric: c for c in changes if (c.before, c.after) == pair}
+    main = main_metrics(r.metric for r in rows if not r.reference)
+    order = dict.fromkeys((*main, *by_metric))
+    every = sum((r.under, r.decoding) == way for r in report.numbers)
+    return Table(
+        name=way_text(report, under, decoding),
+        models=tuple(m for m in index if any(r.model == m for r in rows)),
+        pair=pair,
+        lines=tuple(_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order),
+        main=len(main),
+        protocols=tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
+        left_out=every - len(rows),
+        changes=tuple((c, verdict(c), change_decimals(c)) for c in changes),
+    )
+
+
+def _metric_line(
+    metric: str,
+    cells: Mapping[str, NumberRow],
+    change: ChangeRow | None,
+    index: Mapping[str, int],
+) -> MetricLine:
+    widths = [c.high - c.low for c in cells.values() if c.low is not None and c.high is not None]
+    values = [abs(c.value) for c in cells.values() if printing.finite(c.value) is not None
+              and c.value is not None]  # fmt: skip
+    widest = max((w for w in widths if w > 0), default=None)
+    decimals = printing.decimals_for(widest, max(values, default=None))
+    marks = [
+        drawing.Mark(index[m], m, c.value, printing.finite(c.low), printing.finite(c.high))
+        for m in sorted(cells, key=lambda m: index[m])
+        if (c := cells[m]).value is not None and printing.finite(c.value) is not None
+    ]
+    said = "; ".join(
+        f"{m.model} {printing.with_interval(m.value, m.low, m.high, decimals)}" for m in marks
+    )
+    return MetricLine(
+        metric,
+        cells,
+        decimals,
+        drawing.models(marks, f"{metric}: {said}"),
+        change,
+        verdict(change) if change is not None else "",
+        change_decimals(change) if change is not None else decimals,
+        change_strip(change) if change is not None else Markup(""),
+    )
+
+
+def change_decimals(change: ChangeRow) -> int:
+    """Digits by how well the change is known."""
+    low, high = change.low, change.high
+    width = None if low is None or high is None else high - low
+    return printing.decimals_for(width, change.difference)
+
+
+def change_strip(change: ChangeRow) -> Markup:
+    """What changed, with its interval, against 0."""
+    scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
+    low, high, digits = change.low, change.high, change_decimals(change)
+    said = printing.with_interval(change.difference, low, high, digits, signed=True)
+    label = f"{change.metric}, {change.after} minus {change.before}: {said}"
+    shown = Strip(change.difference, low, high, (), verdict(change), label, zero=True)
+    return strip(shown, scale) if scale is not None else Markup("")
+
+
+def verdict(change: ChangeRow) -> str:
+    """``better`` or ``worse`` where the interval keeps clear of 0 and one of them is known to be
+    good; else ``changed`` or ``not clear``."""
+    low, high = printing.finite(change.low), printing.finite(change.high)
+    if low is None or high is None or low <= 0 <= high:
+        return "not clear"
+    if change.higher_is_better is None:
+        return "changed"
+    return "better" if (change.difference > 0) == change.higher_is_better else "worse"
+
+
+_MOST_INCIDENTS = 20
+
+
+def markdown(report: RunReport) -> str:
+    """The whole text; ends with one line feed."""
+    return "\n".join(_lines(report)).rstrip() + "\n"
+
+
+def _lines(report: RunReport) -> Iterator[str]:
+    yield f"# {escaped(report.run)}"
+    yield ""
+    began = moment(report.began_at)
+    yield (
+        f"Recipe {escaped(report.recipe)}, begun {began}, {report.state} as of "
+        f"{moment(report.made_at)}. {escaped(report.state_text)}"
+    )
+    yield ""
+    if report.warnings:
+        yield "**Before you read on**"
+        yield ""
+        yield from (f"- {escaped(text)}" for text in report.warnings)
+        yield ""
+    yield "## Stages"
+    yield ""
+    yield from _markdown_table(STAGE_HEADER, [stage_cells(row) for row in report.stages])
+    for title, header, rows in number_tables(report):
+        yield f"## {escaped(title)}"
+        yield ""
+        yield from _markdown_table(header, rows)
+    yield from _incidents(report)
+    yield "## What it took"
+    yield ""
+    yield escaped(cost_text(report))
+    yield ""
+    if report.published:
+        yield "## Published"
+        yield ""
+        for one in report.published:
+            step = "" if one.step is None else f" (step {one.step})"
+            yield f"- {escaped(one.target)}{step}"
+        yield ""
+    if report.next_commands:
+        yield "## Next"
+        yield ""
+        yield "```bash"
+        yield from report.next_commands
+        yield "```"
+
+
+def _incidents(report: RunReport) -> Iterator[str]:
+    if not report.incidents:
+        return
+    yield f"## {counted(len(report.incidents), 'incident').capitalize()}"
+    yield ""
+    for incident in report.incidents[-_MOST_INCIDENTS:]:
+        over = "" if incident.resolved else " (open)"
+        yield f"- {moment(incident.at)} {escaped(incident.stage)}: {escaped(incident.text)}{over}"
+    yield ""
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(escaped(cell) for cell in header) + " |"
+    yield "|" + "---|" * len(header)
+    for row in rows:
+        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
+    yield ""

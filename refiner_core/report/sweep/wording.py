@@ -1,0 +1,403 @@
+"""Sentences and rows of a sweep's report, which page, Markdown and terminal share.
+
+In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: plain text and
+:class:`ArmRow`. An answer claims what the numbers carry and no more: what is not clear is called
+that, with the smallest effect that could have been seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from markupsafe import Markup
+
+from refiner_core.report import drawing
+from refiner_core.report.printing import (
+    MISSING,
+    count,
+    counted,
+    decimals_for,
+    finite,
+    hours,
+    interval,
+    number,
+    p_phrase,
+    p_text,
+    total,
+)
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
+
+_NAMED = 3
+_STATES = ("done", "running", "waiting", "held", "failed", "interrupted")
+
+
+def key_text(key: Key) -> str:
+    """``oracle of grpo (sampled, protocol held-out)``."""
+    of = f" of {key.model}" if key.model else ""
+    decoding = f"{key.decoding}, " if key.decoding else ""
+    return f"{key.metric}{of} ({decoding}protocol {key.protocol_name or key.protocol[:8]})"
+
+
+def answer(report: SweepReport) -> str:
+    """The answer to the sweep's question, as far as there is one."""
+    primary = report.primary
+    if primary is None:
+        return f"There is no answer yet: no number that decides has come. {state_text(report)}"
+    decimals = decimals_of(primary)
+    others = [n for n in primary.numbers if n.arm != report.baseline]
+    said = [n for n in others if n.difference is not None]
+    if len(report.arms) < 2:
+        return _alone(report, primary, decimals)
+    if not said:
+        return (
+            f"There is no answer yet: on {key_text(primary.key)} no arm can be compared with the "
+            f"baseline {report.baseline}. {_missing_text(others)}".strip()
+        )
+    clear = [n for n in said if n.verdict in ("better", "worse")]
+    sentences = [_clear_text(report, primary, clear, decimals)] if clear else []
+    sentences.append(_rest_text(report, primary, said, decimals, bool(clear)))
+    moved = [n.arm for n in said if n.verdict == "judge moved"]
+    if moved:
+        sentences.append(
+            f"Of {listed(moved)} nothing is claimed: the judge scored the same answers differently "
+            "in the meantime."
+        )
+    sentences.append(_missing_text([n for n in others if n.difference is None]))
+    if report.state == "running":
+        sentences.append("The sweep still runs; this may change.")
+    return " ".join(filter(None, sentences))
+
+
+def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
+    n = primary.numbers[0] if primary.numbers else None
+    if n is None or n.value is None:
+        return "The sweep has one arm, and no number of it has come yet."
+    value = f"{number(n.value, decimals)} {interval(n.low, n.high, decimals)}".strip()
+    return (
+        f"The sweep has one arm, so nothing is compared. {n.arm}: {value} "
+        f"{key_text(primary.key)} ({basis(n, report)})."
+    )
+
+
+def _clear_text(
+    report: SweepReport, primary: Comparison, clear: Sequence[ArmNumber], decimals: int
+) -> str:
+    ranked = sorted(clear, key=lambda n: (n.verdict != "better", -abs(n.difference or 0.0)))
+    parts = []
+    for n in ranked[:_NAMED]:
+        how = "better" if n.verdict == "better" else "worse"
+        parts.append(
+            f"{n.arm} is {how} than {report.baseline} by {_effect(n, decimals)} "
+            f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n, report)})"
+        )
+    more = len(ranked) - _NAMED
+    also = f"; {counted(more, 'more arm differs', 'more arms differ')} clearly" if more > 0 else ""
+    return f"On {key_text(primary.key)}, {'; '.join(parts)}{also}."
+
+
+def _rest_text(
+    report: SweepReport,
+    primary: Comparison,
+    said: Sequence[ArmNumber],
+    decimals: int,
+    some_clear: bool,
+) -> str:
+    unclear = [n for n in said if n.verdict == "not clear"]
+    if not unclear:
+        return ""
+    could = detectable_phrase(report.detectable, decimals)
+    if some_clear:
+        rest = "the other arm" if len(unclear) == 1 else f"the other {len(unclear)} arms"
+        return f"For {rest} the difference is not clear" + (f" ({could})." if could else ".")
+    largest = max(unclear, key=lambda n: abs(n.difference or 0.0))
+    text = (
+        f"No arm differs clearly from the baseline {report.baseline} on {key_text(primary.key)}. "
+        f"The largest difference is that of {largest.arm}, {_effect(largest, decimals)} "
+        f"(adjusted p {p_phrase(largest.p_adjusted)}; {basis(largest, report)})"
+    )
+    return text + (f"; {could}." if could else ".")
+
+
+def _missing_text(missing: Sequence[ArmNumber]) -> str:
+    if not missing:
+        return ""
+    names = listed([n.arm for n in missing])
+    return f"Without a comparison: {names}."
+
+
+def _effect(n: ArmNumber, decimals: int) -> str:
+    bounds = interval(n.difference_low, n.difference_high, decimals)
+    return f"{number(n.difference, decimals, signed=True)} {bounds}".strip()
+
+
+def basis(n: ArmNumber, report: SweepReport) -> str:
+    """``3 seeds × 200 prompts``; of agents, tasks."""
+    each = "task" if report.attempts else "prompt"
+    return f"{counted(n.seeds, 'seed')} × {counted(n.n, each)}"
+
+
+def detectable_phrase(detectable: Mapping[str, Any], decimals: int | None = None) -> str:
+    """``effects below 0.021 would mostly go unseen``, or nothing where that is not known."""
+    effect = detectable.get("effect")
+    if not isinstance(effect, int | float) or not finite(float(effect)):
+        return ""  # nor where nothing has varied: that tells of luck, not of an infinite precision
+    shown = max(decimals or 0, decimals_for(None, float(effect)) - 1)
+    power = detectable.get("power")
+    share = f" in {power * 100:.0f}\u00a0% of such sweeps" if isinstance(power, float) else ""
+    return f"an effect of {number(float(effect), shown)} would have been seen{share}"
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """``a, b and c``; of many the first, and how many more."""
+    names = list(dict.fromkeys(names))
+    if len(names) > most:
+        return f"{', '.join(names[:most])} and {len(names) - most} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1] if names else ""]))
+
+
+# ---------------------------------------------------------------- state, cost
+
+
+def state_text(report: SweepReport) -> str:
+    """``18 trials: 12 done, 4 running, 2 failed.``"""
+    found = Counter[str](t.state for t in report.trials)
+    parts = [f"{found[state]} {state}" for state in _STATES if found[state]]
+    return f"{counted(len(report.trials), 'trial')}: {', '.join(parts) or 'none begun'}."
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What trials have taken. None: nobody knows it of any of them."""
+
+    arm: str
+    trials: int
+    done: int
+    gpu_hours: float | None
+    cpu_hours: float | None
+    queue_seconds: float | None
+    lost_seconds: float
+    lost_steps: int
+    attempts: int
+    judge_calls: int | None
+    unknown: int
+
+
+def cost_of(arm: str, trials: Sequence[TrialRow]) -> Cost:
+    """The sum over an arm's trials; ``unknown`` counts those of which hours are not known."""
+    calls = total(t.judge_calls for t in trials)
+    begun = [t for t in trials if t.state != "waiting"]
+    return Cost(
+        arm=arm,
+        trials=len(trials),
+        done=sum(t.state == "done" for t in trials),
+        gpu_hours=total(t.gpu_hours for t in trials),
+        cpu_hours=total(t.cpu_hours for t in trials),
+        queue_seconds=total(t.queue_seconds for t in trials),
+        lost_seconds=sum(t.lost_seconds for t in trials),
+        lost_steps=sum(t.lost_steps for t in trials),
+        attempts=sum(t.attempts for t in trials),
+        judge_calls=None if calls is None else int(calls),
+        unknown=sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
+    )
+
+
+def costs(report: SweepReport) -> list[Cost]:
+    """One per arm, in the arms' order."""
+    by_arm: dict[str, list[TrialRow]] = {arm: [] for arm in report.arms}
+    for trial in report.trials:
+        by_arm.setdefault(trial.arm, []).append(trial)
+    return [cost_of(arm, trials) for arm, trials in by_arm.items()]
+
+
+def cost_text(report: SweepReport) -> str:
+    """``21.3 GPU-hours, 4.1 CPU-hours; 36 steps done again``."""
+    whole = cost_of("", report.trials)
+    parts = [
+        f"{hours(value)} {name}"
+        for value, name in ((whole.gpu_hours, "GPU-hours"), (whole.cpu_hours, "CPU-hours"))
+        if value
+    ]
+    if whole.judge_calls:
+        parts.append(f"{count(whole.judge_calls)} judge calls")
+    if whole.lost_steps:
+        parts.append(f"{counted(whole.lost_steps, 'step')} done again")
+    return ", ".join(parts) or "nothing is known of what it has cost"
+
+
+# ---------------------------------------------------------------- digits
+
+
+def decimals_of(comparison: Comparison) -> int:
+    """One number of decimals for all arms of a comparison, so that its columns line up."""
+    widths = [w for n in comparison.numbers for w in _widths(n)]
+    if widths:
+        return decimals_for(median(widths))
+    values = [n.value for n in comparison.numbers if finite(n.value) is not None]
+    return decimals_for(None, median(abs(v) for v in values if v is not None) if values else None)
+
+
+def _widths(number: ArmNumber) -> Iterable[float]:
+    for low, high in (
+        (number.low, number.high),
+        (number.difference_low, number.difference_high),
+    ):
+        if low is not None and high is not None and math.isfinite(high - low) and high > low:
+            yield high - low
+
+
+#: What verdicts are shown as: a sign beside the word, so that nothing depends on colour.
+SIGNS = {
+    "better": "▲",
+    "worse": "▼",
+    "not clear": "■",
+    "judge moved": "◆",
+    "not comparable": "✕",
+    "missing": "✕",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What all arms of a comparison share."""
+
+    decimals: int
+    values: drawing.Scale | None
+    differences: drawing.Scale | None
+    matters: float | None
+
+    @classmethod
+    def of(cls, comparison: Comparison, report: SweepReport, *, drawn: bool = True) -> Column:
+        """Scales that hold every interval and every seed; none where nothing is ``drawn``."""
+        numbers = comparison.numbers
+        if not drawn:
+            return cls(decimals_of(comparison), None, None, None)
+        values = [v for n in numbers for v in (n.value, n.low, n.high)]
+        values += [p.value for n in numbers for p in n.points]
+        differences = [
+            v for n in numbers for v in (n.difference, n.difference_low, n.difference_high)
+        ]
+        differences += [p.difference for n in numbers for p in n.points]
+        known = [d for d in differences if finite(d) is not None]
+        matters = report.detectable.get("smallest_effect") if comparison.primary else None
+        matters = float(matters) if isinstance(matters, int | float) else None
+        return cls(
+            decimals=decimals_of(comparison),
+            values=drawing.scale_for(values),
+            differences=drawing.scale_for([*known, 0.0]) if known else None,
+            matters=finite(matters),
+        )
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """One arm's number as text and drawings."""
+
+    arm: str
+    baseline: bool
+    value: str
+    bounds: str
+    difference: str
+    difference_bounds: str
+    p: str
+    p_adjusted: str
+    verdict: str
+    sign: str
+    basis: str
+    note: str
+    value_strip: Markup
+    difference_strip: Markup
+    number: ArmNumber
+
+
+def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
+    """A row; a number that is missing is a dash, and the note says why."""
+    baseline = found.arm == report.baseline
+    verdict = "baseline" if baseline else (found.verdict or "missing")
+    excluded = f", {found.excluded} left out" if found.excluded else ""
+    d = column.decimals
+    return ArmRow(
+        arm=found.arm,
+        baseline=baseline,
+        value=number(found.value, d),
+        bounds=interval(found.low, found.high, d),
+        difference="" if baseline else number(found.difference, d, signed=True),
+        difference_bounds=interval(found.difference_low, found.difference_high, d),
+        p="" if baseline else p_text(found.p),
+        p_adjusted="" if baseline else p_text(found.p_adjusted),
+        verdict=verdict,
+        sign=SIGNS.get(verdict, ""),
+        basis=f"{basis(found, report)}{excluded}" if found.seeds else "",
+        note=_sentence(found.note) or _why_missing(found),
+        value_strip=_value_strip(found, column, verdict),
+        difference_strip=_difference_strip(found, column, verdict),
+        number=found,
+    )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _why_missing(found: ArmNumber) -> str:
+    if finite(found.value) is None:
+        return "There is no number of this arm yet."
+    return ""
+
+
+def _value_strip(found: ArmNumber, column: Column, verdict: str) -> Markup:
+    if column.values is None or finite(found.value) is None:
+        return Markup("")
+    points = tuple(p.value for p in found.points)
+    label = f"{found.arm}: {number(found.value, column.decimals)}"
+    label += f" {interval(found.low, found.high, column.decimals)}"
+    seeds = _seeds([(p.seed, p.value) for p in found.points], column.decimals)
+    shown = drawing.Strip(
+        found.value, found.low, found.high, points, verdict, f"{label.strip()}; {seeds}"
+    )
+    return drawing.strip(shown, column.values)
+
+
+def _difference_strip(found: ArmNumber, column: Column, verdict: str) -> Markup:
+    if column.differences is None or finite(found.difference) is None:
+        return Markup("")
+    points = tuple(p.difference for p in found.points)
+    d = column.decimals
+    label = f"{found.arm} minus baseline: {number(found.difference, d, signed=True)}"
+    label += f" {interval(found.difference_low, found.difference_high, d)}"
+    seeds = _seeds([(p.seed, p.difference) for p in found.points], d, signed=True)
+    shown = drawing.Strip(
+        found.difference,
+        found.difference_low,
+        found.difference_high,
+        points,
+        verdict,
+        f"{label.strip()}; {seeds}",
+        zero=True,
+        matters=column.matters,
+    )
+    return drawing.strip(shown, column.differences)
+
+
+def _seeds(points: list[tuple[int, float | None]], decimals: int, *, signed: bool = False) -> str:
+    said = [
+        f"seed {seed}: "
+        + (
+            number(value, decimals, signed=signed)
+            if finite(value) is not None
+            else f"{MISSING} (missing)"
+        )
+        for seed, value in points
+    ]
+    return ", ".join(said) or "no seed has a number"
+
+
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """Warnings of a comparison, and what an interval of it is."""
+    kinds = dict.fromkeys(n.interval for n in comparison.numbers if n.interval)
+    made = [f"Intervals are of 95 %: {', '.join(kinds)}."] if kinds else []
+    return [*comparison.warnings, *made]

@@ -1,0 +1,549 @@
+"""Checks of rubric files: set files and files of rows, with the lines that things stand on.
+
+In: a path, or the name of a shipped set. Out: :class:`Checked`, one :class:`Finding` per problem,
+each kind of which :data:`RULES` explains. Unlike loading, checking goes on behind what does not
+fit, so that one look shows everything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
+from refiner_core.rubrics.lint.wording import wording
+from refiner_core.rubrics.rows import (
+    Fault,
+    Rubric,
+    normal_entry,
+    read_entry,
+    read_set,
+    rubric_entries,
+)
+from refiner_core.rubrics.sets import load_rubric_set, rubric_set_path, shipped_rubric_sets
+
+Severity = Literal["error", "warning"]
+
+
+class Rule(NamedTuple):
+    """One kind of problem: how bad it is, why it matters, what mends it."""
+
+    severity: Severity
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One problem.
+
+    Attributes
+    ----------
+    line
+        Line of the file, counted from 1; of a Parquet file, the row.
+    place
+        Which rubric, such as ``rubrics[2]``; empty for the file or row as a whole.
+    title
+        Its title, where it has one.
+    rule
+        The kind of problem; see :data:`RULES`.
+    what
+        What stands there.
+    """
+
+    line: int
+    place: str
+    title: str
+    rule: str
+    what: str
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the reward would refuse the rubric or count it wrongly."""
+        return RULES[self.rule].severity == "error"
+
+    def to_json(self) -> dict[str, Any]:
+        """For scripts."""
+        rule = RULES[self.rule]
+        return {**asdict(self), "severity": rule.severity, "why": rule.why, "fix": rule.fix}
+
+
+def _error(why: str, fix: str) -> Rule:
+    return Rule("error", why, fix)
+
+
+def _warning(why: str, fix: str) -> Rule:
+    return Rule("warning", why, fix)
+
+
+#: Every rule. Warnings are what a set's own file may `accept`, with a reason.
+RULES: dict[str, Rule] = {
+    "unreadable": _error(
+        "nothing after it can be relied on", "write the file with a YAML or JSON library"
+    ),
+    "schema": _error(
+        "loading refuses it, so that no run begins", "correct what is named; see `rubrics show v3`"
+    ),
+    "duplicate-key": _error("all but the last value are lost without a word", "drop one of them"),
+    "duplicate-title": _error(
+        "reports and agreement tables go by title and would mix the two", "rename one of them"
+    ),
+    "duplicate-description": _error(
+        "one criterion is asked and weighted twice",
+        "drop one of them, and raise the other's weight",
+    ),
+    "contradictory-sign": _error(
+        "the weight says that it counts against the answer, the list that it counts for it",
+        "move it to negative_rubrics, or drop the sign",
+    ),
+    "unread-key": _warning(
+        "rows keep title, description and weight alone; anything else changes nothing",
+        "correct the key, or drop it",
+    ),
+    "several-demands": _warning(
+        "an answer that meets one demand and not the other has no right score, and judges differ",
+        "split it into one rubric per demand",
+    ),
+    "negated": _warning(
+        "a judge's s enters as 1 - s, so that the answer is rewarded for not being so: right if "
+        "the sentence describes a fault, upside down if it describes what is wanted, and hard to "
+        "judge either way",
+        "describe in plain words what the fault looks like, or ask for the good as a positive "
+        "rubric",
+    ),
+    "polarity": _warning(
+        "a positive description says what a good answer does, a negative one what a bad answer "
+        "does; the other way round the reward has the wrong sign, or is a double negation",
+        "move it to the other polarity and describe what is to be seen",
+    ),
+    "unseen": _warning(
+        "the judge sees the question and the answer with its tags, nothing else: it would guess",
+        "ask for what shows in the answer; whether sources support it is the citation reward's",
+    ),
+    "scale": _warning(
+        "the judge answers 0, 1 or 2; another scale makes failures or wrong scores",
+        "say in words what is fully true, true in part, and not true",
+    ),
+    "vague": _warning(
+        "without an anchor every judge has a measure of its own, and repeatability suffers",
+        "say what can be seen in such an answer, e.g. `Fully true if …; not true if …`",
+    ),
+    "addressed": _warning(
+        "a criterion is given to the judge as material, not as an order; prompts tell it to ignore "
+        "such text",
+        "describe the answer; anchors such as `Fully true if …` are fine",
+    ),
+    "quoted": _warning(
+        "with double quotes the lexical judge looks for the quoted words alone, literally",
+        "quote only what must stand in the answer word for word; write examples without quotes",
+    ),
+    "long": _warning(
+        "long criteria hold several, cost tokens with every judgement, and are judged less alike",
+        "cut it to one observation and its anchors",
+    ),
+    "terse": _warning(
+        "a judge has to guess what is meant", "write a sentence that can be true of an answer"
+    ),
+    "weightless": _warning(
+        "it is judged and paid for, and counts nothing", "give it a weight, or drop it"
+    ),
+    "only-faults": _warning(
+        "an answer that says nothing has none of the faults and gets the full judge term",
+        "add what a good answer does; or use it as `instance+static`, beside rows that ask for it",
+    ),
+    "near-duplicate": _warning(
+        "one thing is weighted twice, or for and against at once",
+        "merge them, or say in each what the other does not cover",
+    ),
+    "name-taken": _warning(
+        "cards and tables name the set, and would say the other one's name",
+        "give the set a name of its own",
+    ),
+    "accept-unused": _warning(
+        "nothing of that kind is found there any more", "drop it from `accept`"
+    ),
+    "accept-unknown": _error("there is no such warning", "correct the name under `accept`"),
+}
+
+
+#: Two criteria look alike where one has no word of its own and this share of the other's. Where
+#: both have one they are parallel: `strengths of X`, `weaknesses of X`.
+ALIKE_SHARE = 0.7
+#: Of criteria with fewer words than this, one word makes the difference.
+ALIKE_WORDS = 5
+
+_WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
+#: Words that set criteria apart though they carry no content elsewhere.
+_KEPT = {
+    *("no", "nor", "not", "never", "neither", "without", "if", "only", "than"),
+    *("first", "second", "third", "before", "after", "above", "below", "up", "down", "over"),
+    *("under", "more", "most", "few", "same", "other", "all", "any", "each", "both"),
+}
+_PASSED_OVER = frozenset(
+    stem(word)
+    for word in (
+        *(STOPWORDS - _KEPT),
+        *INSTRUCTIONS,
+        *("information", "type", "kind", "various", "different", "several", "important", "main"),
+        *("key", "overview", "detail", "following", "include", "relevant", "background"),
+    )
+)
+
+
+def together(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
+    """Problems of rubrics beside each other; places are such as ``rubrics[2]``."""
+    yield from _same(rubrics, "title")
+    yield from _same(rubrics, "description")
+    yield from _alike(rubrics)
+    weights = [rubric.signed_weight for _, rubric in rubrics]
+    if weights and min(weights) < 0 and max(weights) <= 0:
+        yield 0, "only-faults", "all rubrics with weight are negative"
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _same(rubrics: Sequence[tuple[str, Rubric]], part: str) -> Iterator[tuple[int, str, str]]:
+    first: dict[str, int] = {}
+    for position, (_, rubric) in enumerate(rubrics):
+        if part == "title" and rubric.title == rubric.description[:60]:
+            continue  # it has none of its own
+        earlier = first.setdefault(_normal(getattr(rubric, part)), position)
+        if earlier != position:
+            yield position, f"duplicate-{part}", f"{rubrics[earlier][0]} has the same {part}"
+
+
+def _alike(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
+    words = [_telling_words(rubric.description) for _, rubric in rubrics]
+    texts = [_normal(rubric.description) for _, rubric in rubrics]
+    for position, own in enumerate(words):
+        for earlier in range(position):
+            if texts[earlier] == texts[position]:
+                continue  # an error already
+            shared, both = len(own & words[earlier]), len(own | words[earlier])
+            fewer = min(len(own), len(words[earlier]))
+            if fewer < ALIKE_WORDS or shared < fewer or shared < ALIKE_SHARE * both:
+                continue
+            opposed = rubrics[position][1].polarity != rubrics[earlier][1].polarity
+            against = ", with the other polarity" if opposed else ""
+            yield (
+                position,
+                "near-duplicate",
+                f"{shared} of {both} words are those of {rubrics[earlier][0]}{against}",
+            )
+            break
+
+
+def _telling_words(text: str) -> frozenset[str]:
+    """The stems of words that tell one criterion from another."""
+    stems = frozenset(stem(word) for word in _WORD.findall(text.casefold()))
+    return stems - _PASSED_OVER
+
+
+_ROW_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_ROW_KEYS = ("title", "description", "weight")
+
+
+class _Placed(NamedTuple):
+    """A rubric with its line, its place such as ``rubrics[2]``, and the warnings it may have."""
+
+    line: int
+    place: str
+    rubric: Rubric
+    accepted: Mapping[str, str] = {}
+
+
+@dataclass
+class Checked:
+    """What a check has found.
+
+    Attributes
+    ----------
+    name, form
+        The file as it was named; a ``set``, or ``rows`` with rubrics of their own.
+    findings
+        By line.
+    accepted
+        Warnings that the set's author lives with: (finding, reason).
+    rubrics, rows, rows_without
+        How many there are; ``rows_without`` have no rubric (under ``instance`` no judge term).
+    """
+
+    name: str
+    form: Literal["set", "rows"]
+    findings: list[Finding] = field(default_factory=list)
+    accepted: list[tuple[Finding, str]] = field(default_factory=list)
+    rubrics: int = 0
+    rows: int = 0
+    rows_without: int = 0
+
+    @property
+    def errors(self) -> int:
+        """How many findings are errors."""
+        return sum(f.is_error for f in self.findings)
+
+    @property
+    def warnings(self) -> int:
+        """How many are not."""
+        return len(self.findings) - self.errors
+
+    def by_rule(self) -> dict[str, list[Finding]]:
+        """Findings of each rule, errors first, then the most frequent."""
+        counts = Counter(f.rule for f in self.findings)
+        order = sorted(counts, key=lambda r: (RULES[r].severity != "error", -counts[r], r))
+        return {rule: [f for f in self.findings if f.rule == rule] for rule in order}
+
+    def add(self, line: int, rule: str, what: str, place: str = "", title: str = "") -> None:
+        """Keep one finding."""
+        self.findings.append(Finding(line, place, title, rule, what))
+
+
+def check_file(name: str) -> Checked:
+    """Check a rubric set (shipped name or YAML file), or the rubrics of a file of rows.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file, or it is of no known form.
+    DataError
+        A Parquet file is incomplete.
+    """
+    if name not in shipped_rubric_sets():
+        path = Path(name).expanduser()
+        suffix = path.suffix.lower()
+        if path.is_file() and suffix in (*_ROW_SUFFIXES, ".parquet"):
+            return _check_rows(name, path)
+        if path.is_file() and suffix not in (".yaml", ".yml"):
+            raise ConfigurationError(
+                f"{name} has the unknown ending {suffix or '(none)'!r}",
+                expected="a rubric set (.yaml), or rows (.jsonl, .ndjson, .json, .parquet)",
+                fix="rename or convert it",
+            )
+    return _check_set(name, rubric_set_path(name))
+
+
+# ---------------------------------------------------------------- sets
+
+
+def _check_set(name: str, path: Path) -> Checked:
+    checked = Checked(name, "set")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        content = yaml.safe_load(text)
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        checked.add(mark.line + 1 if mark else 1, "unreadable", f"it is not YAML in UTF-8: {what}")
+        return checked
+    lines = _lines_of_entries(root)
+    for line, key in _keys_twice(root):
+        checked.add(line, "duplicate-key", f"the key {key!r} stands there twice")
+    rubrics, faults = read_set(content, path.stem)
+    for fault in faults:
+        _add_fault(checked, fault, lines)
+    entries = content["rubrics"] if lines and isinstance(content, Mapping) else []
+    placed = []
+    for position, entry in enumerate(entries):
+        rubric, _ = read_entry(entry, position, path.stem)
+        if rubric is not None:
+            accept = entry.get("accept")
+            accepted = accept if isinstance(accept, Mapping) else {}
+            line = lines[position]
+            placed.append(_Placed(line, f"rubrics[{position}]", rubric, accepted))
+    checked.rubrics = len(entries)
+    _check_together(checked, placed)
+    if rubrics and rubrics.name in shipped_rubric_sets():
+        shipped = load_rubric_set(rubrics.name)
+        if shipped.digest() != rubrics.digest():
+            what = f"it is named {rubrics.name}, as a shipped set of other wording is"
+            checked.add(1, "name-taken", what)
+    checked.findings.sort()
+    return checked
+
+
+def _add_fault(checked: Checked, fault: Fault, lines: Sequence[int]) -> None:
+    if fault.entry is None or fault.entry >= len(lines):
+        checked.add(1, "schema", fault.what)
+    else:
+        checked.add(lines[fault.entry], "schema", fault.what, f"rubrics[{fault.entry}]")
+
+
+def _lines_of_entries(root: yaml.Node | None) -> list[int]:
+    """The line of each entry of ``rubrics``."""
+    if not isinstance(root, yaml.MappingNode):
+        return []
+    lists = [value for key, value in root.value if key.value == "rubrics"]
+    if not lists or not isinstance(lists[-1], yaml.SequenceNode):
+        return []
+    return [node.start_mark.line + 1 for node in lists[-1].value]
+
+
+def _keys_twice(node: yaml.Node | None) -> Iterator[tuple[int, str]]:
+    """Line and name of keys that their mapping already has. With aliases a node stands in several
+    places, in itself even; it is looked at once."""
+    waiting, looked_at = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in looked_at:
+            continue
+        looked_at.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                name = str(key.value)
+                if name in seen:
+                    yield key.start_mark.line + 1, name
+                seen.add(name)
+                waiting.append(value)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def _check_rows(name: str, path: Path) -> Checked:
+    checked = Checked(name, "rows")
+    for line, row, unreadable in _parquet_rows(path) if path.suffix == ".parquet" else _lines(path):
+        if unreadable:
+            checked.add(line, "unreadable", unreadable)
+            continue
+        checked.rows += 1
+        before = checked.rubrics
+        _check_row(checked, line, row)
+        checked.rows_without += checked.rubrics == before
+    checked.findings.sort()
+    return checked
+
+
+class _RawLine(NamedTuple):
+    line: int
+    row: Any
+    unreadable: str = ""
+
+
+def _lines(path: Path) -> Iterator[_RawLine]:
+    with path.open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            try:
+                text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
+                if text:
+                    yield _RawLine(line, json.loads(text))
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+                yield _RawLine(line, None, f"the line is not JSON: {error}")
+
+
+def _parquet_rows(path: Path) -> Iterator[_RawLine]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            known = set(file.schema_arrow.names)
+            columns = [c for c in ("rubrics", "ground_truth", "conversations") if c in known]
+            line = 0
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in batch.to_pylist():
+                    line += 1
+                    yield _RawLine(line, row)
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path} is not a complete Parquet file: {error}",
+            expected="a Parquet file with rows of either form",
+            fix="write it again",
+        ) from error
+
+
+def _check_row(checked: Checked, line: int, row: Any) -> None:
+    try:
+        entries = rubric_entries(_rubrics_of(row))
+    except DataError as error:
+        checked.add(line, "schema", error.what)
+        return
+    checked.rubrics += len(entries)
+    placed = []
+    for key, position, entry in entries:
+        place = f"{key}[{position}]"
+        try:
+            normal, below_0 = normal_entry(entry, place)
+        except DataError as error:
+            checked.add(line, "schema", f"{error.what} (expected {error.expected})", place)
+            continue
+        negative = below_0 or key == "negative_rubrics"
+        title = normal["title"]
+        if below_0 and key == "positive_rubrics":
+            what = f"its weight is {entry['weight']} in positive_rubrics"
+            checked.add(line, "contradictory-sign", what, place, title)
+        said = entry.get("polarity")
+        if said in ("positive", "negative") and (said == "negative") != negative:
+            counted = "negative" if negative else "positive"
+            what = f"it says polarity {said}, which rows do not have: it is counted as {counted}"
+            checked.add(line, "contradictory-sign", what, place, title)
+        elif unread := sorted(str(k) for k in entry if k not in (*_ROW_KEYS, "polarity")):
+            checked.add(line, "unread-key", f"it has {', '.join(unread)}", place, title)
+        polarity: Literal["positive", "negative"] = "negative" if negative else "positive"
+        rubric = Rubric(title, normal["description"], polarity, normal["weight"])
+        placed.append(_Placed(line, place, rubric))
+    _check_together(checked, placed)
+
+
+def _rubrics_of(row: Any) -> Any:
+    """What holds a row's rubrics, in whichever of the two forms.
+
+    Raises
+    ------
+    DataError
+        There is no place for rubrics in it.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"the row is a JSON {type(row).__name__}, not an object")
+    if row.get("rubrics") is not None or row.get("conversations") is not None:
+        return row.get("rubrics")
+    truth = row.get("ground_truth")
+    if isinstance(truth, str):
+        try:
+            truth = json.loads(truth)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"`ground_truth` is not JSON: {error}") from None
+    if not isinstance(truth, Mapping):
+        columns = ", ".join(sorted(map(str, row))) or "no columns"
+        raise DataError(f"the row has neither `rubrics` nor `ground_truth` (it has {columns})")
+    return truth.get("rubrics")
+
+
+# ---------------------------------------------------------------- both
+
+
+def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
+    """Wording of each rubric, then what is wrong with them beside each other."""
+    found: dict[int, list[tuple[str, str]]] = {
+        position: list(wording(item.rubric)) for position, item in enumerate(placed)
+    }
+    for position, rule, what in together([(item.place, item.rubric) for item in placed]):
+        found[position].append((rule, what))
+    for position, item in enumerate(placed):
+        used = set()
+        for rule, what in found[position]:
+            finding = Finding(item.line, item.place, item.rubric.title, rule, what)
+            if rule in item.accepted and not finding.is_error:
+                used.add(rule)
+                checked.accepted.append((finding, str(item.accepted[rule])))
+            else:
+                checked.findings.append(finding)
+        for rule in item.accepted:
+            if rule not in RULES or RULES[rule].severity == "error":
+                what = f"it accepts {rule!r}, which is no warning"
+                checked.add(item.line, "accept-unknown", what, item.place, item.rubric.title)
+            elif rule not in used:
+                what = f"it accepts {rule!r}"
+                checked.add(item.line, "accept-unused", what, item.place, item.rubric.title)

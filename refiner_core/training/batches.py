@@ -1,0 +1,606 @@
+"""Rows to tensors: packs of several sequences, the order of rows, and which rank takes which.
+
+In order of reading: ``packing`` (sequences to rows of tokens, isolated from each other), ``order``
+(which row when, as a function of seed and step), ``shares`` (a step shared out over ranks).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.fingerprint import derive_seed
+
+#: Row lengths that are tried, as multiples of the longest unit.
+_ROW_FACTORS = (1, 1.25, 1.5, 2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on.
+
+    ``start`` is where the response's first token stands in the caller's flat per-token buffers
+    (advantages, weights, old log-probabilities). ``loss_mask`` has one value per response token;
+    tool output inside a response is False. The first token of a sample without a prompt has nothing
+    that predicts it and never carries loss.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.response_ids) != len(self.loss_mask):
+            raise ValueError(
+                f"{len(self.response_ids)} response tokens, but a loss mask of "
+                f"{len(self.loss_mask)}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sample alone."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One row of L tokens with T targets. All lists are plain integers, ready for tensors.
+
+    ``unit_L`` numbers the units, ``branch_L`` is 0 on a prompt and 1, 2, ... on its responses.
+    Target t is token ``target_T[t]``, predicted at position ``source_T[t]``; ``flat_T`` is its
+    place in the caller's flat buffers.
+    """
+
+    input_ids_L: list[int]
+    position_ids_L: list[int]
+    unit_L: list[int]
+    branch_L: list[int]
+    source_T: list[int]
+    target_T: list[int]
+    flat_T: list[int]
+
+    def __len__(self) -> int:
+        return len(self.input_ids_L)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a prompt is followed by more than one response."""
+        return any(branch > 1 for branch in self.branch_L)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``packs`` packs of ``tokens`` tokens, laid out as B rows of L positions; T targets.
+
+    ``attention_mask`` is None (positions tell the blocks apart) or boolean (B, 1, L, L), True where
+    a query may look. ``source_T`` indexes the flattened positions.
+    """
+
+    input_ids_BL: torch.Tensor
+    position_ids_BL: torch.Tensor
+    attention_mask: torch.Tensor | None
+    source_T: torch.Tensor
+    target_T: torch.Tensor
+    flat_T: torch.Tensor
+    packs: int
+    tokens: int
+
+
+def first_fit(
+    lengths: Sequence[int],
+    capacity: int,
+    *,
+    decreasing: bool = False,
+    max_open: int | None = None,
+) -> list[list[int]]:
+    """Indices of ``lengths`` in bins of at most ``capacity``; every index exactly once.
+
+    ``decreasing`` takes the longest first (ties by index), which wastes least. Without it the given
+    order is kept as far as possible, which is what a shuffled epoch wants; ``max_open`` then bounds
+    how many bins stay open (the oldest is closed), and with it the time: O(n * max_open).
+
+    Raises
+    ------
+    ConfigurationError
+        If something is longer than ``capacity``.
+    """
+    order = range(len(lengths))
+    chosen = sorted(order, key=lambda i: (-lengths[i], i)) if decreasing else order
+    bins: list[list[int]] = []
+    open_bins: list[list[int]] = []  # [index of the bin, room left]
+    for i in chosen:
+        if lengths[i] > capacity:
+            raise ConfigurationError(
+                f"A sequence of {lengths[i]} tokens does not fit in a pack of {capacity}",
+                expected="packs as long as the longest sequence",
+                fix="raise pack_length, or lower data.max_prompt_token_length",
+            )
+        slot = next((s for s in open_bins if s[1] >= lengths[i]), None)
+        if slot is None:
+            slot = [len(bins), capacity]
+            bins.append([])
+            open_bins.append(slot)
+            if max_open is not None and len(open_bins) > max_open:
+                open_bins.pop(0)
+        bins[slot[0]].append(i)
+        slot[1] -= lengths[i]
+    return bins
+
+
+def pack_samples(
+    samples: Sequence[Sample],
+    pack_length: int,
+    *,
+    share_prompts: bool = False,
+    balance: float | None = None,
+) -> list[Pack]:
+    """Packs of at most ``pack_length`` tokens that hold every sample once (deterministic order).
+
+    With ``share_prompts``, samples of one prompt that follow each other share it. ``balance`` (see
+    :func:`row_width`) is None for FlashAttention; then packs are filled as far as they go. Dense
+    attention also computes what a token does not see, and :func:`collate` gives it several rows; so
+    a long row of responses is cut where another copy of the prompt is cheaper, and a pack holds
+    units of like length, which leave little to pad.
+    """
+    units = list(_units(samples, pack_length, share_prompts, balance))
+    lengths = [unit_length(unit) for unit in units]
+    bins = first_fit(lengths, pack_length, decreasing=True, max_open=None if balance is None else 1)
+    return [build_pack([units[i] for i in indices]) for indices in bins]
+
+
+def build_pack(units: Sequence[Sequence[Sample]]) -> Pack:
+    """One pack of the given units; the samples of a unit share their prompt."""
+    pack = Pack([], [], [], [], [], [], [])
+    for number, unit in enumerate(units):
+        prompt = unit[0].prompt_ids
+        _append(pack, prompt, range(len(prompt)), number, 0)
+        last_of_prompt = len(pack) - 1 if prompt else None
+        for branch, sample in enumerate(unit, start=1):
+            _append_response(pack, sample, number, branch, last_of_prompt)
+    return pack
+
+
+def collate(packs: Sequence[Pack], *, pad_id: int = 0, balance: float | None = None) -> Batch:
+    """Tensors of several packs, in one row or in many.
+
+    Where the units stand changes what it costs and nothing else. ``balance`` None puts everything
+    in one row: FlashAttention skips what a block does not see, and tells blocks apart in one row
+    only. With dense attention, whose cost grows with the square of a row, units go to several rows
+    that are padded on the right; ``balance`` is the row length at which attention costs as much as
+    all the rest (see :func:`row_width`).
+    """
+    joined = _joined(packs)
+    rows = [joined] if balance is None else _rows(joined, balance)
+    width = max(len(row) for row in rows)
+    padded = [_padded(row, width, pad_id) for row in rows]
+    source = [i * width + s for i, row in enumerate(rows) for s in row.source_T]
+    mask = None
+    if any(row.shared for row in rows):
+        mask = block_mask(
+            torch.tensor([row.unit_L for row in padded]),
+            torch.tensor([row.branch_L for row in padded]),
+        )
+    return Batch(
+        input_ids_BL=torch.tensor([row.input_ids_L for row in padded]),
+        position_ids_BL=torch.tensor([row.position_ids_L for row in padded]),
+        attention_mask=mask,
+        source_T=torch.tensor(source, dtype=torch.long),
+        target_T=torch.tensor([t for row in rows for t in row.target_T], dtype=torch.long),
+        flat_T=torch.tensor([f for row in rows for f in row.flat_T], dtype=torch.long),
+        packs=len(packs),
+        tokens=len(joined),
+    )
+
+
+def row_width(lengths: Sequence[int], balance: float) -> int:
+    """The cheapest row length for these units: short rows attend to less, long rows pad less.
+
+    The cost of R rows of W tokens is taken as R * W * (1 + W / balance).
+    """
+    longest, total = max(lengths), sum(lengths)
+    widths = sorted({min(total, int(longest * factor)) for factor in _ROW_FACTORS})
+    return min(
+        widths,
+        key=lambda w: len(first_fit(lengths, w, decreasing=True)) * row_cost(w, balance),
+    )
+
+
+def row_cost(width: int, balance: float | None) -> float:
+    """What a row of ``width`` tokens costs, in tokens of a row without attention."""
+    return width if balance is None else width * (1 + width / balance)
+
+
+def block_mask(unit_BL: torch.Tensor, branch_BL: torch.Tensor) -> torch.Tensor:
+    """Boolean (B, 1, L, L): a query sees what precedes it in its unit's prompt and own branch."""
+    same_unit = unit_BL[:, :, None] == unit_BL[:, None, :]
+    visible = (branch_BL[:, None, :] == 0) | (branch_BL[:, :, None] == branch_BL[:, None, :])
+    length = unit_BL.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=unit_BL.device).tril()
+    return (same_unit & visible & causal)[:, None]
+
+
+def to_device(batch: Batch, device: Any) -> Batch:
+    """The same batch on another device."""
+    move = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in vars(batch).items()
+    }
+    return Batch(**move)
+
+
+def _units(
+    samples: Sequence[Sample], pack_length: int, share_prompts: bool, balance: float | None
+) -> Iterator[list[Sample]]:
+    if not share_prompts:
+        yield from ([sample] for sample in samples)
+        return
+    for prompt, members in groupby(samples, key=lambda sample: sample.prompt_ids):
+        group = list(members)
+        if not prompt:
+            # Nothing to share, and a first token that nobody predicts.
+            yield from ([sample] for sample in group)
+            continue
+        yield from cheapest_units(group, pack_length, balance)
+
+
+def cheapest_units(
+    group: Sequence[Sample], pack_length: int, balance: float | None
+) -> list[list[Sample]]:
+    """Samples of one prompt in as few units as fit, or in more where those cost less together.
+
+    Tried are 1, 2, ... nearly equal units, each filled in the given order.
+    """
+    prompt = len(group[0].prompt_ids)
+    lengths = [len(sample.response_ids) for sample in group]
+    tried = []
+    for parts in range(1, len(group) + 1):
+        room = min(pack_length - prompt, max(*lengths, -(-sum(lengths) // parts)))
+        tried.append(_filled(group, room))
+        if balance is None:
+            break
+    return min(tried, key=lambda units: sum(row_cost(unit_length(u), balance) for u in units))
+
+
+def _filled(group: Sequence[Sample], room: int) -> list[list[Sample]]:
+    """The samples in order, at most ``room`` response tokens in a unit (or a single sample)."""
+    units: list[list[Sample]] = []
+    left = -1
+    for sample in group:
+        if len(sample.response_ids) > left:
+            units.append([])
+            left = room
+        units[-1].append(sample)
+        left -= len(sample.response_ids)
+    return units
+
+
+def unit_length(unit: Sequence[Sample]) -> int:
+    """Tokens of a prompt and the responses to it."""
+    return len(unit[0].prompt_ids) + sum(len(sample.response_ids) for sample in unit)
+
+
+def _append(pack: Pack, ids: Sequence[int], positions: range, unit: int, branch: int) -> None:
+    pack.input_ids_L.extend(ids)
+    pack.position_ids_L.extend(positions)
+    pack.unit_L.extend([unit] * len(ids))
+    pack.branch_L.extend([branch] * len(ids))
+
+
+def _append_response(
+    pack: Pack, sample: Sample, unit: int, branch: int, last_of_prompt: int | None
+) -> None:
+    first = len(pack)
+    begin = len(sample.prompt_ids)
+    _append(pack, sample.response_ids, range(begin, sample.length), unit, branch)
+    for offset, (token, counts) in enumerate(
+        zip(sample.response_ids, sample.loss_mask, strict=True)
+    ):
+        source = first + offset - 1 if offset else last_of_prompt
+        if not counts or source is None:
+            continue
+        pack.source_T.append(source)
+        pack.target_T.append(token)
+        pack.flat_T.append(sample.start + offset)
+
+
+def _rows(pack: Pack, balance: float) -> list[Pack]:
+    """The units of a pack, refitted to several rows of the best common length."""
+    ends = [i for i in range(1, len(pack) + 1) if pack.unit_L[i : i + 1] != [pack.unit_L[i - 1]]]
+    units = [_slice(pack, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    lengths = [len(unit) for unit in units]
+    bins = first_fit(lengths, row_width(lengths, balance), decreasing=True)
+    return [_joined([units[i] for i in indices]) for indices in bins]
+
+
+def _slice(pack: Pack, start: int, end: int) -> Pack:
+    first = bisect_left(pack.source_T, start)
+    last = bisect_left(pack.source_T, end)
+    return Pack(
+        input_ids_L=pack.input_ids_L[start:end],
+        position_ids_L=pack.position_ids_L[start:end],
+        unit_L=[0] * (end - start),
+        branch_L=pack.branch_L[start:end],
+        source_T=[source - start for source in pack.source_T[first:last]],
+        target_T=pack.target_T[first:last],
+        flat_T=pack.flat_T[first:last],
+    )
+
+
+def _padded(row: Pack, width: int, pad_id: int) -> Pack:
+    missing = width - len(row)
+    if not missing:
+        return row
+    position = row.position_ids_L[-1] + 1
+    return Pack(
+        input_ids_L=row.input_ids_L + [pad_id] * missing,
+        position_ids_L=row.position_ids_L + list(range(position, position + missing)),
+        unit_L=row.unit_L + [-1] * missing,
+        branch_L=row.branch_L + [0] * missing,
+        source_T=row.source_T,
+        target_T=row.target_T,
+        flat_T=row.flat_T,
+    )
+
+
+def _joined(packs: Sequence[Pack]) -> Pack:
+    joined = Pack([], [], [], [], [], [], [])
+    for pack in packs:
+        shift, unit_shift = len(joined), (joined.unit_L[-1] + 1 if joined.unit_L else 0)
+        joined.input_ids_L.extend(pack.input_ids_L)
+        joined.position_ids_L.extend(pack.position_ids_L)
+        joined.unit_L.extend(unit + unit_shift for unit in pack.unit_L)
+        joined.branch_L.extend(pack.branch_L)
+        joined.source_T.extend(source + shift for source in pack.source_T)
+        joined.target_T.extend(pack.target_T)
+        joined.flat_T.extend(pack.flat_T)
+    return joined
+
+
+#: Packs kept open while an epoch is packed in shuffled order.
+OPEN_PACKS = 64
+
+
+def permutation(n: int, *seed_parts: int | str) -> list[int]:
+    """A shuffle of range(n) that depends on the seed parts alone."""
+    rng = np.random.Generator(np.random.PCG64(derive_seed(*seed_parts)))
+    order: list[int] = rng.permutation(n).tolist()
+    return order
+
+
+def seed_random(seed: int) -> None:
+    """Seed the process's own generators, for whatever draws from them without asking: a model with
+    dropout, a library. Python's and NumPy's begin somewhere else in every process otherwise, so
+    that two runs would be two different ones."""
+    import torch
+
+    random.seed(derive_seed(seed, "python"))
+    np.random.seed(derive_seed(seed, "numpy") % 2**32)
+    torch.manual_seed(derive_seed(seed, "torch"))
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts of one GRPO step: indices into the prepared rows, and where they stand."""
+
+    epoch: int
+    cursor: int
+    indices: tuple[int, ...]
+
+
+def prompt_batch(seed: int, n_prompts: int, per_step: int, step: int) -> PromptBatch:
+    """The prompts of ``step`` (from 0): the next ``per_step`` of the epoch's shuffle.
+
+    The tail of an epoch that is shorter than a step is left out; each epoch's shuffle leaves out
+    others. A prompt is therefore never twice in a step.
+
+    Raises
+    ------
+    DataError
+        If there are fewer prompts than one step asks for.
+    """
+    if n_prompts < per_step:
+        raise DataError(
+            f"There are {n_prompts} training prompts, and one step takes {per_step}",
+            expected="at least as many prompts as grpo.num_unique_prompts_rollout",
+            fix="add prompts, or lower grpo.num_unique_prompts_rollout",
+        )
+    epoch, within = divmod(step, n_prompts // per_step)
+    order = permutation(n_prompts, seed, "prompts", epoch)
+    cursor = within * per_step
+    return PromptBatch(epoch, cursor, tuple(order[cursor : cursor + per_step]))
+
+
+@dataclass(frozen=True)
+class SftStep:
+    """One optimiser step: its epoch, and the row indices of each of its packs."""
+
+    epoch: int
+    packs: tuple[tuple[int, ...], ...]
+
+
+def sft_steps(
+    seed: int,
+    lengths: Sequence[int],
+    *,
+    pack_length: int,
+    packs_per_step: int,
+    epochs: float,
+    max_steps: int | None = None,
+) -> list[SftStep]:
+    """Every step of an SFT run: each epoch reshuffled, packed in that order, and cut into steps.
+
+    The last step of an epoch may have fewer packs; a fractional epoch is its first packs.
+    """
+    steps: list[SftStep] = []
+    for epoch in range(math.ceil(epochs)):
+        if max_steps is not None and len(steps) >= max_steps:
+            break
+        order = permutation(len(lengths), seed, "sft", epoch)
+        bins = first_fit([lengths[i] for i in order], pack_length, max_open=OPEN_PACKS)
+        packs = [tuple(order[i] for i in indices) for indices in bins]
+        packs = packs[: math.ceil(len(packs) * (epochs - epoch))]
+        steps += [
+            SftStep(epoch, tuple(packs[i : i + packs_per_step]))
+            for i in range(0, len(packs), packs_per_step)
+        ]
+    return steps[:max_steps]
+
+
+def order_hash(sample_ids: Sequence[str]) -> str:
+    """A short name for a list of rows in their order."""
+    digest = hashlib.sha256()
+    for sample_id in sample_ids:
+        digest.update(sample_id.encode() + b"\x1f")
+    return digest.hexdigest()[:16]
+
+
+#: How much more than the average the busiest rank may have before a group is cut.
+UNEVEN = 1.05
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some samples of one prompt, by their places in the step, and what training on them costs."""
+
+    places: tuple[int, ...]
+    cost: float
+
+
+def share_among(
+    samples: Sequence[Sample],
+    world: int,
+    *,
+    pack_length: int,
+    share_prompts: bool,
+    balance: float | None = None,
+) -> list[list[Sample]]:
+    """The samples of each of ``world`` ranks, in the order given; a rank's list may be empty.
+
+    The arguments are those of :func:`pack_samples`.
+    """
+
+    def piece(places: Sequence[int]) -> _Piece:
+        members = [samples[i] for i in places]
+        units = [[sample] for sample in members]
+        if share_prompts:
+            units = cheapest_units(members, pack_length, balance)
+        return _Piece(tuple(places), sum(row_cost(unit_length(u), balance) for u in units))
+
+    pieces: list[_Piece] = []
+    for _, group in groupby(range(len(samples)), key=lambda i: samples[i].prompt_ids):
+        places = list(group)
+        together = share_prompts and samples[places[0]].prompt_ids
+        pieces += [piece(places)] if together else [piece([i]) for i in places]
+    dealt = _deal(pieces, world)
+    while _uneven(dealt):
+        busiest = max(dealt, key=_work)
+        large = max(busiest, key=lambda p: (len(p.places) > 1, p.cost, -p.places[0]))
+        if len(large.places) == 1:
+            break
+        middle = len(large.places) // 2
+        halves = [piece(large.places[:middle]), piece(large.places[middle:])]
+        cut = [p for p in pieces if p is not large] + halves
+        again = _deal(cut, world)
+        if max(map(_work, again)) >= max(map(_work, dealt)):
+            break
+        pieces, dealt = cut, again
+    return [[samples[i] for i in sorted(i for p in mine for i in p.places)] for mine in dealt]
+
+
+def packs_of_ranks(
+    samples: Sequence[Sample],
+    world: int,
+    *,
+    pack_length: int,
+    share_prompts: bool,
+    balance: float | None,
+    multiple_of: int,
+) -> list[list[Pack]]:
+    """Packs for every rank, equally many: what is missing is made up with neutral packs.
+
+    ``multiple_of``: packs in a forward pass; with more than one rank, their number is a multiple.
+    """
+    shares = share_among(
+        *(samples, world),
+        pack_length=pack_length,
+        share_prompts=share_prompts,
+        balance=balance,
+    )
+    packs = [
+        pack_samples(share, pack_length, share_prompts=share_prompts, balance=balance)
+        for share in shares
+    ]
+    return even_out(packs, multiple_of=multiple_of)
+
+
+def share_packs(
+    packs: Sequence[Pack], world: int, *, balance: float | None = None, multiple_of: int = 1
+) -> list[list[Pack]]:
+    """Finished packs over ranks, equally many each and nearly equal work; neutral ones at the end.
+
+    The dearest pack goes first, to the rank with least work among those with room; on each rank
+    packs stand in the order given.
+    """
+    most = -(-len(packs) // world)
+    costs = [_pack_cost(pack, balance) for pack in packs]
+    shares: list[list[int]] = [[] for _ in range(world)]
+    work = [0.0] * world
+    for i in sorted(range(len(packs)), key=lambda i: (-costs[i], i)):
+        rank = min((r for r in range(world) if len(shares[r]) < most), key=lambda r: (work[r], r))
+        shares[rank].append(i)
+        work[rank] += costs[i]
+    return even_out(
+        [[packs[i] for i in sorted(share)] for share in shares], multiple_of=multiple_of
+    )
+
+
+def even_out(shares: Sequence[Sequence[Pack]], *, multiple_of: int) -> list[list[Pack]]:
+    """The same packs, and neutral ones until every rank has as many as the others.
+
+    A single rank waits for nobody: it gets a neutral pack only where it has nothing at all.
+    """
+    most = max([1, *map(len, shares)])
+    if len(shares) > 1:
+        most = -(-most // multiple_of) * multiple_of
+    return [[*share, *(neutral_pack() for _ in range(most - len(share)))] for share in shares]
+
+
+def neutral_pack() -> Pack:
+    """A pack without targets: it goes through the model, and its loss and gradients are zero."""
+    return build_pack([[Sample((), (0, 0), (False, False))]])
+
+
+def _deal(pieces: Sequence[_Piece], world: int) -> list[list[_Piece]]:
+    """Dearest first, each to the rank with least work (ties: earlier piece, lower rank)."""
+    dealt: list[list[_Piece]] = [[] for _ in range(world)]
+    work = [0.0] * world
+    for piece in sorted(pieces, key=lambda p: (-p.cost, p.places)):
+        rank = min(range(world), key=lambda r: (work[r], r))
+        dealt[rank].append(piece)
+        work[rank] += piece.cost
+    return dealt
+
+
+def _work(share: Sequence[_Piece]) -> float:
+    return sum(piece.cost for piece in share)
+
+
+def _uneven(dealt: Sequence[Sequence[_Piece]]) -> bool:
+    work = [_work(share) for share in dealt]
+    return max(work) > UNEVEN * sum(work) / len(work)
+
+
+def _pack_cost(pack: Pack, balance: float | None) -> float:
+    """Each unit as a row of its own, which is about what :func:`collate` makes of it."""
+    return sum(row_cost(len(list(unit)), balance) for _, unit in groupby(pack.unit_L))

@@ -1,0 +1,451 @@
+"""Rollouts with advantages to new weights.
+
+In order of reading: ``losses`` (the formulas, per token), ``step_batches`` (the batches of one
+optimiser step on this rank), ``grpo_update`` (one step of GRPO).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import torch
+
+from refiner_core.contract.config import GrpoConfig
+from refiner_core.training.batches import (
+    Batch,
+    Pack,
+    Sample,
+    collate,
+    packs_of_ranks,
+    permutation,
+    to_device,
+)
+from refiner_core.training.engines.protocol import Engine, Scorer
+from refiner_core.training.rollouts.rollout import TrainSample
+from refiner_core.training.steps.health import HealthMonitor
+
+Aggregation = Literal["token", "sequence", "constant"]
+KlEstimator = Literal["kl1", "kl2", "kl3", "kl4"]
+KL_NAMES: tuple[KlEstimator, ...] = ("kl1", "kl2", "kl3", "kl4")
+
+#: Log-ratios beyond this are cut: exp(40) is as good as infinite, and exp(89) overflows float32.
+MAX_LOG_RATIO = 40.0
+
+
+def kl_estimates(
+    logprob_T: torch.Tensor, reference_T: torch.Tensor, ratio_T: torch.Tensor
+) -> dict[KlEstimator, torch.Tensor]:
+    """Per-token estimates of KL(policy || reference), d = clamp(logprob - reference, +-40).
+
+    kl1 = d; kl2 = d^2 / 2; kl3 = expm1(-d) + d (Schulman, "Approximating KL divergence", 2020);
+    kl4 = ratio * d, with the policy's importance ratio.
+    """
+    d = (logprob_T - reference_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {"kl1": d, "kl2": d.square() / 2, "kl3": torch.expm1(-d) + d, "kl4": ratio_T * d}
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """Per-token parts of the clipped objective: loss, ratio, and whether the clip decided."""
+
+    loss_T: torch.Tensor
+    ratio_T: torch.Tensor
+    clipped_T: torch.Tensor
+
+
+def policy_terms(
+    logprob_T: torch.Tensor,
+    old_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+) -> PolicyTerms:
+    """max(-A r, -A clamp(r, 1 - lower, 1 + higher)), r = exp(logprob - old).
+
+    Schulman et al. 2017 (PPO), eq. 7, with the asymmetric clip of DAPO (Yu et al. 2025).
+    """
+    log_ratio = (logprob_T - old_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    plain = -advantage_T * ratio
+    clipped = -advantage_T * ratio.clamp(1.0 - clip_lower, 1.0 + clip_higher)
+    return PolicyTerms(torch.maximum(plain, clipped), ratio, (clipped > plain).detach())
+
+
+def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
+    """min(exp(old - sampler), cap): how much likelier the trainer holds a token than its sampler.
+
+    Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you
+    off-policy RL training"). A ``cap`` of 0 turns it off (all ones). Carries no gradient.
+    """
+    if cap <= 0:
+        return torch.ones_like(old_T)
+    log_ratio = (old_T - sampler_T).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp().clamp(max=cap)
+
+
+def token_weights(
+    loss_tokens: Sequence[int], aggregation: Aggregation, *, constant: float = 0.0
+) -> list[float]:
+    """Weight of each loss token of each sample of one optimiser step.
+
+    ``token``: mean over all tokens of the step; ``sequence``: mean per sample, then over samples
+    that have loss tokens; ``constant``: sum over a fixed denominator (``constant``).
+    """
+    if aggregation == "token":
+        total = sum(loss_tokens)
+        return [1.0 / total if total else 0.0] * len(loss_tokens)
+    if aggregation == "sequence":
+        samples = sum(1 for n in loss_tokens if n)
+        return [1.0 / (n * samples) if n else 0.0 for n in loss_tokens]
+    if constant <= 0:
+        raise ValueError("constant aggregation needs a positive denominator")
+    return [1.0 / constant] * len(loss_tokens)
+
+
+#: Bytes of batches that are kept for the next pass.
+KEPT_BYTES = 256 << 20
+
+
+class StepBatches:
+    """Iterates over this rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
+
+    def __init__(
+        self, engine: Engine, samples: Sequence[Sample], pack_length: int, per_pass: int
+    ) -> None:
+        self.engine = engine
+        every = packs_of_ranks(
+            *(samples, engine.ranks.world),
+            pack_length=pack_length,
+            share_prompts=engine.share_prompts,
+            balance=engine.balance,
+            multiple_of=per_pass,
+        )
+        self.packs = sum(1 for packs in every for pack in packs if pack.source_T)
+        mine = every[engine.ranks.rank]
+        self._parts = [mine[i : i + per_pass] for i in range(0, len(mine), per_pass)]
+        self._kept: list[Batch] = []
+        self._room = KEPT_BYTES
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i, packs in enumerate(self._parts):
+            if i < len(self._kept):
+                yield self._kept[i]
+                continue
+            batch = self._collated(packs)
+            self._room -= _bytes(batch)
+            if self._room >= 0:
+                self._kept.append(batch)
+            yield batch
+
+    def merged(self, flat_F: torch.Tensor) -> torch.Tensor:
+        """Flat values that every rank has for its own targets, put together on all of them."""
+        at = torch.cat([batch.flat_T for batch in self]).cpu().numpy()
+        parts = self.engine.ranks.gather((at, flat_F.cpu().numpy()[at]))
+        whole = None
+        if parts is not None:
+            whole = np.zeros(len(flat_F), dtype=np.float32)
+            for places, values in parts:
+                whole[places] = values
+        return torch.from_numpy(self.engine.ranks.broadcast(whole)).to(flat_F.device)
+
+    def _collated(self, packs: Sequence[Pack]) -> Batch:
+        batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
+        return to_device(batch, self.engine.device)
+
+
+def _bytes(batch: Batch) -> int:
+    tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """Flat (F,) values of a step. ``old_F`` is None where the policy has not moved since."""
+
+    advantage_F: torch.Tensor
+    sampler_F: torch.Tensor
+    old_F: torch.Tensor | None = None
+    reference_F: torch.Tensor | None = None
+
+
+class GrpoUpdate:
+    """Turns the rollouts of a step into optimiser steps.
+
+    ``reference`` is the frozen initial model, or None where ``beta`` is 0. ``health`` is asked
+    before each optimiser step; ``moved`` counts those that the last :meth:`run` has made.
+    ``longest``: most tokens that a rollout can have sampled, which the constant denominator counts
+    with; ``response_length`` where it is None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        reference: Scorer | None,
+        grpo: GrpoConfig,
+        seed: int,
+        health: HealthMonitor | None = None,
+        longest: int | None = None,
+    ) -> None:
+        self.engine, self.reference = engine, reference
+        self.grpo, self.seed = grpo, seed
+        self.longest = longest or grpo.response_length
+        first = engine.ranks.rank == 0
+        self.health = health or HealthMonitor(grpo.health, "grpo", says=first)
+        self.moved = 0
+        # Otherwise a warning is all that can follow, and the norm need not be computed twice.
+        self._ask_first = {"skip", "stop"} & {
+            grpo.health.loss_spike,
+            grpo.health.entropy_collapse,
+            grpo.health.kl_blow_up,
+        }
+
+    def run(
+        self, train_samples: Sequence[TrainSample], *, step: int, factor: float
+    ) -> dict[str, float]:
+        """All mini-batches and epochs over one batch of rollouts.
+
+        ``factor`` scales the peak learning rate. Returns metrics averaged over loss tokens
+        (estimators, ratios) or over optimiser steps (losses).
+
+        Raises
+        ------
+        NotFiniteError
+            If a loss or gradient norm is not finite; HealthStop if another check says `stop`.
+        """
+        grpo = self.grpo
+        self.moved = 0
+        samples, tokens = _placed(train_samples)
+        whole = self._batches(samples)
+        buffers = self._buffers(train_samples, whole, tokens)
+        totals = _Totals()
+        for epoch in range(grpo.num_epochs):
+            if grpo.num_mini_batches == 1:
+                self._optimizer_step(samples, whole, buffers, step, factor, totals)
+                continue
+            for chosen in self._mini_batches(train_samples, samples, step, epoch):
+                batches = self._batches(chosen)
+                self._optimizer_step(chosen, batches, buffers, step, factor, totals)
+        return totals.metrics(len(train_samples), self.moved)
+
+    def _buffers(
+        self, train_samples: Sequence[TrainSample], whole: StepBatches, tokens: int
+    ) -> _Buffers:
+        advantages = np.concatenate([_advantages(sample) for sample in train_samples])
+        sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
+        device = self.engine.device
+        sampler_F = torch.tensor(sampler, dtype=torch.float32, device=device)
+        moves = self.grpo.num_mini_batches * self.grpo.num_epochs > 1
+        old_F, reference_F = None, None
+        if self.grpo.old_logprobs == "sampler":
+            old_F = sampler_F
+        elif moves:  # with a single optimiser step the policy is its own old one: ratio exactly 1
+            old_F = self._score(self.engine, whole, tokens)
+        if self.reference is not None:
+            reference_F = self._score(self.reference, whole, tokens)
+        if self.engine.ranks.world > 1 and moves:  # packs are shared out anew: all need all
+            if self.grpo.old_logprobs == "recomputed" and old_F is not None:
+                old_F = whole.merged(old_F)
+            if reference_F is not None:
+                reference_F = whole.merged(reference_F)
+        return _Buffers(
+            advantage_F=torch.tensor(advantages, dtype=torch.float32, device=device),
+            sampler_F=sampler_F,
+            old_F=old_F,
+            reference_F=reference_F,
+        )
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _score(self, scorer: Engine | Scorer, batches: StepBatches, tokens: int) -> torch.Tensor:
+        """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
+        flat_F = torch.zeros(tokens, device=self.engine.device)
+        for batch in batches:
+            scores = scorer.score(batch, temperature=self.grpo.temperature)
+            flat_F[batch.flat_T] = scores.logprob_T
+        return flat_F
+
+    def _batches(self, samples: Sequence[Sample]) -> StepBatches:
+        grpo = self.grpo
+        return StepBatches(self.engine, samples, grpo.pack_length, grpo.per_device_train_batch_size)
+
+    def _mini_batches(
+        self, train_samples: Sequence[TrainSample], samples: Sequence[Sample], step: int, epoch: int
+    ) -> Iterator[list[Sample]]:
+        """Whole groups, shuffled; never an empty mini-batch."""
+        parts = self.grpo.num_mini_batches
+        pairs = zip(train_samples, samples, strict=True)
+        groups = [
+            [sample for _, sample in group]
+            for _, group in groupby(pairs, key=lambda pair: (pair[0].group, pair[0].prompt_ids))
+        ]
+        order = permutation(len(groups), self.seed, "mini_batches", step, epoch)
+        for part in range(parts):
+            chosen = [sample for i in order[part::parts] for sample in groups[i]]
+            if chosen:
+                yield chosen
+
+    def _optimizer_step(
+        self,
+        samples: Sequence[Sample],
+        batches: StepBatches,
+        buffers: _Buffers,
+        step: int,
+        factor: float,
+        totals: _Totals,
+    ) -> None:
+        weight_F = self._weights(samples, buffers)
+        sums = _Sums()
+        for batch in batches:
+            self._backward(batch, buffers, weight_F, sums)
+        found = sums.over(self.engine)
+        norm, made = self._step(found, factor)
+        self.moved += made
+        if math.isfinite(found["loss/total_avg"]) and math.isfinite(norm):
+            totals.add(found, norm, batches.packs)
+
+    def _step(self, found: dict[str, float], factor: float) -> tuple[float, bool]:
+        """The optimiser step, if health lets it be made; the norm, and whether it was made."""
+        loss, tokens = found["loss/total_avg"], found["tokens"]
+        entropy = found["policy/entropy_avg"] / tokens if tokens else None
+        kl = found["objective/kl3_avg"] / tokens if "objective/kl3_avg" in found else None
+        finite = all(math.isfinite(value) for value in (loss, entropy or 0.0, kl or 0.0))
+        if self._ask_first or not finite:
+            norm = self.engine.gradient_norm()
+            if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):
+                self.engine.drop()
+                return norm, False
+            return self.engine.step(factor), True
+        norm = self.engine.step(factor)  # one that is not finite changes nothing
+        skipped = self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl)
+        return norm, not skipped
+
+    def _weights(self, samples: Sequence[Sample], buffers: _Buffers) -> torch.Tensor:
+        grpo = self.grpo
+        rollouts = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
+        weights = token_weights(
+            [sum(sample.loss_mask) for sample in samples],
+            grpo.loss_aggregation,
+            constant=rollouts * self.longest / grpo.num_mini_batches,
+        )
+        weight_F = torch.zeros_like(buffers.advantage_F)
+        for sample, weight in zip(samples, weights, strict=True):
+            weight_F[sample.start : sample.start + len(sample.response_ids)] = weight
+        return weight_F
+
+    def _backward(
+        self, batch: Batch, buffers: _Buffers, weight_F: torch.Tensor, sums: _Sums
+    ) -> None:
+        """Gradients of one batch's share of the loss; adds its parts to the sums."""
+        grpo, at = self.grpo, batch.flat_T
+        mode: Literal["loss", "metric"] = "loss" if grpo.entropy_coefficient else "metric"
+        scores = self.engine.score(batch, temperature=grpo.temperature, entropy=mode)
+        logprob_T = scores.logprob_T
+        old_T = logprob_T.detach() if buffers.old_F is None else buffers.old_F[at]
+        sampler_T = buffers.sampler_F[at]
+        if grpo.old_logprobs == "sampler":
+            # What was appended instead of sampled has nothing to be held against.
+            old_T = sampler_T = torch.where(old_T.isnan(), logprob_T.detach(), old_T)
+            importance_T = torch.ones_like(old_T)
+            gap_T = (logprob_T.detach() - sampler_T).abs()
+        else:
+            sampler_T = torch.where(sampler_T.isnan(), old_T, sampler_T)
+            cap = grpo.truncated_importance_sampling_ratio_cap
+            importance_T = importance_weights(old_T, sampler_T, cap)
+            gap_T = (old_T - sampler_T).abs()
+        terms = policy_terms(
+            logprob_T,
+            old_T,
+            buffers.advantage_F[at],
+            clip_lower=grpo.clip_lower,
+            clip_higher=grpo.clip_higher,
+        )
+        weight_T = weight_F[at]
+        policy = (weight_T * importance_T * terms.loss_T).sum()
+        entropy = (weight_T * scores.entropy_T).sum()
+        total = policy - grpo.entropy_coefficient * entropy
+        sums.add("loss/policy_avg", policy)
+        if buffers.reference_F is not None:
+            estimates = kl_estimates(logprob_T, buffers.reference_F[at], terms.ratio_T)
+            kl = grpo.beta * (weight_T * estimates[grpo.kl_estimator]).sum()
+            total = total + kl
+            sums.add("loss/kl_avg", kl)
+            for name in KL_NAMES:
+                sums.add(f"objective/{name}_avg", estimates[name])
+        self.engine.backward(total)
+        sums.tokens += len(at)
+        sums.add("policy/entropy_avg", scores.entropy_T)
+        sums.add("policy/clipfrac_avg", terms.clipped_T)
+        sums.add("val/ratio", terms.ratio_T)
+        sums.add("val/importance_weight", importance_T)
+        sums.add("val/sampler_logprob_gap", gap_T)
+        sums.add("loss/total_avg", total)
+
+
+class _Sums:
+    """Sums over the batches of one optimiser step, in double precision, where the tensors are."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        value = values.detach().double().sum()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over(self, engine: Engine) -> dict[str, float]:
+        """The sums over all ranks, and ``tokens``."""
+        mine = torch.stack(list(self._sums.values())).tolist()
+        sums = engine.ranks.add([float(self.tokens), *mine])
+        return dict(zip(("tokens", *self._sums), sums, strict=True))
+
+
+class _Totals:
+    """Sums over the optimiser steps of one step."""
+
+    def __init__(self) -> None:
+        self.packs = self.updates = 0
+        self._sums: dict[str, float] = defaultdict(float)
+
+    def add(self, found: dict[str, float], norm: float, packs: int) -> None:
+        self.updates += 1
+        self.packs += packs
+        for name, value in {**found, "grad_norm": norm}.items():
+            self._sums[name] += value
+
+    def metrics(self, samples: int, moved: int) -> dict[str, float]:
+        sums = dict(self._sums)
+        tokens = sums.pop("tokens", 0.0)
+        out: dict[str, float] = {}
+        for name, value in sums.items():
+            count = self.updates if name.startswith(("loss/", "grad_norm")) else tokens
+            if count:
+                out[name] = value / count
+        return {**out, "optimizer_steps": moved, "packed_ratio": self.packs / samples}
+
+
+def _placed(train_samples: Sequence[TrainSample]) -> tuple[list[Sample], int]:
+    """Samples with their places in the flat buffers, and how long those are."""
+    samples, start = [], 0
+    for sample in train_samples:
+        tokens, mask = sample.response_ids, sample.loss_mask
+        mask = (True,) * len(tokens) if mask is None else mask
+        samples.append(Sample(sample.prompt_ids, tokens, mask, start))
+        start += len(tokens)
+    return samples, start
+
+
+def _advantages(sample: TrainSample) -> np.ndarray:
+    """One per response token."""
+    if sample.advantages is None:
+        return np.full(len(sample.response_ids), sample.advantage)
+    if len(sample.advantages) != len(sample.response_ids):
+        raise ValueError(
+            f"{len(sample.response_ids)} response tokens, but {len(sample.advantages)} advantages"
+        )
+    return np.array(sample.advantages)
