@@ -62,13 +62,12 @@ class ClassRule(NamedTuple):
 
     ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
     the world has to change first and the same command then goes on, ``failed`` where somebody
-    should look. ``seen_as`` says by what it is recognised.
+    should look.
     """
 
     remedy: Remedy
     exit_code: int
     exhausted: ViewState
-    seen_as: str
 
     @property
     def decision(self) -> Decision:
@@ -83,80 +82,33 @@ class ClassRule(NamedTuple):
         return self.remedy == "resume elsewhere"
 
 
+#: By what each is recognised stands in the table of `infra/README.md`.
 CLASSES: dict[FailureClass, ClassRule] = {
-    "none": ClassRule("nothing", 0, "failed", "it finished"),
-    "interrupted": ClassRule(
-        "resume", 6, "interrupted", "SIGTERM or SIGINT that this call, or nobody known, has sent"
-    ),
-    "cancelled": ClassRule("stop", 6, "interrupted", "`refiner cancel`; Slurm CANCELLED"),
-    "preempted": ClassRule(
-        "resume", 6, "interrupted", "Slurm PREEMPTED, PreemptTime, or a requeue with no goodbye"
-    ),
-    "time_limit": ClassRule(
-        "resume", 6, "interrupted", "Slurm TIMEOUT or DEADLINE, or its signal ahead of the limit"
-    ),
-    "node_failure": ClassRule("resume elsewhere", 1, "failed", "Slurm NODE_FAIL"),
-    "launch_failure": ClassRule(
-        "pause, then resume",
-        1,
-        "failed",
-        "Slurm BOOT_FAIL, `launch failed requeued held`, exit code 0:53; refused by sbatch",
-    ),
-    "system_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "no Slurm controller for sbatch; EIO, ESTALE or EROFS of the file system",
-    ),
-    "killed": ClassRule("resume", 1, "failed", "the process is gone and left no word"),
-    "out_of_memory": ClassRule(
-        "resume", 1, "failed", "Slurm OUT_OF_MEMORY (job or step); MemoryError"
-    ),
-    "gpu_out_of_memory": ClassRule("resume", 1, "failed", "torch OutOfMemoryError; cuBLAS alloc"),
-    "gpu_error": ClassRule(
-        "resume elsewhere", 1, "failed", "CUDA, cuDNN, NCCL or ECC error in the traceback"
-    ),
-    "disk_full": ClassRule(
-        "make room, then resume",
-        5,
-        "interrupted",
-        "EDQUOT or ENOSPC by number, text or a probe; silence of who had no room",
-    ),
-    "hung": ClassRule("resume", 1, "failed", "no heartbeat, or a heartbeat without progress"),
-    "judge_outage": ClassRule(
-        "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
-    ),
-    "judge_unusable": ClassRule(
-        "resume", 7, "failed", "JudgeUnusable: most of the failed judgements were answered"
-    ),
-    "environment_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "EnvironmentOutage: tools or the user failed in too many episodes",
-    ),
-    "hub_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "HubOutage: no network, 5xx or 429 for longer than `publish.patience_s`",
-    ),
-    "hub_refused": ClassRule(
-        "stop", 9, "interrupted", "HubRefused: 401, 403, a taken name, a full storage"
-    ),
-    "not_finite": ClassRule("stop", 1, "failed", "NaN or infinity in loss, norm or reward"),
-    "unhealthy": ClassRule(
-        "stop", 1, "failed", "HealthStop: a health check whose policy is `stop`"
-    ),
-    "bad_configuration": ClassRule("stop", 2, "failed", "ConfigurationError; exit code 2"),
-    "bad_data": ClassRule("stop", 3, "failed", "DataError; exit code 3"),
-    "unsupported": ClassRule("stop", 8, "failed", "UnsupportedError; exit code 8"),
-    "bug": ClassRule(
-        "resume",
-        70,
-        "failed",
-        "any other exception; before the first step, or the same traceback twice at one step: stop",
-    ),
+    "none": ClassRule("nothing", 0, "failed"),
+    "interrupted": ClassRule("resume", 6, "interrupted"),
+    "cancelled": ClassRule("stop", 6, "interrupted"),
+    "preempted": ClassRule("resume", 6, "interrupted"),
+    "time_limit": ClassRule("resume", 6, "interrupted"),
+    "node_failure": ClassRule("resume elsewhere", 1, "failed"),
+    "launch_failure": ClassRule("pause, then resume", 1, "failed"),
+    "system_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "killed": ClassRule("resume", 1, "failed"),
+    "out_of_memory": ClassRule("resume", 1, "failed"),
+    "gpu_out_of_memory": ClassRule("resume", 1, "failed"),
+    "gpu_error": ClassRule("resume elsewhere", 1, "failed"),
+    "disk_full": ClassRule("make room, then resume", 5, "interrupted"),
+    "hung": ClassRule("resume", 1, "failed"),
+    "judge_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "judge_unusable": ClassRule("resume", 7, "failed"),
+    "environment_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_refused": ClassRule("stop", 9, "interrupted"),
+    "not_finite": ClassRule("stop", 1, "failed"),
+    "unhealthy": ClassRule("stop", 1, "failed"),
+    "bad_configuration": ClassRule("stop", 2, "failed"),
+    "bad_data": ClassRule("stop", 3, "failed"),
+    "unsupported": ClassRule("stop", 8, "failed"),
+    "bug": ClassRule("resume", 70, "failed"),
 }
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (NoSpaceError, "disk_full"),
@@ -190,23 +142,35 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 #: A file system that fails over is read-only, or answers nothing, for a while.
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)
-_AWAY_TEXTS = (
-    *("input/output error", "stale file handle", "read-only file system"),
-    *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
-)
 #: Errors that another attempt can only repeat, however far this one had come.
 _STATIC = (ImportError, SyntaxError, NameError)
-_GPU_MEMORY = (
-    *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
-    *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+#: In the order in which they are looked for.
+_BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
+    (
+        "gpu_out_of_memory",
+        (
+            *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
+            *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+        ),
+    ),
+    (
+        "gpu_error",
+        (
+            *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
+            *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
+            *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
+            *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
+        ),
+    ),
+    (
+        "system_outage",
+        (
+            *("input/output error", "stale file handle", "read-only file system"),
+            *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
+        ),
+    ),
+    ("out_of_memory", ("out of memory", "can't allocate memory", "cannot allocate memory")),
 )
-_GPU_ERROR = (
-    *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
-    *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
-    *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
-    *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
-)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
 
@@ -231,8 +195,18 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     if isinstance(error, OSError) and error.errno in _AWAY:
         return outcome_of("system_outage", _message(error))
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
-        return Outcome("bug", "stop", _message(_not_allowed(error)), WorkspaceError.exit_code)
-    if spoken := _by_text(error):
+        error = WorkspaceError(
+            f"The system refused: {error.strerror or error}: "
+            f"{error.filename or '(it names no file)'}.",
+            expected="to be allowed to read and write there",
+            fix="correct the permissions, or name another place, and run the same command again",
+        )
+        return Outcome("bug", "stop", _message(error), WorkspaceError.exit_code)
+    # What libraries say only in words: by the name of the class, and by the message.
+    named: FailureClass | None = (
+        "gpu_out_of_memory" if type(error).__name__ == "OutOfMemoryError" else None
+    )
+    if spoken := named or class_of_text(str(error)):
         return outcome_of(spoken, _message(error))
     if isinstance(error, ScriptFailed):
         return outcome_of("bug", _message(error), error.exit_code)
@@ -251,25 +225,12 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno is not None
 
 
-def _by_text(error: BaseException) -> FailureClass | None:
-    """What libraries say only in words: by the name of the class, and by the message."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return "gpu_out_of_memory"
-    return class_of_text(str(error))
-
-
 def class_of_text(text: str) -> FailureClass | None:
     """The class that an error message speaks of, in whatever program; None if of none."""
     lowered = text.lower()
     if says_no_space(lowered):
         return "disk_full"
-    if any(t in lowered for t in _GPU_MEMORY):
-        return "gpu_out_of_memory"
-    if any(t in lowered for t in _GPU_ERROR):
-        return "gpu_error"
-    if any(t in lowered for t in _AWAY_TEXTS):
-        return "system_outage"
-    return "out_of_memory" if any(t in lowered for t in _OUT_OF_MEMORY) else None
+    return next((kind for kind, texts in _BY_TEXT if any(t in lowered for t in texts)), None)
 
 
 def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcome:
@@ -332,7 +293,10 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
     outcome = attempts[-1].outcome
     if outcome is None:
         return True
-    if outcome.failure == "bug" and any(_same_bug(outcome, a.outcome) for a in attempts[:-1]):
+    known = outcome.failure == "bug" and bool(outcome.signature)
+    earlier = (a.outcome for a in attempts[:-1] if a.outcome and a.outcome.failure == "bug")
+    bug = (outcome.step, outcome.signature)
+    if known and any((o.step, o.signature) == bug for o in earlier):
         return False
     # A stop that nobody here asked for is as good as a kill.
     budget = getattr(retries, outcome.failure, retries.killed)
@@ -342,23 +306,6 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
     else:
         spent = without_progress(attempts, outcome.failure)
     return budget < 0 or spent <= budget
-
-
-def _same_bug(one: Outcome, other: Outcome | None) -> bool:
-    return (
-        other is not None
-        and other.failure == "bug"
-        and (one.step, one.signature) == (other.step, other.signature)
-        and bool(one.signature)
-    )
-
-
-def _not_allowed(error: OSError) -> WorkspaceError:
-    return WorkspaceError(
-        f"The system refused: {error.strerror or error}: {error.filename or '(it names no file)'}.",
-        expected="to be allowed to read and write there",
-        fix="correct the permissions, or name another place, and run the same command again",
-    )
 
 
 def classify_silent_end(started: bool, printed: str, exit_code: int | None = None) -> Outcome:

@@ -23,7 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from infra.host.processes import environment
 from infra.slurm.states import JobFacts, facts_of, facts_of_accounts
@@ -91,38 +91,8 @@ class Accounts:
     rows: tuple[Row, ...] = ()
 
 
-class SlurmCommands(Protocol):
-    """What is asked of a scheduler; every method may raise :class:`SlurmUnavailable`."""
-
-    def queue(self, users: Iterable[str]) -> list[Row]:
-        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
-        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
-        ...
-
-    def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """What the controller still knows of these jobs, over or not, some minutes long: as above,
-        and ``restarts``, ``exit_code``, ``preempted_at``."""
-        ...
-
-    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
-        """What accounting knows of jobs and their steps, by id or by name."""
-        ...
-
-    def cancel(self, job_id: str) -> None:
-        """End a job; one that is over already is no error."""
-        ...
-
-    def signal(self, job_id: str, name: str) -> bool:
-        """Send a signal to the processes of a running job's steps; False if it runs none."""
-        ...
-
-    def release(self, job_id: str) -> None:
-        """Let a held job start."""
-        ...
-
-
 class RealSlurm:
-    """The commands of this machine; see :class:`SlurmCommands`.
+    """The commands of this machine; every method may raise :class:`SlurmUnavailable`.
 
     Raises
     ------
@@ -132,77 +102,75 @@ class RealSlurm:
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
-        self._accounting = _found("sacct")
-        absent = [c for c in ("sbatch", "srun", "squeue", "scontrol", "scancel") if not _found(c)]
+        needed = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+        absent = [f"`{command}`" for command in needed if shutil.which(command) is None]
         if absent:
             raise UnsupportedError(
-                f"This machine has no {', '.join(f'`{c}`' for c in absent)}",
+                f"This machine has no {', '.join(absent)}",
                 expected="Slurm's commands on PATH, as on a login node",
                 fix="run refiner on a login node of the cluster, or set dispatch.executor=local",
             )
 
     def queue(self, users: Iterable[str]) -> list[Row]:
-        """Live jobs; see :class:`SlurmCommands`."""
-        printed = self._answer(
+        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
+        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
+        done = self._run(
             *("squeue", "--noheader", "--array", "--all", f"--user={','.join(sorted(users))}"),
             f"--format={_PART.join(_QUEUE.values())}",
         )
-        return _rows(printed, _QUEUE)
+        return _rows(done.stdout, _QUEUE)
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """Jobs that the controller remembers; see :class:`SlurmCommands`."""
+        """What the controller still knows of these jobs, over or not, some minutes long: as above,
+        and ``restarts``, ``exit_code``, ``preempted_at``."""
         # `scontrol` takes one id, or prints all jobs.
         one = ids[:1] if len(ids) == 1 and not names else ()
-        code, printed, said = self._run("scontrol", "--oneliner", "show", "job", *one)
-        if code and not _NO_JOB.search(said):
-            raise _unavailable("scontrol", said)
-        found = (_control_row(line) for line in printed.splitlines() if line.startswith("JobId="))
+        done = self._run("scontrol", "--oneliner", "show", "job", *one, passing=_NO_JOB)
+        lines = (line for line in done.stdout.splitlines() if line.startswith("JobId="))
+        found = map(_control_row, lines)
         wanted_ids, wanted_names = set(ids), set(names)
         return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
 
     def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
-        """What sacct prints; see :class:`SlurmCommands`."""
-        if not self._accounting:
+        """What accounting knows of jobs and their steps, by id or by name."""
+        if shutil.which("sacct") is None:
             return Accounts(False)
         rows: list[Row] = []
-        for select in _selections(ids, names):
-            code, printed, said = self._run(
+        # In commands of a length that every system takes.
+        parts = [("jobs", ids[n : n + 500]) for n in range(0, len(ids), 500)]
+        parts += [("name", names[n : n + 500]) for n in range(0, len(names), 500)]
+        for option, part in parts:
+            done = self._run(
                 *("sacct", "--noheader", "--parsable2", f"--delimiter={_PART}", "--allusers"),
-                *(f"--format={','.join(_ACCOUNT.values())}", *select),
+                f"--format={','.join(_ACCOUNT.values())}",
+                f"--{option}={','.join(part)}",
+                *([f"--starttime={_SINCE}"] if option == "name" else []),
+                passing=_NO_ACCOUNTING,
             )
-            if code and _NO_ACCOUNTING.search(said):
+            if done.returncode:
                 return Accounts(False)
-            if code:
-                raise _unavailable("sacct", said)
-            rows += _rows(printed, _ACCOUNT)
+            rows += _rows(done.stdout, _ACCOUNT)
         return Accounts(True, tuple(rows))
 
     def cancel(self, job_id: str) -> None:
-        """``scancel``."""
-        code, _, said = self._run("scancel", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scancel", said)
+        """End a job; one that is over already is no error."""
+        self._run("scancel", job_id, passing=_NOT_THERE)
 
     def signal(self, job_id: str, name: str) -> bool:
-        """``scancel --signal``: to the steps, not to the batch script."""
-        code, _, said = self._run("scancel", "--verbose", f"--signal={name}", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scancel", said)
-        return code == 0 and not _NOT_THERE.search(said)
+        """Send a signal to the processes of a running job's steps, not to the batch script; False
+        if it runs none."""
+        command = ("scancel", "--verbose", f"--signal={name}", job_id)
+        done = self._run(*command, passing=_NOT_THERE)
+        return done.returncode == 0 and not _NOT_THERE.search(done.stderr)
 
     def release(self, job_id: str) -> None:
-        """``scontrol release``."""
-        code, _, said = self._run("scontrol", "release", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scontrol", said)
+        """Let a held job start."""
+        self._run("scontrol", "release", job_id, passing=_NOT_THERE)
 
-    def _answer(self, *command: str) -> str:
-        code, printed, said = self._run(*command)
-        if code:
-            raise _unavailable(command[0], said)
-        return printed
-
-    def _run(self, *command: str) -> tuple[int, str, str]:
+    def _run(
+        self, *command: str, passing: re.Pattern[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command; a failure that says what is ``passing`` is none."""
         # Site settings of these would change what is printed.
         prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
         env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
@@ -221,11 +189,9 @@ class RealSlurm:
             raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
         except OSError as error:  # not there for a moment, or no more processes may be started
             raise _unavailable(command[0], str(error)) from error
-        return done.returncode, done.stdout, done.stderr.strip()
-
-
-def _found(command: str) -> bool:
-    return shutil.which(command) is not None
+        if done.returncode and not (passing and passing.search(done.stderr)):
+            raise _unavailable(command[0], done.stderr.strip())
+        return done
 
 
 def _unavailable(command: str, said: str) -> SlurmUnavailable:
@@ -256,14 +222,6 @@ def _control_row(line: str) -> Row:
     row["user"] = row["user"].rpartition("(")[2].rstrip(")") if one else ""
     row["id"] = f"{array}_{index}" if array and index else row["raw_id"]
     return row
-
-
-def _selections(ids: Sequence[str], names: Sequence[str]) -> Iterable[list[str]]:
-    """Arguments of `sacct`, in commands of a length that every system takes."""
-    for start in range(0, len(ids), 500):
-        yield [f"--jobs={','.join(ids[start : start + 500])}"]
-    for start in range(0, len(names), 500):
-        yield [f"--name={','.join(names[start : start + 500])}", f"--starttime={_SINCE}"]
 
 
 log = logging.getLogger(__name__)
@@ -327,7 +285,7 @@ class SchedulerView:
 
     def __init__(
         self,
-        commands: SlurmCommands,
+        commands: RealSlurm,
         poll_s: float = 10.0,
         *,
         patience: Patience | None = None,
@@ -379,7 +337,7 @@ class SchedulerView:
     def _in_queue(self, wanted: Wanted) -> JobFacts | None:
         if wanted.job_id is not None:
             return self._live.get(wanted.job_id)
-        return _one_of(self._by_name.get(wanted.name, ()), wanted)
+        return _pick(self._by_name.get(wanted.name, ()), wanted)
 
     # ------------------------------------------------------------ one round of queries
 
@@ -395,31 +353,26 @@ class SchedulerView:
             self._new.clear()
             self._ask_for_the_rest(wanted)
         except SlurmUnavailable as error:
-            self._pause(error)
+            self._failures += 1
+            pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
+            self._next_at = self._clock() + pause
+            if self._failures == 1:
+                log.warning("%s Jobs go on; how they are is not known until it answers.", error)
             return
         if self._failures:
             log.info("Slurm answers again")
         self._failures, self._next_at = 0, asked_at + self._poll_s
 
-    def _pause(self, error: SlurmUnavailable) -> None:
-        self._failures += 1
-        pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
-        self._next_at = self._clock() + pause
-        if self._failures == 1:
-            log.warning("%s Jobs go on; how they are is not known until it answers.", error)
-
     def _ask_for_the_rest(self, wanted: Sequence[Wanted]) -> None:
         """Ended jobs, and those that nobody has noted."""
+        open_ = []
         for w in wanted:
             if self._in_queue(w) is not None:  # an ended job may be put back by hand
                 self._over.pop(w.key, None)
                 self._lost.discard(w.key)
                 self._missing.pop(w.key, None)
-        open_ = [
-            w
-            for w in wanted
-            if self._in_queue(w) is None and w.key not in self._over and w.key not in self._lost
-        ]
+            elif w.key not in self._over and w.key not in self._lost:
+                open_.append(w)
         if not open_:
             return
         ids = [w.job_id for w in open_ if w.job_id is not None]
@@ -466,16 +419,10 @@ class SchedulerView:
 
 
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
-    if wanted.job_id is not None:
-        return next((j for j in jobs if j.job_id == wanted.job_id), None)
-    return _one_of([j for j in jobs if j.name == wanted.name], wanted)
-
-
-def _one_of(jobs: Sequence[JobFacts], wanted: Wanted) -> JobFacts | None:
     """The job itself, or the task of an array. Names are for all to see and to take, so it must be
     a job of the same user."""
-    for job in jobs:
-        _, _, number = job.job_id.partition("_")
-        if job.user == wanted.user and number == ("" if wanted.task is None else str(wanted.task)):
-            return job
-    return None
+    if wanted.job_id is not None:
+        return next((j for j in jobs if j.job_id == wanted.job_id), None)
+    number = "" if wanted.task is None else str(wanted.task)
+    named = (wanted.name, wanted.user, number)
+    return next((j for j in jobs if (j.name, j.user, j.job_id.partition("_")[2]) == named), None)

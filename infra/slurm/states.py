@@ -11,6 +11,7 @@ and last from what the job has printed.
 
 from __future__ import annotations
 
+import contextlib
 import pwd
 import re
 import signal
@@ -219,23 +220,13 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
     printed, and is called for ended jobs only.
     """
     if job.rule.over:
-        return JobSight(
-            "dead",
-            running=False,
-            state=job.state,
-            reason=job.reason,
-            end=end_of(job, started, printed()),
-            facts=job.as_text(),
-            node=job.node,
-        )
-    return JobSight(
-        "live",
-        running=job.rule.running,
-        state=job.state,
-        reason=waiting_for(job),
-        held=bool(_LAUNCH_HELD.search(job.reason)),
-        node=job.node,
-    )
+        end, facts = end_of(job, started, printed()), job.as_text()
+        sight = JobSight("dead", running=False, reason=job.reason, end=end, facts=facts)
+    else:
+        held = bool(_LAUNCH_HELD.search(job.reason))
+        running = job.rule.running
+        sight = JobSight("live", running=running, reason=waiting_for(job), held=held)
+    return replace(sight, state=job.state, node=job.node)
 
 
 def waiting_for(job: JobFacts) -> str:
@@ -272,7 +263,12 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
     if job.preempted and job.state != "TIMEOUT":
         return outcome_of("preempted", f"{told}: it had to make room for another job")
     if job.rule.failure == "cancelled":
-        return outcome_of("cancelled", f"{told}: cancelled{_by_whom(job.by)}")
+        whom = "somebody"
+        if job.by:
+            whom = f"user {job.by}"
+            with contextlib.suppress(KeyError, OverflowError):
+                whom = pwd.getpwuid(int(job.by)).pw_name
+        return outcome_of("cancelled", f"{told}: cancelled by {whom}")
     if job.rule.failure is not None:
         return outcome_of(job.rule.failure, f"{told}: it {job.rule.words}")
     return _end_by_trace(job, started, printed, told)
@@ -286,12 +282,8 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
         return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):
         return outcome_of("node_failure", f"{told}: {job.reason}")
-    if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"{told}; it printed as much")
-    silent = classify_silent_end(started, printed)
-    if silent.failure != "killed":
-        return silent
-    return outcome_of("killed", f"{told} ({_ending(*code)}), and the worker left no word")
+    silent = f"{told} ({_ending(*code)}), and the worker left no word"
+    return _end_by_print(started, printed, told, silent)
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
@@ -299,12 +291,15 @@ def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
     if job_id is None:
         why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
         return outcome_of("system_outage", why)
+    silent = f"Slurm does not know job {job_id} any more; it left no word"
+    return _end_by_print(started, printed, f"job {job_id} is gone", silent)
+
+
+def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcome:
     if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"job {job_id} is gone; it printed as much")
-    silent = classify_silent_end(started, printed)
-    if silent.failure != "killed":
-        return silent
-    return outcome_of("killed", f"Slurm does not know job {job_id} any more; it left no word")
+        return outcome_of(spoken, f"{told}; it printed as much")
+    end = classify_silent_end(started, printed)
+    return end if end.failure != "killed" else outcome_of("killed", silent)
 
 
 def printed_end(printed: str) -> FailureClass | None:
@@ -314,21 +309,9 @@ def printed_end(printed: str) -> FailureClass | None:
     return max(hits)[1] if hits else None
 
 
-def _by_whom(number: str) -> str:
-    if not number:
-        return " by somebody"
-    try:
-        return f" by {pwd.getpwuid(int(number)).pw_name}"
-    except (KeyError, OverflowError):
-        return f" by user {number}"
-
-
 def _ending(code: int, number: int) -> str:
     if not number and code > 128:
         number = code - 128
-    if number:
-        try:
-            return f"signal {signal.Signals(number).name}"
-        except ValueError:
-            return f"signal {number}"
-    return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"signal {number}" if number else f"exit code {code}"
