@@ -13,7 +13,7 @@ is left alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -95,12 +95,12 @@ class Actor:
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
         for action in actions:
             with errors.at(action.stage.id):
-                executor = self.router.executor_for(action.stage)
-                # Before the claim: what is claimed is to be submitted.
-                save_s = self.workspace.longest_save_s(action.stage.id)
-                attempt = self._claim(action, executor)
-                if attempt is not None:
-                    request = self._request(attempt, action.stage.id, records, save_s)
+                executor, record = (
+                    self.router.executor_for(action.stage),
+                    records.get(action.stage.id),
+                )
+                request = self._claim(action, executor, record.attempts if record else ())
+                if request is not None:
                     groups.setdefault(executor, []).append((action.stage, request))
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
@@ -112,9 +112,12 @@ class Actor:
                         else:
                             self._note(stage, "submit", attempt=request.attempt)
 
-    def _claim(self, action: Launch, executor: str) -> Attempt | None:
+    def _claim(self, action: Launch, executor: str, before: Sequence[Attempt]) -> JobRequest | None:
+        """Claim an attempt at a stage; the job for it."""
         stage, home = action.stage, self.home(action.stage.id)
         own = home.planned[stage.id]
+        # Before the claim: what is claimed is to be submitted.
+        save_s = self.workspace.longest_save_s(stage.id)
         apart = reads_parts_apart(self.workspace, home.run.code)
         claim = Claim(self.owner, executor, action.after, apart)
         config = home.plan.config_of(own)
@@ -126,32 +129,20 @@ class Actor:
         if attempt is None:
             return None  # another orchestrator was faster; the next look shows its attempt
         self._note(own, "claim", attempt=attempt.number)
-        return attempt
-
-    def _request(
-        self,
-        attempt: Attempt,
-        stage_id: str,
-        records: Mapping[str, StageRecord],
-        save_s: float,
-    ) -> JobRequest:
-        before = records[stage_id].attempts if stage_id in records else ()
-        home = self.home(stage_id)
-        stage = home.planned[stage_id]
         code = self.workspace.layout.code / home.run.code if home.run.code else None
         bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
         return JobRequest(
             stage_id=stage.id,
             attempt=attempt.number,
             comment=attempt.comment,
-            resources=stage.resources,
-            kind=stage.kind,
-            needs_network=stage.needs_network,
+            resources=own.resources,
+            kind=own.kind,
+            needs_network=own.needs_network,
             code=code,
             threads=home.plan.config.model.cpu_threads,
             save_s=save_s,
             avoid=tuple(dict.fromkeys(node for node in bad if node)),
-            nice=home.plan.config.dispatch.nice if gives_way(home.plan, stage) else 0,
+            nice=home.plan.config.dispatch.nice if gives_way(home.plan, own) else 0,
         )
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:
@@ -227,7 +218,8 @@ class Actor:
     def stop(self, stage: PlannedStage, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         """Ask a live job to save and end, and end it if it takes too long."""
         owner, ref = attempt.attempt.owner, attempt.ref
-        theirs = owner != self.owner and (not ProcessId.parse(owner).here or _alive(owner))
+        process = ProcessId.parse(owner)
+        theirs = owner != self.owner and (not process.here or process.alive)
         if theirs and not wish.everybody:
             self.left_alone[stage.id] = owner
             return
@@ -240,9 +232,7 @@ class Actor:
 
     def _ask_to_stop(self, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         try:
-            self.workspace.ask_stop(
-                attempt.ref.stage_id, attempt.ref.number, wish.failure, wish.reason
-            )
+            self.workspace.ask_stop(*attempt.ref, wish.failure, wish.reason)
         except OSError as error:  # it only tells the worker why; the signal comes all the same
             log.warning("why %s is to stop could not be noted: %s", attempt.ref, error)
         if attempt.started is not None and self.router.stop(attempt):
@@ -257,10 +247,6 @@ class Actor:
             self._write_end(attempt.ref, outcome)
         elif self._give_up(attempt.ref, outcome):
             self.router.kill(attempt)  # its worker has not begun, and now never will
-
-
-def _alive(owner: str) -> bool:
-    return ProcessId.parse(owner).alive
 
 
 class Stopping:

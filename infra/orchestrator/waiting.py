@@ -97,22 +97,16 @@ class Backoff:
             last = record.attempts[-1] if record.attempts else None
             if record.result is not None or last is None or last.outcome is None:
                 continue
-            failure = last.outcome.failure
-            if last.number <= ended_before.get(stage_id, 0):
-                continue
+            failure, remedy = last.outcome.failure, CLASSES[last.outcome.failure].remedy
             count = without_progress(record.attempts, failure)
-            if failure == "disk_full":
-                count -= 1  # room has been looked for; only a second one in a row is strange
-            elif CLASSES[failure].remedy != "pause, then resume":
-                continue
-            if count < 1:
-                continue
-            longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
-            pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
-            ready = self._ready_at.setdefault(
-                AttemptRef(stage_id, last.number), self._clock() + pause_s
-            )
-            found[stage_id] = ready
+            # Room has been looked for: only a second time in a row is strange.
+            count -= remedy == "make room, then resume"
+            pauses = remedy in ("pause, then resume", "make room, then resume") and count > 0
+            if pauses and last.number > ended_before.get(stage_id, 0):
+                longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
+                pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
+                ref, due = AttemptRef(stage_id, last.number), self._clock() + pause_s
+                found[stage_id] = self._ready_at.setdefault(ref, due)
         return found
 
 
@@ -269,13 +263,10 @@ class Rooms:
         """Stages whose newest attempt ended for want of room, and has not been served since."""
         found = dict.fromkeys(self.blocked, 0)
         for stage_id, record in records.items():
-            if record.result is not None or not record.attempts:
-                continue
-            last = record.attempts[-1]
-            if last.outcome is None or last.outcome.failure != "disk_full":
-                continue
-            if self._served.get(stage_id) != last.number:
-                found[stage_id] = last.number
+            for last in record.attempts[-1:] if record.result is None else ():
+                full = last.outcome is not None and last.outcome.failure == "disk_full"
+                if full and self._served.get(stage_id) != last.number:
+                    found[stage_id] = last.number
         return found
 
     def _need(self, stage_id: str, records: Mapping[str, StageRecord]) -> int:

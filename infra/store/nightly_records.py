@@ -18,7 +18,7 @@ still runs, can never count double.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,18 +82,14 @@ class NightlyRecords(RecordFiles):
         turn = self.read_control(found[-1]) or {}
         process = ProcessId.parse(str(turn["process"]))
         left = (self._night(night) / "turns" / f"{found[-1].stem}.left").exists()
-        works = not left and (process.alive if process.here else True)
-        return Worker(
-            int(found[-1].stem), str(process), str(turn.get("job", "")), works, process.here
-        )
+        works = not left and (process.alive or not process.here)
+        job, number = str(turn.get("job", "")), int(found[-1].stem)
+        return Worker(number, str(process), job, works, process.here)
 
     def take_night(self, night: str, after: int) -> bool:
         """Take a night up, as the one after turn ``after``; False if somebody was faster."""
-        mine = {
-            "process": str(ProcessId.of()),
-            "job": os.environ.get("SLURM_JOB_ID", ""),
-            "at": now_text(),
-        }
+        job = os.environ.get("SLURM_JOB_ID", "")
+        mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
         return self._create(self._night(night) / "turns" / f"{after + 1:04d}.json", mine)
 
     def leave_night(self, night: str, turn: int) -> None:
@@ -146,9 +142,7 @@ class NightlyRecords(RecordFiles):
         WorkspaceError
             A line is damaged, or of a newer version.
         """
-        return list(self._rows())
-
-    def _rows(self) -> Iterator[Row]:
+        found = []
         for path in _sorted(self.folder / "history", "[0-9]*.json"):
             value = self.read_control(path) or {}
             if value.get("version") != ROW_VERSION:
@@ -157,7 +151,8 @@ class NightlyRecords(RecordFiles):
                     expected=f"version {ROW_VERSION}",
                     fix="use the refiner that wrote it, or a newer one",
                 )
-            yield from_json(Row, value)
+            found.append(from_json(Row, value))
+        return found
 
     def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
         """Keep watched metrics of an evaluation prompt by prompt: outputs may be reclaimed."""
@@ -205,9 +200,7 @@ class NightlyRecords(RecordFiles):
         return self.folder / "nights" / night
 
     def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
-        with no_space_guard(self.root, "recording a nightly evaluation"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return atomic.create_json(path, dict(value))
+        return self.create(path, value, "recording a nightly evaluation")
 
 
 def nightly_names(workspace: Workspace) -> list[str]:

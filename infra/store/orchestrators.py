@@ -14,6 +14,7 @@ works, is void whatever its counter does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -24,8 +25,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from infra.host.files import exists, make_folder, names_in
 from infra.host.processes import ProcessId
@@ -80,16 +80,14 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
         return Orchestrator("none", number)
     process = ProcessId.parse(text)
     own = said if said.get("process") == text else {}
-    standing = _standing(process, own)
-    return Orchestrator(
-        standing,
-        number,
-        process.pid,
-        process.host,
-        str(turn.get("job") or ""),
-        own.get("exit_code"),
-        str(own.get("at") or turn.get("at") or ""),
-    )
+    standing: Standing = "elsewhere"
+    if own.get("state") == "ended":
+        standing = "ended"
+    elif process.here:
+        standing = "running" if process.alive else "gone"
+    job, at = str(turn.get("job") or ""), str(own.get("at") or turn.get("at") or "")
+    code = own.get("exit_code")
+    return Orchestrator(standing, number, process.pid, process.host, job, code, at)
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
@@ -102,14 +100,6 @@ def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, 
         if other.run not in ours and orchestrator_of(workspace, other.run).standing == "running":
             found |= dict.fromkeys(other.stages.values(), other.run)
     return found
-
-
-def _standing(process: ProcessId, said: dict[str, Any]) -> Standing:
-    if said.get("state") == "ended":
-        return "ended"
-    if process.here:
-        return "running" if process.alive else "gone"
-    return "elsewhere"
 
 
 def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
@@ -235,12 +225,7 @@ class HeldLease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         self._lease.release()
@@ -267,16 +252,9 @@ class CallLeases:
         for service_id in [i for i in self._leases if i not in wanted]:
             self._leases.pop(service_id).release()
         for service_id in wanted:
-            if service_id not in self._leases:
-                folder = self._workspace.layout.service(service_id)
-                self._leases[service_id] = Lease(folder, run_holder(self._run_id), self._clock)
-            self._leases[service_id].renew()
-
-
-@dataclass
-class _Sign:
-    counter: int
-    since: float
+            folder = self._workspace.layout.service(service_id)
+            lease = Lease(folder, run_holder(self._run_id), self._clock)
+            self._leases.setdefault(service_id, lease).renew()
 
 
 class LeaseWatch:
@@ -289,7 +267,7 @@ class LeaseWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workspace, self._service_id, self._clock = workspace, service_id, clock
-        self._signs: dict[str, _Sign] = {}
+        self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it stands
         self._idle_since = clock()
 
     def look(self) -> list[str]:
@@ -312,11 +290,11 @@ class LeaseWatch:
 
     def _is_lost(self, holder: str, now: float) -> bool:
         counter = _counter(_path(self._workspace, self._service_id, holder))
-        sign = self._signs.get(holder)
-        if sign is None or sign.counter != counter:
-            self._signs[holder] = _Sign(counter, now)
-            return False
-        return now - sign.since > LOST_AFTER_S
+        before, since = self._signs.get(holder, (None, now))
+        if before != counter:
+            since = now
+        self._signs[holder] = (counter, since)
+        return now - since > LOST_AFTER_S
 
 
 def holders(workspace: Workspace, service_id: str) -> list[str]:
@@ -344,12 +322,10 @@ def _names(workspace: Workspace, service_id: str) -> list[str]:
 def _counter(path: Path) -> int:
     """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
     counts as lost if nobody renews it."""
-    try:
-        value = atomic.read_json(path)
-    except ValueError:
-        return 0
-    counter = value.get("counter") if isinstance(value, dict) else None
-    return counter if isinstance(counter, int) else 0
+    with contextlib.suppress(ValueError, AttributeError):
+        counter = atomic.read_json(path).get("counter")
+        return counter if isinstance(counter, int) else 0
+    return 0
 
 
 def _has_ended(workspace: Workspace, holder: str) -> bool:

@@ -66,6 +66,25 @@ class RecordFiles:
         """The workspace's folder."""
         return self.layout.control
 
+    def replace(self, path: Path, value: Any, doing: str) -> None:
+        """Write a record in the place of what was there.
+
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; what was said before is still there.
+        """
+        with no_space_guard(self.root, doing):
+            make_folder(path.parent)
+            atomic.write_json(path, to_json(value))
+
+    def create(self, path: Path, value: Any, doing: str) -> bool:
+        """Write a record unless there is one; True for the one who did. Errors as of
+        :meth:`replace`."""
+        with no_space_guard(self.root, doing):
+            make_folder(path.parent)
+            return atomic.create_json(path, to_json(value))
+
     def load(
         self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION, fix: str = ""
     ) -> T | None:
@@ -242,10 +261,7 @@ class RunRecords(RecordFiles):
 
     def write_run(self, run: RunRecord) -> None:
         """Record a call."""
-        paths = self.layout.run(run.run)
-        with no_space_guard(self.root, "recording the run"):
-            make_folder(paths.folder)
-            atomic.write_json(paths.record, to_json(run))
+        self.replace(self.layout.run(run.run).record, run, "recording the run")
 
     def keep_run(self, run: RunRecord) -> None:
         """Record a call unless it is: a full disk must end none that is taken up again."""
@@ -290,17 +306,9 @@ class RunRecords(RecordFiles):
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:
-        """Say which process works on a call, and later how it ended. One writer: that process.
-
-        Raises
-        ------
-        NoSpaceError
-            It did not fit; what was said before is still there.
-        """
-        paths = self.layout.run(run_id)
-        with no_space_guard(self.root, "recording the orchestrator"):
-            make_folder(paths.folder)
-            atomic.write_json(paths.orchestrator, dict(value))
+        """Say which process works on a call, and later how it ended. One writer: that process."""
+        path = self.layout.run(run_id).orchestrator
+        self.replace(path, value, "recording the orchestrator")
 
     def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
         """Which process works on a call; None if none has said so."""
@@ -309,10 +317,8 @@ class RunRecords(RecordFiles):
     def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
         """Take a call up, as the one after turn ``after`` (0: the first); False if somebody else
         has been faster. So of several that resume a call at once, one does."""
-        folder = self.layout.run(run_id).turns
-        with no_space_guard(self.root, "taking up the run"):
-            make_folder(folder)
-            return atomic.create_json(folder / f"{after + 1:04d}.json", dict(value))
+        path = self.layout.run(run_id).turns / f"{after + 1:04d}.json"
+        return self.create(path, value, "taking up the run")
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
         """Who has taken a call up last; ``(0, {})`` if nobody has."""
@@ -338,17 +344,13 @@ class RunRecords(RecordFiles):
         bool
             False if all that was asked for before.
         """
-        asked = self.cancel_asked(run_id)
-        if asked is not None and (
-            not asked["stages"] or (stages and {*stages} <= {*asked["stages"]})
-        ):
+        asked = (self.cancel_asked(run_id) or {}).get("stages")
+        if asked == [] or (asked and stages and {*stages} <= {*asked}):
             return False
-        folder = self.layout.run(run_id).cancel
-        with no_space_guard(self.root, "asking for the end of a run"):
-            make_folder(folder)
-            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            value = {"by": by, "stages": list(stages), "at": now_text()}
-            atomic.write_json(folder / f"{stamp}-{secrets.token_hex(4)}.json", value)
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = self.layout.run(run_id).cancel / f"{stamp}-{secrets.token_hex(4)}.json"
+        value = {"by": by, "stages": list(stages), "at": now_text()}
+        self.replace(path, value, "asking for the end of a run")
         return True
 
     def cancel_asked(self, run_id: str) -> dict[str, Any] | None:
