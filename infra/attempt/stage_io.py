@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -148,28 +147,26 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Write the last one, and end. More than one call does no harm."""
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._write()
+        if not self._ended.is_set():
+            self._ended.set()
+            self._wake.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self._write()
 
     def _run(self) -> None:
         while not self._ended.is_set():
             self._wake.wait(self._interval_s)
             self._wake.clear()
-            if not self._ended.is_set():
-                self._write()
-                self._call()
-
-    def _call(self) -> None:
-        try:
-            self._on_beat()
-        except Exception:  # a heart that stops has a healthy stage killed as hung
-            log.log(logging.DEBUG if self._call_failed else logging.WARNING, _CALL, exc_info=True)
-            self._call_failed = True
+            if self._ended.is_set():
+                return
+            self._write()
+            try:
+                self._on_beat()
+            except Exception:  # a heart that stops has a healthy stage killed as hung
+                level = logging.DEBUG if self._call_failed else logging.WARNING
+                log.log(level, _CALL, exc_info=True)
+                self._call_failed = True
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -259,9 +256,13 @@ class AttemptIO:
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         self._last_step = step
-        line = json.dumps({"step": step, "metrics": {k: _number(v) for k, v in metrics.items()}})
+        numbers = {name: float(value) for name, value in metrics.items()}
+        line = json.dumps(atomic.finite({"step": step, "metrics": numbers}))
         self._held(lambda: self._append(line.encode() + b"\n"))
-        log.info("step %d: %s", step, _shown(metrics))
+        # What a person looks for in a log; all are in ``metrics.jsonl``.
+        shown = {name: metrics[name] for name in _IN_LOG if name in metrics} or metrics
+        text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        log.info("step %d: %s", step, text)
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -426,14 +427,3 @@ def hash_files(folder: Path) -> tuple[OutputFile, ...]:
         name = path.relative_to(folder).as_posix()
         found.append(OutputFile(name, status.st_size, hash_of(path)))
     return tuple(found)
-
-
-def _shown(metrics: Mapping[str, float]) -> str:
-    """The metrics that a person looks for in a log; all are in ``metrics.jsonl``."""
-    shown = {name: metrics[name] for name in _IN_LOG if name in metrics}
-    return ", ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
-
-
-def _number(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None

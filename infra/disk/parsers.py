@@ -184,33 +184,19 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
     columns: list[str] = []
     doubt = "btrfs calls its own numbers inconsistent" if "inconsistent" in text else ""
     for line in text.splitlines():
-        cells = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip())
-        lowered = [c.lower().replace("_", " ").strip() for c in re.split(r"\s{2,}", line.strip())]
-        if "qgroupid" in lowered[0]:
-            columns = _btrfs_columns(line)
-            continue
-        words = line.split()
-        if not columns or not words or not re.fullmatch(r"\d+/\d+", words[0]):
-            continue
-        row = dict(zip(columns, words, strict=False))
-        for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
-            hard = row.get(limit, "none")
-            space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
-            found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
+        cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
+        if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
+            # Newer versions write `Max referenced`, older ones `max_rfer`.
+            header = line.lower().replace("max referenced", "max_rfer")
+            header = header.replace("max exclusive", "max_excl")
+            columns = header.replace("referenced", "rfer").replace("exclusive", "excl").split()
+        elif columns and words and re.fullmatch(r"\d+/\d+", words[0]):
+            row = dict(zip(columns, words, strict=False))
+            for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
+                hard = row.get(limit, "none")
+                space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
+                found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
     return found
-
-
-def _btrfs_columns(header: str) -> list[str]:
-    """Newer versions write `Max referenced`, older ones `max_rfer`."""
-    text = header.lower()
-    for name, short in (
-        ("max referenced", "max_rfer"),
-        ("max exclusive", "max_excl"),
-        ("referenced", "rfer"),
-        ("exclusive", "excl"),
-    ):
-        text = text.replace(name, short)
-    return text.split()
 
 
 # ---------------------------------------------------------------- mmlsquota -Y
@@ -222,20 +208,15 @@ def parse_mmlsquota(text: str) -> list[Quota]:
     names: list[str] = []
     for line in text.splitlines():
         cells = [unquote(c) for c in line.split(":")]
-        if len(cells) < 3:
-            continue
-        if cells[2] == "HEADER":
+        if cells[2:3] == ["HEADER"]:
             names = cells
             continue
         row = dict(zip(names, cells, strict=False))
-        if "blockUsage" not in row:
-            continue
-        space = _gpfs_limit(row, "block", _KIB)
-        whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
-        doubt = row.get("remarks", "").strip()
-        found.append(
-            Quota(whose, row.get("filesystemName", ""), space, _gpfs_limit(row, "files", 1), doubt)
-        )
+        if "blockUsage" in row:
+            space, inodes = _gpfs_limit(row, "block", _KIB), _gpfs_limit(row, "files", 1)
+            whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
+            where, doubt = row.get("filesystemName", ""), row.get("remarks", "").strip()
+            found.append(Quota(whose, where, space, inodes, doubt))
     return found
 
 

@@ -12,6 +12,7 @@ be seen; secrets only in the environment that a job inherits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -210,14 +211,9 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
 
 def tail_of(files: Sequence[Path], size: int = 20_000) -> str:
     """The end of what was printed into these files."""
-    return "\n".join(_tail(f, size) for f in files)
-
-
-def _tail(path: Path, size: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+    texts = [""] * len(files)
+    for number, path in enumerate(files):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            texts[number] = file.read().decode(errors="replace")
+    return "\n".join(texts)

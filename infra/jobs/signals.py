@@ -123,14 +123,10 @@ Ask = Callable[[Sequence[str]], str]
 
 def ask_scheduler(command: Sequence[str]) -> str:
     """What a command of the scheduler prints; empty, and a line in the log, if it fails."""
+    quiet = subprocess.DEVNULL
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=ASK_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
+            command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, stdin=quiet, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("%s does not answer: %s", command[0], error)
@@ -160,10 +156,9 @@ def why_stopped(
         How Slurm's commands are called.
     """
     if asked is not None:
-        failure: FailureClass = (
-            "cancelled" if asked.get("failure") == "cancelled" else "interrupted"
-        )
-        return Why(failure, str(asked.get("reason", "stopped on request")))
+        cancelled = asked.get("failure") == "cancelled"
+        reason = str(asked.get("reason", "stopped on request"))
+        return Why("cancelled" if cancelled else "interrupted", reason)
     name = signal.Signals(number).name if number is not None else "a request"
     if job is None:
         return Why("interrupted", f"stopped by {name}")
@@ -302,8 +297,12 @@ def attempt_to_run(
     newest = max(workspace.layout.stage(stage_id).attempt_numbers(), default=number)
     if workspace.read_result(stage_id) is not None:
         raise _nothing_to_do(stage_id, newest, "it is done")
-    _refuse_other_job(workspace, stage_id, newest, job)
-    started = workspace.read_control(workspace.layout.attempt(stage_id, newest).started)
+    paths = workspace.layout.attempt(stage_id, newest)
+    started = workspace.read_control(paths.started)
+    # Only the job of the newest attempt may go on with it.
+    said = (started or {}, workspace.read_control(paths.job) or {})
+    if not any(job.is_called(file.get("job_id")) for file in said):
+        raise _nothing_to_do(stage_id, newest, "it is another job's")
     attempt = workspace.read_attempt(stage_id, newest)
     if started is not None and started.get("void"):
         raise _nothing_to_do(stage_id, newest, "an orchestrator gave it up")
@@ -325,14 +324,6 @@ def attempt_to_run(
         raise _nothing_to_do(stage_id, newest, "somebody else was faster to go on with it")
     log.info("restart %d of job %s: attempt %d", job.restart, job.id, claimed.number)
     return claimed.number
-
-
-def _refuse_other_job(workspace: Workspace, stage_id: str, number: int, job: SlurmJob) -> None:
-    """Only the job of the newest attempt may go on with it."""
-    paths = workspace.layout.attempt(stage_id, number)
-    files = (workspace.read_control(path) or {} for path in (paths.started, paths.job))
-    if not any(job.is_called(file.get("job_id")) for file in files):
-        raise _nothing_to_do(stage_id, number, "it is another job's")
 
 
 def _holder_lives(started: Mapping[str, Any], job: SlurmJob) -> bool:

@@ -188,8 +188,8 @@ class Observer:
                 self._signs.pop((attempt.ref, name), None)
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
-        silent = heart > self.patience.heartbeat_s or progress > self.patience.progress_s
-        return "hung" if silent else "live"
+        hangs = heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+        return "hung" if hangs else "live"
 
     def _is_mine(self, attempt: OpenAttempt) -> bool:
         return attempt.attempt.owner == str(ProcessId.of())

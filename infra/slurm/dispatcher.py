@@ -262,23 +262,22 @@ class SlurmDispatcher:
         if job_id is None:
             return False
         self._view.look([self._wanted(attempt)])
-        found = self._view.known(job_id)
-        with _unanswered("job %s could not be asked to end: %s", job_id):
-            return (
-                found is not None and found.rule.running and self._commands.signal(job_id, "TERM")
-            )
-        return False
+        found, sent = self._view.known(job_id), False
+        if found is not None and found.rule.running:
+            with _unanswered("job %s could not be asked to end: %s", job_id):
+                sent = self._commands.signal(job_id, "TERM")
+        return sent
 
     def kill(self, attempt: OpenAttempt) -> bool:
         """``scancel``: ends a job that runs, withdraws one that queues."""
         job_id = self._id_of(attempt)
-        if job_id is None:
-            return True
-        self._ended_by_us.add(job_id)
-        with _unanswered("job %s could not be ended: %s", job_id):
-            self._commands.cancel(job_id)
-            return True
-        return False
+        done = job_id is None
+        if job_id is not None:
+            self._ended_by_us.add(job_id)
+            with _unanswered("job %s could not be ended: %s", job_id):
+                self._commands.cancel(job_id)
+                done = True
+        return done
 
     def release(self, attempt: OpenAttempt) -> None:
         """``scontrol release``."""

@@ -83,14 +83,6 @@ class SlurmUnavailable(SystemOutage):
     started to ask it. A state, not a failure."""
 
 
-@dataclass(frozen=True)
-class Accounts:
-    """What sacct knows; ``available`` is False where accounting is off or does not answer."""
-
-    available: bool
-    rows: tuple[Row, ...] = ()
-
-
 class RealSlurm:
     """The commands of this machine; every method may raise :class:`SlurmUnavailable`.
 
@@ -131,10 +123,10 @@ class RealSlurm:
         wanted_ids, wanted_names = set(ids), set(names)
         return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
 
-    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
-        """What accounting knows of jobs and their steps, by id or by name."""
+    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row] | None:
+        """What accounting knows of jobs and their steps, by id or by name; None where it is off."""
         if shutil.which("sacct") is None:
-            return Accounts(False)
+            return None
         rows: list[Row] = []
         # In commands of a length that every system takes.
         parts = [("jobs", ids[n : n + 500]) for n in range(0, len(ids), 500)]
@@ -148,9 +140,9 @@ class RealSlurm:
                 passing=_NO_ACCOUNTING,
             )
             if done.returncode:
-                return Accounts(False)
+                return None
             rows += _rows(done.stdout, _ACCOUNT)
-        return Accounts(True, tuple(rows))
+        return rows
 
     def cancel(self, job_id: str) -> None:
         """End a job; one that is over already is no error."""
@@ -265,11 +257,6 @@ class Patience:
     seconds: float = 15.0
 
 
-class _Missing(NamedTuple):
-    since: float
-    answers: int
-
-
 class SchedulerView:
     """Remembers the last answers; one per orchestrator.
 
@@ -297,7 +284,8 @@ class SchedulerView:
         self._by_name: dict[str, list[JobFacts]] = {}
         self._over: dict[Hashable, JobFacts] = {}
         self._lost: set[Hashable] = set()
-        self._missing: dict[Hashable, _Missing] = {}
+        #: Since when a job that nobody knows has been asked for, and after how many answers.
+        self._missing: dict[Hashable, tuple[float, int]] = {}
         self._new: dict[str, JobFacts] = {}
         self._next_at = float("-inf")
         self._failures = 0
@@ -378,8 +366,7 @@ class SchedulerView:
         ids = [w.job_id for w in open_ if w.job_id is not None]
         names = sorted({w.name for w in open_ if w.job_id is None})
         remembered = [facts_of(r, "scontrol") for r in self._commands.shown(ids, names)]
-        accounts = self._accounts(ids, names)
-        recorded = list(facts_of_accounts(accounts.rows).values())
+        recorded = list(facts_of_accounts(self._accounts(ids, names)).values())
         for w in open_:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
@@ -397,25 +384,25 @@ class SchedulerView:
                 self._live[found.job_id] = found
                 self._by_name.setdefault(found.name, []).append(found)
             return
-        since, answers = self._missing.get(wanted.key, _Missing(self._clock(), 0))
-        self._missing[wanted.key] = _Missing(since, answers + 1)
+        since, answers = self._missing.get(wanted.key, (self._clock(), 0))
+        self._missing[wanted.key] = (since, answers + 1)
         enough = answers + 1 >= self._patience.answers
         if enough and self._clock() - since >= self._patience.seconds:
             del self._missing[wanted.key]
             self._lost.add(wanted.key)
 
-    def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> Accounts:
+    def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> list[Row]:
         if self._clock() < self._accounting_at:
-            return Accounts(False)
+            return []
         try:
             found = self._commands.accounts(ids, names)
         except SlurmUnavailable as error:
             log.debug("%s", error)
-            return Accounts(False)
-        if not found.available:
+            return []
+        if found is None:
             log.debug("accounting is off; the controller's memory must do")
             self._accounting_at = self._clock() + _ACCOUNTING_AGAIN_S
-        return found
+        return found or []
 
 
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:

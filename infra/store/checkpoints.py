@@ -147,14 +147,14 @@ class CheckpointStore:
                 log.warning("checkpoint %s is passed over: %s", folder, error)
                 unread = unread or error
                 continue
-            damage = None if found is None else damage_of(found)
-            if found is not None and damage is None:
+            if found is None:
+                continue
+            if (damage := damage_of(found)) is None:
                 self._whole[folder] = _state_of(folder)
                 return found
-            if found is not None and damage is not None:
-                self._set_aside(found, damage)
-                if not damage.lasting:
-                    unread = unread or OSError(errno.EIO, damage.description, str(folder))
+            self._set_aside(found, damage)
+            if not damage.lasting:
+                unread = unread or OSError(errno.EIO, damage.description, str(folder))
         if unread is not None:
             raise unread
         if folders:
@@ -216,17 +216,13 @@ class CheckpointStore:
                     yield temporary
                     self._commit(step, temporary, target, began)
         finally:
-            self._clear_away(temporary)
+            try:  # trouble with what was not finished never hides why it was not
+                if exists(temporary):
+                    self.lost_bytes = tree_bytes(temporary)
+                    atomic.remove_tree(temporary)
+            except OSError as error:
+                log.warning("could not remove %s: %s", temporary, error)
         self._retain(self.keep, spare=target)
-
-    def _clear_away(self, temporary: Path) -> None:
-        """Remove what was not finished; trouble with that never hides why it was not."""
-        try:
-            if exists(temporary):
-                self.lost_bytes = tree_bytes(temporary)
-                atomic.remove_tree(temporary)
-        except OSError as error:
-            log.warning("could not remove %s: %s", temporary, error)
 
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
@@ -384,12 +380,12 @@ def checkpoint_to_export(folder: Path, step: int) -> Path:
 
 def hash_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits. Other threads run meanwhile."""
-    return again(_hash_of, path)
 
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return again(read)
 
 
 def _state_of(folder: Path) -> object:
@@ -427,48 +423,35 @@ class Holds:
     def keep(self, done: Collection[str]) -> None:
         """Hold what stages of the plan wait for that are not among ``done`` (stage ids), and let go
         of the rest. What a full disk prevents is done by the next call."""
-        for stage in self._plan.stages:
-            for role, step in stage.at_step.items():
-                path = self._path(stage, role, step)
-                if stage.id in done:
-                    atomic.remove_quietly(path)
-                    self._settled.discard(path)
-                elif path not in self._settled:
-                    self._hold(path, stage)
+        for stage, source, step in self._waited_for():
+            path = self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
+            if stage.id in done:
+                atomic.remove_quietly(path)
+                self._settled.discard(path)
+            elif path not in self._settled:
+                try:
+                    make_folder(path.parent)
+                    atomic.create_json(path, {"for": stage.id, "name": stage.name})
+                    self._settled.add(path)
+                except OSError as error:
+                    log.warning("%s could not be noted yet: %s", path, error)
 
     def there(self, done: Collection[str]) -> frozenset[tuple[str, int]]:
         """Which of the checkpoints that stages still wait for are complete: (stage id, step)."""
         found = set()
-        for stage in self._plan.stages:
-            for role, step in stage.at_step.items() if stage.id not in done else ():
-                source = self._plan.by_name[stage.inputs[role]].id
-                if _is_complete(self._layout.stage(source).checkpoints / step_name(step)):
+        for stage, source, step in self._waited_for():
+            if stage.id not in done:
+                # A stage may fail for want of it, so what cannot be read is raised.
+                folder = self._layout.stage(source).checkpoints / step_name(step)
+                if _whole(folder, lambda _: None) is not None:
                     found.add((source, step))
         return frozenset(found)
 
-    def _path(self, stage: PlannedStage, role: str, step: int) -> Path:
-        source = self._plan.by_name[stage.inputs[role]].id
-        return self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
-
-    def _hold(self, path: Path, stage: PlannedStage) -> None:
-        try:
-            make_folder(path.parent)
-            atomic.create_json(path, {"for": stage.id, "name": stage.name})
-        except OSError as error:
-            log.warning("%s could not be noted yet: %s", path, error)
-            return
-        self._settled.add(path)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """Whether it is there. A stage may fail for want of it, so what cannot be read is raised."""
-    if read_checkpoint(checkpoint) is not None:
-        return True
-    try:
-        marked = atomic.read_json(checkpoint / MARKER) is not None
-    except ValueError:
-        return False
-    return marked and read_checkpoint(checkpoint) is not None
+    def _waited_for(self) -> Iterator[tuple[PlannedStage, str, int]]:
+        """Stages that read a checkpoint, of which stage (its id), and of which step."""
+        for stage in self._plan.stages:
+            for role, step in stage.at_step.items():
+                yield stage, self._plan.by_name[stage.inputs[role]].id, step
 
 
 RECLAIMED = "reclaimed.json"

@@ -212,27 +212,22 @@ class Lease:
             atomic.remove_quietly(self._path)
         self._renewed_at = None
 
-
-class HeldLease:
-    """A lease that a thread renews; a context manager."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease, self._ended = lease, threading.Event()
+    def __enter__(self) -> Lease:
+        """Have a thread renew it."""
+        self.renew()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-
-    def __enter__(self) -> HeldLease:
-        self._lease.renew()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._lease.release()
+        self.release()
 
     def _run(self) -> None:
         while not self._ended.wait(RENEW_S):
-            self._lease.renew()
+            self.renew()
 
 
 class CallLeases:
@@ -323,7 +318,7 @@ def _counter(path: Path) -> int:
     """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
     counts as lost if nobody renews it."""
     with contextlib.suppress(ValueError, AttributeError):
-        counter = atomic.read_json(path).get("counter")
+        counter = (atomic.read_json(path) or {}).get("counter")
         return counter if isinstance(counter, int) else 0
     return 0
 

@@ -205,9 +205,7 @@ class StageRecords(RecordFiles):
         job = self.read_or_set_aside(paths.job, _restart) or {}
         started = self.read_or_set_aside(paths.started, _restart) or {}
         ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
-        if claimed is None and not ended:
-            ended = self._give_up_unknown(stage_id, number)
-        if claimed is None and not ended:
+        if claimed is None and not ended and not (ended := self._give_up_unknown(stage_id, number)):
             return None
         attempt = claimed or Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
@@ -265,9 +263,9 @@ class StageRecords(RecordFiles):
 
         Looks at names and sizes only, so that it costs nothing beside reading the files.
         """
-        folder, result = self.output_dir(stage_id), self.read_result(stage_id)
-        if folder is None or result is None:
+        if (result := self.read_result(stage_id)) is None:
             return None
+        folder = self.layout.stage(stage_id).data / result.output_dir
         for file in result.files:
             path = folder / file.path
             found = status_of(path)
@@ -333,9 +331,21 @@ class StageRecords(RecordFiles):
             claimed_at=now_text(),
             has_room=True,
         )
+        spec = StageSpec(
+            version=RECORD_VERSION,
+            name=stage.name,
+            kind=stage.kind,
+            fingerprint=stage.fingerprint,
+            model=stage.model,
+            stage_version=stage.version,
+            identity=stage.identity,
+            sources=stage.sources,
+            input_fingerprints=stage.input_fingerprints,
+        )
         with no_space_guard(self.root, f"claiming {stage.title}"):
             make_folder(paths.attempts)
-            self._write_spec(stage)
+            if not exists(paths.spec):
+                atomic.create_json(paths.spec, to_json(spec))
             said = {"config": to_json(config), "inputs": dict(inputs)}
             return self._claim(stage.id, attempt, said, said if claim.apart else {})
 
@@ -373,27 +383,15 @@ class StageRecords(RecordFiles):
     def _claim(
         self, stage_id: str, attempt: Attempt, said: Mapping[str, Any], files: Mapping[str, Any]
     ) -> Attempt | None:
-        paths = self.layout.stage(stage_id)
-        won = self._rename_in(paths.attempt(attempt.number), {**to_json(attempt), **said}, files)
-        if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
-            return None
-        if exists(paths.result):  # it became done between the caller's look and now
-            done = Outcome("none", "finish", "was done already")
-            self.close_attempt(stage_id, attempt.number, done)
-            return None
-        return attempt
-
-    def _rename_in(
-        self, target: AttemptPaths, intent: Mapping[str, Any], files: Mapping[str, Any]
-    ) -> bool:
+        paths, target = self.layout.stage(stage_id), self.layout.attempt(stage_id, attempt.number)
         temporary = atomic.temporary_name(target.control)
-        claim = secrets.token_hex(8)
+        intent = {**to_json(attempt), **said, "claim": secrets.token_hex(8)}
         try:
             temporary.mkdir()
             (temporary / target.room.name).touch()
             for name, value in files.items():
                 atomic.write_json(temporary / f"{name}.json", value)
-            atomic.write_json(temporary / target.intent.name, {**intent, "claim": claim})
+            atomic.write_json(temporary / target.intent.name, intent)
             try:
                 temporary.rename(target.control)
             except OSError as error:
@@ -403,24 +401,14 @@ class StageRecords(RecordFiles):
             shutil.rmtree(temporary, ignore_errors=True)
         atomic.settle_folder(target.control.parent)
         # Not the rename's own word: NFS may repeat a request and report on the second one.
-        found = self.read_control(target.intent) or {}
-        return bool(found.get("claim") == claim)
-
-    def _write_spec(self, stage: PlannedStage) -> None:
-        spec = StageSpec(
-            version=RECORD_VERSION,
-            name=stage.name,
-            kind=stage.kind,
-            fingerprint=stage.fingerprint,
-            model=stage.model,
-            stage_version=stage.version,
-            identity=stage.identity,
-            sources=stage.sources,
-            input_fingerprints=stage.input_fingerprints,
-        )
-        path = self.layout.stage(stage.id).spec
-        if not exists(path):
-            atomic.create_json(path, to_json(spec))
+        won = (self.read_control(target.intent) or {}).get("claim") == intent["claim"]
+        if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
+            return None
+        if exists(paths.result):  # it became done between the caller's look and now
+            done = Outcome("none", "finish", "was done already")
+            self.close_attempt(stage_id, attempt.number, done)
+            return None
+        return attempt
 
     def start_attempt(self, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
         """Take the token that lets an attempt run. False: it was taken or given up before."""
@@ -464,11 +452,7 @@ class StageRecords(RecordFiles):
         return newest > number or exists(paths.attempt(number).outcome)
 
     def ask_stop(
-        self,
-        stage_id: str,
-        number: int,
-        failure: Literal["interrupted", "cancelled"],
-        reason: str,
+        self, stage_id: str, number: int, failure: Literal["interrupted", "cancelled"], reason: str
     ) -> bool:
         """Say why a worker is about to be asked to save and end, before it gets the signal: it
         cannot know otherwise whose signal that is. False if somebody had said so before.
@@ -500,12 +484,11 @@ class StageRecords(RecordFiles):
     def longest_save_s(self, stage_id: str) -> float:
         """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""
         paths = self.layout.stage(stage_id)
-        steps = (n for n in names_in(paths.checkpoints) if n.startswith("step-"))
-        markers = (paths.checkpoints / name / MARKER for name in steps)
-        values = [(self.glance(path) or {}).get("seconds") for path in markers]
-        for number in paths.attempt_numbers():
-            values.append((self.read_heartbeat(stage_id, number) or {}).get("save_s"))
-        return max((float(v) for v in values if v is not None), default=0.0)
+        steps = [n for n in names_in(paths.checkpoints) if n.startswith("step-")]
+        said = [(self.glance(paths.checkpoints / n / MARKER) or {}).get("seconds") for n in steps]
+        beats = [self.read_heartbeat(stage_id, n) or {} for n in paths.attempt_numbers()]
+        said += [beat.get("save_s") for beat in beats]
+        return max((float(s) for s in said if s is not None), default=0.0)
 
     def read_heartbeat(self, stage_id: str, number: int) -> dict[str, Any] | None:
         """The newest heartbeat of an attempt; None where there is none that can be read.
