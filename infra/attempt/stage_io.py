@@ -238,7 +238,11 @@ class AttemptIO:
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
-        self._on_progress, self._stop_asked, self._sinks = on_progress, stop_asked, sinks
+        self._sinks = sinks
+        #: Tells how far the stage is.
+        self.progress = on_progress
+        #: Tells whether to save at the next step boundary and raise ``Interrupted``.
+        self.should_stop = stop_asked
         self._wait_for_room = wait_for_room
         self._metrics: FileIO | None = None
         self._last_step: int | None = None
@@ -408,16 +412,6 @@ class AttemptIO:
             except OSError:
                 again(shutil.copyfile, path, target)
                 self._unsynced.append(target)
-
-    # ------------------------------------------------------------ progress and stopping
-
-    def progress(self, progress: Progress) -> None:
-        """Tell how far the stage is."""
-        self._on_progress(progress)
-
-    def should_stop(self) -> bool:
-        """Whether to save at the next step boundary and raise ``Interrupted``."""
-        return self._stop_asked()
 
 
 def hash_files(folder: Path) -> tuple[OutputFile, ...]:

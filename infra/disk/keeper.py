@@ -34,7 +34,7 @@ from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
 from infra.disk.usage import Item, find_caches, measure, size_of
 from infra.foreign.checkpoints import recorded_checkpoints
-from infra.host.files import existing, exists, make_folder, names_in, sync_file_system
+from infra.host.files import existing, exists, make_folder, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
 from infra.store.atomic import PROBE_BYTES, no_space_error, refusal
@@ -126,12 +126,10 @@ class Ledger:
 
     def _entries(self) -> Iterator[Reservation]:
         try:
-            paths = [self.folder / n for n in names_in(self.folder) if n.endswith(".json")]
+            paths = atomic.json_files(self.folder)
         except OSError:
             return
         for path in paths:
-            if path.name.startswith(atomic.TEMPORARY):
-                continue
             try:
                 value = atomic.read_json(path)
                 if value is None:

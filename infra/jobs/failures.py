@@ -19,28 +19,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.store.atomic import chain_of, is_no_space, says_no_space
+from refiner_core.contract import errors
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    DataError,
-    EnvironmentOutage,
-    HealthStop,
-    HubOutage,
-    HubRefused,
-    Interrupted,
-    JudgeOutage,
-    JudgeUnusable,
-    KilledError,
-    LaunchError,
-    NoSpaceError,
-    NotFiniteError,
-    RefinerError,
-    ScriptFailed,
-    StageFailed,
-    SystemOutage,
-    UnsupportedError,
-    WorkspaceError,
-)
 from refiner_core.contract.records import Attempt, Decision, FailureClass, Outcome
 from refiner_core.contract.types import ViewState
 
@@ -111,21 +91,21 @@ CLASSES: dict[FailureClass, ClassRule] = {
     "bug": ClassRule("resume", 70, "failed"),
 }
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
-    (NoSpaceError, "disk_full"),
-    (Interrupted, "interrupted"),
-    (JudgeUnusable, "judge_unusable"),
-    (JudgeOutage, "judge_outage"),
-    (EnvironmentOutage, "environment_outage"),
-    (HubOutage, "hub_outage"),
-    (HubRefused, "hub_refused"),
-    (LaunchError, "launch_failure"),
-    (SystemOutage, "system_outage"),
-    (KilledError, "killed"),
-    (UnsupportedError, "unsupported"),
-    (ConfigurationError, "bad_configuration"),
-    (DataError, "bad_data"),
-    (NotFiniteError, "not_finite"),
-    (HealthStop, "unhealthy"),
+    (errors.NoSpaceError, "disk_full"),
+    (errors.Interrupted, "interrupted"),
+    (errors.JudgeUnusable, "judge_unusable"),
+    (errors.JudgeOutage, "judge_outage"),
+    (errors.EnvironmentOutage, "environment_outage"),
+    (errors.HubOutage, "hub_outage"),
+    (errors.HubRefused, "hub_refused"),
+    (errors.LaunchError, "launch_failure"),
+    (errors.SystemOutage, "system_outage"),
+    (errors.KilledError, "killed"),
+    (errors.UnsupportedError, "unsupported"),
+    (errors.ConfigurationError, "bad_configuration"),
+    (errors.DataError, "bad_data"),
+    (errors.NotFiniteError, "not_finite"),
+    (errors.HealthStop, "unhealthy"),
     (KeyboardInterrupt, "interrupted"),
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),
@@ -195,22 +175,22 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     if isinstance(error, OSError) and error.errno in _AWAY:
         return outcome_of("system_outage", _message(error))
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
-        error = WorkspaceError(
+        error = errors.WorkspaceError(
             f"The system refused: {error.strerror or error}: "
             f"{error.filename or '(it names no file)'}.",
             expected="to be allowed to read and write there",
             fix="correct the permissions, or name another place, and run the same command again",
         )
-        return Outcome("bug", "stop", _message(error), WorkspaceError.exit_code)
+        return Outcome("bug", "stop", _message(error), errors.WorkspaceError.exit_code)
     # What libraries say only in words: by the name of the class, and by the message.
     named: FailureClass | None = (
         "gpu_out_of_memory" if type(error).__name__ == "OutOfMemoryError" else None
     )
     if spoken := named or class_of_text(str(error)):
         return outcome_of(spoken, _message(error))
-    if isinstance(error, ScriptFailed):
+    if isinstance(error, errors.ScriptFailed):
         return outcome_of("bug", _message(error), error.exit_code)
-    if isinstance(error, StageFailed | WorkspaceError):
+    if isinstance(error, errors.StageFailed | errors.WorkspaceError):
         return Outcome("bug", "stop", _message(error), error.exit_code)
     if isinstance(error, _STATIC):
         return replace(outcome_of("bug", _message(error)), decision="stop")
@@ -220,7 +200,7 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
 def is_outage(error: BaseException) -> bool:
     """Whether an error says only that something could not be asked or done just now: it is tried
     again, and nothing follows from it. A damaged file is none; it would be found so again."""
-    if isinstance(error, SystemOutage | NoSpaceError):
+    if isinstance(error, errors.SystemOutage | errors.NoSpaceError):
         return True
     return isinstance(error, OSError) and error.errno is not None
 
@@ -330,7 +310,7 @@ def classify_silent_end(started: bool, printed: str, exit_code: int | None = Non
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, RefinerError):
+    if isinstance(error, errors.RefinerError):
         return error.paragraph()
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -339,11 +319,11 @@ def _message(error: BaseException) -> str:
 def _last_line(text: str) -> str:
     """The line that names the error: the last one that looks like ``SomeError: …``."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [
+    named = [
         line
         for line in lines
         if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)
         and "FailedJobError" not in line
         and "CalledProcessError" not in line
     ]
-    return (errors or lines or ["(it printed nothing)"])[-1]
+    return (named or lines or ["(it printed nothing)"])[-1]

@@ -13,7 +13,7 @@ is left alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -256,6 +256,8 @@ class Stopping:
     ----------
     workspace, actor
         Where wishes are recorded, and who carries them out.
+    members
+        Those that are worked on, as they come and go.
     grace_s
         How long a job may take to save.
     clock
@@ -268,20 +270,21 @@ class Stopping:
     """
 
     def __init__(
-        self, workspace: Workspace, actor: Actor, grace_s: float, clock: Callable[[], float]
+        self,
+        workspace: Workspace,
+        actor: Actor,
+        members: Sequence[Member],
+        grace_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self.wish: StopWish | None = None
         self.since = 0.0
-        self._workspace, self._actor = workspace, actor
+        self._workspace, self._actor, self._members = workspace, actor, members
         self._grace_s, self._clock = grace_s, clock
         self._spared: dict[str, str] = {}  # stage id -> the run that goes on with it
 
     def request(
-        self,
-        reason: str,
-        failure: Literal["interrupted", "cancelled"],
-        spared: Mapping[str, str],
-        members: Iterable[Member],
+        self, reason: str, failure: Literal["interrupted", "cancelled"], spared: Mapping[str, str]
     ) -> None:
         """All is to end, but for ``spared``; the first wish counts."""
         if self.wish is not None:
@@ -289,17 +292,17 @@ class Stopping:
         self._spared |= spared
         self.since = self._clock()
         self.wish = StopWish(reason, failure, self._grace_s)
-        for member in members:
+        for member in list(self._members):
             member.note({"event": "stop", "reason": reason})
 
-    def hear(self, member: Member, members: Iterable[Member]) -> None:
+    def hear(self, member: Member) -> None:
         """Whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
         asked = self._workspace.cancel_asked(member.run.run)
         if asked is None:
             return
         if not asked.get("stages") and not member.cancelled:
             # Who ends a call means its own work; another call goes on with what they share.
-            ours = {m.run.run for m in members}
+            ours = {m.run.run for m in self._members}
             self._spared |= wanted_by_others(self._workspace, ours)
         if member.hear_cancel(asked, self._grace_s):
             self.since = self._clock()
@@ -307,13 +310,12 @@ class Stopping:
     def stop_jobs(
         self,
         due: Iterable[Member],
-        members: Collection[Member],
         seen: Mapping[str, Seen],
         open_attempts: Mapping[str, OpenAttempt],
         errors: Trouble[str],
     ) -> None:
         """Ask live jobs to end that nobody here wants any more."""
-        cancelled = cancelled_of(members)
+        cancelled = cancelled_of(self._members)
         if self.wish is None and not cancelled:
             return
         stages = {i: s for m in due for i, s in m.stages.items()}
@@ -328,24 +330,20 @@ class Stopping:
                     continue
                 if is_service(stage_id):
                     ending = [s for i, s in stages.items() if self.wish or i in cancelled]
-                    if not self._may_end(stage, ending, seen, members):
+                    if not self._may_end(stage, ending, seen):
                         continue
                 if sight.sight in ("live", "hung"):
                     self._actor.stop(stage, attempt, sight, wish)
 
     def _may_end(
-        self,
-        service: PlannedStage,
-        ending: Iterable[PlannedStage],
-        seen: Mapping[str, Seen],
-        members: Collection[Member],
+        self, service: PlannedStage, ending: Iterable[PlannedStage], seen: Mapping[str, Seen]
     ) -> bool:
         """Whether nobody needs a server any more: not the jobs that are ended here, which may
         still wait for answers while they save, nor anybody else."""
         asking = (s.id for s in ending if service.id in s.after)
         if any(i in seen and seen[i].sight != "dead" for i in asking):
             return False
-        ours = {m.run.run for m in members}.union(*(m.ids for m in members))
+        ours = {m.run.run for m in self._members}.union(*(m.ids for m in self._members))
         if other := held_by_others(self._workspace, service.id, ours):
             self._actor.left_alone[service.id] = other
         return not other

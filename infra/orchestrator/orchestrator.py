@@ -211,7 +211,9 @@ class Orchestrator:
         self._ready: frozenset[tuple[str, int]] = frozenset()
         #: Stage id -> the newest attempt that had ended when its first member began.
         self._ended_before: dict[str, int] = {}
-        self._stopping = Stopping(workspace, self._actor, self._settings.grace_s, clock)
+        self._stopping = Stopping(
+            workspace, self._actor, self.members, self._settings.grace_s, clock
+        )
         self._look_s = 0.0
         self._error: BaseException | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -301,7 +303,7 @@ class Orchestrator:
         ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
         nobody begins another.
         """
-        self._stopping.request(reason, failure, spared or {}, list(self.members))
+        self._stopping.request(reason, failure, spared or {})
         self._wake.set()
 
     def next_save_bytes(self) -> int:
@@ -330,7 +332,7 @@ class Orchestrator:
         began, self._look_s = time.thread_time(), 0.0
         for member in due:
             with trouble.at(member):
-                self._stopping.hear(member, self.members)
+                self._stopping.hear(member)
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
@@ -343,7 +345,7 @@ class Orchestrator:
             if act:
                 self._act(actions, sound, trouble)
             errors = Trouble[str]()
-            self._stopping.stop_jobs(due, self.members, self._seen, self._open, errors)
+            self._stopping.stop_jobs(due, self._seen, self._open, errors)
             _add_by_stage(errors, due, trouble)
         began = time.thread_time()
         shown: dict[tuple[str, bool], StageView] = {}
@@ -404,7 +406,6 @@ class Orchestrator:
             ready=self._ready,
         )
         policy = Policy(
-            owner=self.owner,
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
             stopping=self._stopping.wish is not None,

@@ -205,8 +205,8 @@ class Policy:
 
     Attributes
     ----------
-    owner, max_parallel, retries
-        Who decides, how many local jobs may run at a time, how often each class may come.
+    max_parallel, retries
+        How many local jobs may run at a time, how often each class may come.
     stopping, cancelled
         Begin nothing more at all, or of these stages (by id).
     ended_before
@@ -222,7 +222,6 @@ class Policy:
         Whether a stage's next attempt takes a local slot.
     """
 
-    owner: str
     max_parallel: int = 2
     retries: RetryConfig = field(default_factory=RetryConfig)
     stopping: bool = False

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.host.files import again, walk
+from infra.host.files import again, names_in, walk
 from refiner_core.contract.errors import NoSpaceError
 
 log = logging.getLogger(__name__)
@@ -132,6 +132,11 @@ def read_json(path: Path) -> Any | None:
                 raise
             time.sleep(_HALF_WRITTEN_S)
     return None
+
+
+def json_files(folder: Path) -> list[Path]:
+    """Whole JSON files in a folder, by name; none where it is not there."""
+    return [folder / n for n in names_in(folder) if n.endswith(".json") and n[0] != "."]
 
 
 def finite(value: Any) -> Any:

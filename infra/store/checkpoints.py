@@ -455,19 +455,18 @@ class Holds:
 
 
 RECLAIMED = "reclaimed.json"
-_ENDING = ".json"
 
 
 def pin(layout: Layout, stage_id: str) -> bool:
     """Keep all of a stage's files; False if it was pinned before."""
     folder = layout.disk / "pins"
     folder.mkdir(parents=True, exist_ok=True)
-    return atomic.create_json(folder / f"{stage_id}{_ENDING}", {"stage_id": stage_id, "at": _now()})
+    return atomic.create_json(folder / f"{stage_id}.json", {"stage_id": stage_id, "at": _now()})
 
 
 def unpin(layout: Layout, stage_id: str) -> bool:
     """Let the policy decide again; False if it was not pinned."""
-    path = layout.disk / "pins" / f"{stage_id}{_ENDING}"
+    path = layout.disk / "pins" / f"{stage_id}.json"
     try:
         path.unlink()
     except FileNotFoundError:
@@ -477,9 +476,7 @@ def unpin(layout: Layout, stage_id: str) -> bool:
 
 def pins(layout: Layout) -> frozenset[str]:
     """Stages that are pinned."""
-    names = names_in(layout.disk / "pins")
-    found = (n.removesuffix(_ENDING) for n in names if n.endswith(_ENDING))
-    return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
+    return frozenset(p.stem for p in atomic.json_files(layout.disk / "pins"))
 
 
 class Reason(NamedTuple):

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from infra.host.files import exists, make_folder, names_in
+from infra.host.files import exists, make_folder
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.layout import call_title
@@ -115,17 +115,18 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
     ConfigurationError
         Another process works on it.
     """
-    before, job = orchestrator_of(workspace, run_id), os.environ.get("SLURM_JOB_ID", "")
-    requeued = bool(job) and before.job == job  # Slurm has started the same job again
-    if before.standing == "running" or (before.works and not (requeued or regardless)):
-        raise busy_error(run_id, before)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    before = require_idle(workspace, run_id, regardless=regardless, job=job)
     mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
     if not workspace.take_turn(run_id, before.turn, mine):
         raise busy_error(run_id, orchestrator_of(workspace, run_id))
 
 
-def require_idle(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
-    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`.
+def require_idle(
+    workspace: Workspace, run_id: str, *, regardless: bool = False, job: str = ""
+) -> Orchestrator:
+    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`. Who has
+    been the Slurm ``job`` that this one is does not: it has been started again.
 
     Raises
     ------
@@ -133,8 +134,10 @@ def require_idle(workspace: Workspace, run_id: str, *, regardless: bool = False)
         Somebody does.
     """
     who = orchestrator_of(workspace, run_id)
-    if who.standing == "running" or (who.works and not regardless):
+    gone = regardless or (bool(job) and who.job == job)
+    if who.standing == "running" or (who.works and not gone):
         raise busy_error(run_id, who)
+    return who
 
 
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
@@ -308,10 +311,7 @@ def held_by_others(workspace: Workspace, service_id: str, ours: Collection[str])
 
 
 def _names(workspace: Workspace, service_id: str) -> list[str]:
-    folder = workspace.layout.service(service_id) / "leases"
-    return [
-        n.removesuffix(".json") for n in names_in(folder) if n.endswith(".json") and n[0] != "."
-    ]
+    return [p.stem for p in atomic.json_files(workspace.layout.service(service_id) / "leases")]
 
 
 def _counter(path: Path) -> int:

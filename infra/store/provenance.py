@@ -43,6 +43,7 @@ import psutil
 
 from infra.host.files import PASSING, again, exists
 from infra.host.processes import ProcessId, host_name
+from infra.host.secrets import MASK, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace, doubt_about, is_shared
@@ -230,11 +231,6 @@ _DISTRIBUTIONS = (
 )
 _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<digest>/
 DIFF_LIMIT_BYTES = 1 << 20
-_MASK = "***"
-_MASKS = (
-    (re.compile(r"(?i)(://[^/\s:@]+:)[^/\s@]+@"), rf"\g<1>{_MASK}@"),
-    (re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{8,}"), rf"\g<1>{_MASK}"),
-)
 
 
 class Checkout(NamedTuple):
@@ -331,19 +327,17 @@ def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
 
 def masked_command(command: Sequence[str]) -> list[str]:
     """The argument list with the values of everything that looks like a secret masked."""
-    masked: list[str] = []
+    found: list[str] = []
     flag = ""
     for argument in command:
         name, equals, value = argument.partition("=")
         if is_secret_name(flag) and not argument.startswith("-"):
-            argument = _MASK
+            argument = MASK
         elif value.strip() and is_secret_name(name):
-            argument = f"{name}={_MASK}"
-        for pattern, replacement in _MASKS:
-            argument = pattern.sub(replacement, argument)
-        masked.append(argument)
+            argument = f"{name}={MASK}"
+        found.append(masked(argument))
         flag = name if name.startswith("-") and not equals else ""
-    return masked
+    return found
 
 
 def this_command() -> list[str]:

@@ -322,8 +322,7 @@ class RunRecords(RecordFiles):
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
         """Who has taken a call up last; ``(0, {})`` if nobody has."""
-        folder = self.layout.run(run_id).turns
-        found = [folder / n for n in names_in(folder) if n[0].isdigit() and n.endswith(".json")]
+        found = atomic.json_files(self.layout.run(run_id).turns)
         return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
 
     def withdraw_cancel(self, run_id: str) -> bool:
@@ -362,9 +361,8 @@ class RunRecords(RecordFiles):
             ``by`` and ``at`` of the newest request; ``stages``: all names asked for, none if the
             whole call is to end.
         """
-        folder = self.layout.run(run_id).cancel
-        found = [folder / n for n in names_in(folder) if n[0] != "." and n.endswith(".json")]
-        requests = [r for r in map(self.read_control, found) if r is not None]
+        found = map(self.read_control, atomic.json_files(self.layout.run(run_id).cancel))
+        requests = [r for r in found if r is not None]
         if not requests:
             return None
         named: list[list[str]] = [r["stages"] for r in requests]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.host.files import names_in
+from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.fields import suggest
@@ -36,9 +37,8 @@ def sweep_names(workspace: Workspace) -> list[str]:
 
 def sweep_versions(workspace: Workspace, name: str) -> list[int]:
     """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
-    names = names_in(sweep_folder(workspace, name) / "versions")
-    found = (n.removesuffix(".json") for n in names if n[0].isdigit() and n.endswith(".json"))
-    return sorted(map(int, found))
+    found = atomic.json_files(sweep_folder(workspace, name) / "versions")
+    return sorted(int(path.stem) for path in found)
 
 
 def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> SweepRecord:
