@@ -113,9 +113,7 @@ def adopt_checkpoint(workspace: Workspace, source: Source) -> Adopted:
 def adopted_stage(digest: str) -> tuple[PlannedStage, RecipeConfig]:
     """The stage that weights of this digest are, and a configuration that plans it."""
     config = replace(
-        RecipeConfig(recipe="adopted"),
-        stages=("command",),
-        command=CommandConfig(adopted=digest),
+        RecipeConfig(recipe="adopted"), stages=("command",), command=CommandConfig(adopted=digest)
     )
     return make_plan(config, {}).by_name["command"], config
 

@@ -275,7 +275,12 @@ def why_idle(waiting: Waiting) -> str:
 
 def read_holds(workspace: Workspace) -> list[Hold]:
     """All holds of a workspace, by stage and step."""
-    found = [hold for stage_id in workspace.stage_ids() for hold in _of_stage(workspace, stage_id)]
+    found = []
+    for stage_id in workspace.stage_ids():
+        folder = workspace.layout.stage(stage_id).holds
+        for name in names_in(folder):
+            if match := _NAME.fullmatch(name):
+                found.append(Hold(folder / name, stage_id, int(match[1]), match[2]))
     callers = _callers(workspace) if found else {}
     return [_judged(workspace, hold, callers) for hold in found]
 
@@ -288,12 +293,6 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
             atomic.remove_quietly(hold.path)
             gone.append(hold)
     return gone
-
-
-def _of_stage(workspace: Workspace, stage_id: str) -> list[Hold]:
-    folder = workspace.layout.stage(stage_id).holds
-    found = [(name, _NAME.fullmatch(name)) for name in names_in(folder)]
-    return [Hold(folder / n, stage_id, int(m[1]), m[2]) for n, m in found if m]
 
 
 def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
@@ -442,7 +441,12 @@ def read_stock(
             weights=_weights(workspace, stage_id, record, copies.get(stage_id, ())),
             spare=spare_of(workspace, stage_id, record),
         )
-    items = [_looked_at(item) for item in take_stock(workspace.layout)]
+    items = take_stock(workspace.layout)
+    for number, item in enumerate(items):
+        is_checkpoint = item.kind == "checkpoints" and item.step is not None
+        if is_checkpoint and not (item.path / MARKER).exists():
+            # The remains of a deletion that was cut short.
+            items[number] = item._replace(kind="temporary")
     saved = [i.path for i in items if i.step is not None]
     complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
     damaged = frozenset(path for path in saved if (path / DAMAGED).exists())
@@ -488,16 +492,17 @@ def _readers(
     workspace: Workspace, runs: Iterable[RunRecord | None], records: Mapping[str, StageRecord]
 ) -> tuple[set[str], dict[str, str]]:
     """Stages that a running attempt reads, and stage id -> an unfinished stage that will."""
-    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
+    inputs: dict[str, tuple[str, ...]] = {}
+    for stage_id, record in records.items():
+        inputs[stage_id] = ()
+        if record.result is None and record.attempts:
+            paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
+            try:
+                inputs[stage_id] = tuple(workspace.part(paths, "inputs").values())
+            except RefinerError as error:
+                log.warning("%s", error)
     leased = {s for i, r in records.items() if r.state == "claimed" for s in inputs[i]}
     return leased, _needed(runs, records, inputs)
-
-
-def _looked_at(item: Item) -> Item:
-    """A checkpoint folder without its marker is the remains of a deletion that was cut short."""
-    if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
-        return item._replace(kind="temporary")
-    return item
 
 
 def _records(workspace: Workspace) -> dict[str, StageRecord]:
@@ -521,18 +526,6 @@ def _runs(workspace: Workspace) -> list[RunRecord | None]:
             log.warning("%s", error)
             found.append(None)
     return found
-
-
-def _recorded_inputs(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[str, ...]:
-    """Stages that the attempts at an unfinished stage read."""
-    if record.result is not None or not record.attempts:
-        return ()
-    paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
-    try:
-        return tuple(workspace.part(paths, "inputs").values())
-    except RefinerError as error:
-        log.warning("%s", error)
-        return ()
 
 
 def _needed(

@@ -221,6 +221,7 @@ def carry_out(
     total, items = 0, []
     look, is_whole = look or FreshLook(), functools.cache(_is_whole)
     for candidate in candidates:
+        path = candidate.path
         try:
             if not _still_may_go(workspace, candidate, is_whole):
                 continue
@@ -228,7 +229,9 @@ def carry_out(
         except (OSError, ValueError, RefinerError) as error:
             log.warning("%s was not reclaimed: %s", candidate.path, error)
             continue
-        if _is_gone(candidate):
+        weights = candidate.weights
+        left = [path] if weights is None else [path / f.path for f in weights.files]
+        if not any(file.exists() for file in left):
             log.info("reclaimed %d bytes: %s (%s)", candidate.bytes, candidate.path, candidate.why)
             total += candidate.bytes
             items.append(str(candidate.path))
@@ -313,9 +316,3 @@ def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look:
     )
     for file in weights.files:
         (weights.folder / file.path).unlink(missing_ok=True)
-
-
-def _is_gone(candidate: Candidate) -> bool:
-    if candidate.weights is not None:
-        return not any((candidate.path / f.path).exists() for f in candidate.weights.files)
-    return not candidate.path.exists()

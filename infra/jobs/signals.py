@@ -308,7 +308,12 @@ def attempt_to_run(
         raise _nothing_to_do(stage_id, newest, "an orchestrator gave it up")
     if attempt is not None and attempt.outcome is None and started is None:
         return newest  # an earlier restart claimed it and came no further
-    if attempt is None or (attempt.outcome is None and _holder_lives(started or {}, job)):
+    # Slurm starts a job again only when it has ended all of its last start, so a lower count of
+    # restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
+    again = int((started or {}).get("restart") or 0) < job.restart
+    holder = None if again or not started else ProcessId.parse(str(started["process"]))
+    lives = holder is not None and (not holder.here or holder.alive)
+    if attempt is None or (attempt.outcome is None and lives):
         raise _nothing_to_do(stage_id, newest, "another process of this job works on it")
     if workspace.stop_asked(stage_id, newest) is not None:
         raise _nothing_to_do(stage_id, newest, "it was asked to stop")
@@ -324,18 +329,6 @@ def attempt_to_run(
         raise _nothing_to_do(stage_id, newest, "somebody else was faster to go on with it")
     log.info("restart %d of job %s: attempt %d", job.restart, job.id, claimed.number)
     return claimed.number
-
-
-def _holder_lives(started: Mapping[str, Any], job: SlurmJob) -> bool:
-    """Whether the process that holds the attempt may still be at work.
-
-    Slurm starts a job again only when it has ended all of its last start, so a lower count of
-    restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
-    """
-    if int(started.get("restart") or 0) < job.restart:
-        return False
-    holder = ProcessId.parse(str(started["process"]))
-    return not holder.here or holder.alive
 
 
 def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask: Ask) -> None:

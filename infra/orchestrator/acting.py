@@ -86,10 +86,7 @@ class Actor:
     # ------------------------------------------------------------ beginning
 
     def launch(
-        self,
-        actions: Iterable[Launch],
-        records: Mapping[str, StageRecord],
-        errors: Trouble[str],
+        self, actions: Iterable[Launch], records: Mapping[str, StageRecord], errors: Trouble[str]
     ) -> None:
         """Claim an attempt at each stage and submit them, those of one executor together."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}

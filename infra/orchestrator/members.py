@@ -134,13 +134,10 @@ class Member(Diary):
         WorkspaceError
             The run's code is gone, or is not what was pinned.
         """
-        with_patience(self._record)
-        self.write_orchestrator("running", None)
-
-    def _record(self) -> None:
-        self._workspace.keep_run(self.run)
+        with_patience(lambda: self._workspace.keep_run(self.run))
         if self.run.code:  # after the record, which keeps it from being reclaimed
-            require_snapshot(self._workspace, self.run.code)
+            with_patience(lambda: require_snapshot(self._workspace, self.run.code))
+        self.write_orchestrator("running", None)
 
     def end(self) -> None:
         """Say that every stage is in a terminal state."""

@@ -202,9 +202,11 @@ class Orchestrator:
         self._observer = Observer(workspace, router, patience, clock=clock)
         self._keeper = keeper or ProbingKeeper(workspace)
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
-        self._actor = Actor(workspace, router, self.owner, self._home, self._rooms, clock)
-        self._backoff = Backoff(self._settings.backoff_s, clock)
+        # The member that begins a stage, and in whose log that is told: the first that has it.
         self._homes: dict[str, Member] = {}
+        home = self._homes.__getitem__
+        self._actor = Actor(workspace, router, self.owner, home, self._rooms, clock)
+        self._backoff = Backoff(self._settings.backoff_s, clock)
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
@@ -336,8 +338,9 @@ class Orchestrator:
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
-        self._homes = {i: m for m in reversed(self.members) for i in m.ids}
-        self._homes |= {i: m for m in reversed(sound) for i in m.stages}
+        self._homes.clear()
+        self._homes.update({i: m for m in reversed(self.members) for i in m.ids})
+        self._homes.update({i: m for m in reversed(sound) for i in m.stages})
         actions: dict[str, Action] = {}
         with trouble.at(*sound):
             actions = self._decide(sound, trouble)
@@ -420,10 +423,6 @@ class Orchestrator:
         union = Union.of((m.stages, m.given) for m in sound)
         return reconcile(union, self._records, observed, policy)
 
-    def _home(self, stage_id: str) -> Member:
-        """The member that begins a stage, and in whose log that is told: the first that has it."""
-        return self._homes[stage_id]
-
     def _note_of_room(self, event: Mapping[str, Any]) -> None:
         for member in self.members:
             if event.get("stage_id") in member.ids:
@@ -432,10 +431,7 @@ class Orchestrator:
     # ------------------------------------------------------------ acting
 
     def _act(
-        self,
-        actions: Mapping[str, Action],
-        sound: Collection[Member],
-        trouble: Trouble[Member],
+        self, actions: Mapping[str, Action], sound: Collection[Member], trouble: Trouble[Member]
     ) -> None:
         errors = Trouble[str]()
         wanted = {i for i, a in actions.items() if isinstance(a, Serve) and a.wanted}
@@ -529,9 +525,7 @@ class Orchestrator:
 
 
 def _add_by_stage(
-    errors: Mapping[str, Exception],
-    members: Iterable[Member],
-    trouble: Trouble[Member],
+    errors: Mapping[str, Exception], members: Iterable[Member], trouble: Trouble[Member]
 ) -> None:
     """What went wrong with a stage is the trouble of the members that have it."""
     for member in members if errors else ():

@@ -274,11 +274,7 @@ class _Step:
     """One pass over the union; knows what was decided for the stages before."""
 
     def __init__(
-        self,
-        union: Union,
-        records: Mapping[str, StageRecord],
-        observed: Observed,
-        policy: Policy,
+        self, union: Union, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
     ) -> None:
         self.union = union
         self.records, self.observed, self.policy = records, observed, policy

@@ -65,15 +65,13 @@ class ChildProcess:
         )
         assert self._process.stdout is not None
         output = self._process.stdout
-        self._reader = threading.Thread(
-            target=self._read, args=(output, read), name="child-output", daemon=True
-        )
-        self._reader.start()
 
-    @staticmethod
-    def _read(output: IO[bytes], read: Callable[[IO[bytes]], None]) -> None:
-        with output:
-            read(output)
+        def read_all() -> None:
+            with output:
+                read(output)
+
+        self._reader = threading.Thread(target=read_all, name="child-output", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:

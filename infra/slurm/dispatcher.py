@@ -41,12 +41,7 @@ from infra.slurm.scheduler import (
     Wanted,
 )
 from infra.slurm.states import lost_end, sight_of
-from infra.slurm.submission import (
-    PerhapsSubmitted,
-    Submission,
-    Submitter,
-    write_missing_pickle,
-)
+from infra.slurm.submission import PerhapsSubmitted, Submission, Submitter, write_missing_pickle
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
@@ -214,7 +209,11 @@ class SlurmDispatcher:
         copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
         wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
         answers = self._view.look(list(wanted.values()))
-        seen = {ref: _of_the_original(other) for ref, other in copied.items()}
+        seen = {}
+        for ref, other in copied.items():
+            why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
+            end = outcome_of("interrupted", why)
+            seen[ref] = JobSight("dead", running=False, state="not ours", reason=why, end=end)
         for attempt in (a for a in attempts if a.ref not in copied):
             answer = answers[wanted[attempt.ref].key]
             if answer.facts is not None and wanted[attempt.ref].job_id is None and self._adopt:
@@ -355,9 +354,3 @@ def _unanswered(text: str, job_id: str) -> Iterator[None]:
         yield
     except SlurmUnavailable as error:
         log.warning(text, job_id, error)
-
-
-def _of_the_original(other: Path) -> JobSight:
-    why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
-    end = outcome_of("interrupted", why)
-    return JobSight("dead", running=False, state="not ours", reason=why, end=end)

@@ -31,14 +31,7 @@ from refiner_core.contract.errors import SystemOutage, UnsupportedError
 
 #: ASCII "unit separator".
 _PART = "\x1f"
-_QUEUE = {
-    "id": "%i",
-    "state": "%T",
-    "reason": "%r",
-    "node": "%N",
-    "user": "%U",
-    "name": "%j",
-}
+_QUEUE = {"id": "%i", "state": "%T", "reason": "%r", "node": "%N", "user": "%U", "name": "%j"}
 _ACCOUNT = {
     "id": "JobID",
     "state": "State",
@@ -281,7 +274,6 @@ class SchedulerView:
         self._commands, self._poll_s, self._clock = commands, poll_s, clock
         self._patience = patience or Patience()
         self._live: dict[str, JobFacts] = {}
-        self._by_name: dict[str, list[JobFacts]] = {}
         self._over: dict[Hashable, JobFacts] = {}
         self._lost: set[Hashable] = set()
         #: Since when a job that nobody knows has been asked for, and after how many answers.
@@ -325,7 +317,7 @@ class SchedulerView:
     def _in_queue(self, wanted: Wanted) -> JobFacts | None:
         if wanted.job_id is not None:
             return self._live.get(wanted.job_id)
-        return _pick(self._by_name.get(wanted.name, ()), wanted)
+        return _pick(self._live.values(), wanted)
 
     # ------------------------------------------------------------ one round of queries
 
@@ -335,9 +327,6 @@ class SchedulerView:
             rows = self._commands.queue({w.user for w in wanted})
             jobs = [facts_of(row, "squeue") for row in rows]
             self._live = {j.job_id: j for j in jobs if not j.rule.over}
-            self._by_name = {}
-            for job in self._live.values():
-                self._by_name.setdefault(job.name, []).append(job)
             self._new.clear()
             self._ask_for_the_rest(wanted)
         except SlurmUnavailable as error:
@@ -382,7 +371,6 @@ class SchedulerView:
                 self._over[wanted.key] = found
             else:  # it came back between two queries
                 self._live[found.job_id] = found
-                self._by_name.setdefault(found.name, []).append(found)
             return
         since, answers = self._missing.get(wanted.key, (self._clock(), 0))
         self._missing[wanted.key] = (since, answers + 1)

@@ -168,7 +168,7 @@ class JobFacts:
 
 def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
     """A job from one row of squeue, scontrol or sacct."""
-    code, number = _exit_code(row.get("exit_code", ""))
+    code, _, number = row.get("exit_code", "").partition(":")
     by = _CANCELLED_BY.search(row["state"])
     return JobFacts(
         job_id=row["id"],
@@ -177,8 +177,8 @@ def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
         node=row.get("node", "").replace("None assigned", ""),
         name=row.get("name", ""),
         user=row.get("user", ""),
-        exit_code=code,
-        signal=number,
+        exit_code=int(code) if code.isdigit() else 0,
+        signal=int(number) if number.isdigit() else 0,
         restarts=int(row.get("restarts") or 0),
         preempted=bool(row.get("preempted_at")),
         by=by[1] if by else "",
@@ -203,11 +203,6 @@ def _state(text: str) -> str:
     """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED."""
     words = text.split()
     return words[0].rstrip("+").upper() if words else ""
-
-
-def _exit_code(text: str) -> tuple[int, int]:
-    code, _, number = text.partition(":")
-    return int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0
 
 
 # ---------------------------------------------------------------- judging

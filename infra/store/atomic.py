@@ -380,8 +380,10 @@ def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
 def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
     """The error a user reads when ``doing`` did not fit into ``folder``."""
     # A writer that does not say is asked by a probe.
-    told = [] if error is None else _numbers_of(error) or [refusal(folder)]
-    number = told[0] if told else None
+    number = None
+    if error is not None:
+        told = _numbers_of(error)
+        number = told[0] if told else refusal(folder)
     try:
         free = f"; {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
         if out_of_inodes(folder):

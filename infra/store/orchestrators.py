@@ -259,10 +259,7 @@ class LeaseWatch:
     """The server's side: who holds a lease now, and since when nobody does."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        service_id: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, workspace: Workspace, service_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._workspace, self._service_id, self._clock = workspace, service_id, clock
         self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it stands

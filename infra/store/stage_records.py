@@ -185,8 +185,14 @@ class StageRecords(RecordFiles):
                 expected="folders that refiner has made",
                 fix="delete that folder",
             )
-        if result is not None:
-            attempts = tuple(_succeeded(a, result) for a in attempts)
+        if result is not None:  # it is written before the outcome; a kill may come in between
+            end, at = Outcome("none", "finish"), result.finished_at
+            attempts = tuple(
+                replace(a, outcome=end, ended_at=at)
+                if a.number == result.attempt and a.outcome is None
+                else a
+                for a in attempts
+            )
         return StageRecord(spec, attempts, result)
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
@@ -510,10 +516,3 @@ def _restart(said: Mapping[str, Any]) -> int:
 
 def _outcome(said: Mapping[str, Any]) -> Outcome:
     return from_json(Outcome, said["outcome"])
-
-
-def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:
-    """The result is written before the outcome and says as much; a kill may come in between."""
-    if attempt.number != result.attempt or attempt.outcome is not None:
-        return attempt
-    return replace(attempt, outcome=Outcome("none", "finish"), ended_at=result.finished_at)
