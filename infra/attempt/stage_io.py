@@ -112,7 +112,7 @@ class Heartbeat:
         self._moved_at_s = 0.0
         self._saving = False
         self._save_s: float | None = None
-        self._warned = self._call_failed = False
+        self._complaints = atomic.Complaints()
         #: Why the newest one could not be written; None if it could.
         self.refused: Exception | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -164,9 +164,7 @@ class Heartbeat:
             try:
                 self._on_beat()
             except Exception:  # a heart that stops has a healthy stage killed as hung
-                level = logging.DEBUG if self._call_failed else logging.WARNING
-                log.log(level, _CALL, exc_info=True)
-                self._call_failed = True
+                self._complaints.say("beat", _CALL, exc_info=True)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -188,9 +186,7 @@ class Heartbeat:
             self.refused = None
         except (OSError, ValueError, TypeError) as error:
             self.refused = error
-            if not self._warned:
-                log.warning("the heartbeat cannot be written: %s", error)
-            self._warned = True
+            self._complaints.say("write", "the heartbeat cannot be written: %s", error)
 
 
 #: What the log shows of a step, where the step has it.
@@ -205,7 +201,6 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one step's numbers."""
-        ...
 
 
 class AttemptIO:

@@ -32,6 +32,7 @@ from infra.disk.parsers import (
 from infra.disk.usage import Size
 from infra.host.files import Mount, btrfs_subvolume, existing, mount_of, project_id
 from infra.host.processes import environment
+from infra.store.atomic import Complaints
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 
@@ -237,7 +238,7 @@ class Prober:
     ) -> None:
         self.folder, self.config = folder, config
         self.measure, self.run, self._mount = measure, run, mount
-        self._complained: set[str] = set()
+        self._complaints = Complaints()
         if not config.probe.startswith("command:") and config.probe not in _PROBES:
             raise ConfigurationError(
                 f"`disk.probe` is {config.probe!r}",
@@ -266,12 +267,12 @@ class Prober:
         return _named(next((v for k, v in _BY_TYPE if mount.type.startswith(k)), ()))
 
     def _complain(self, name: str, error: Exception) -> None:
+        text = "room cannot be learned from %s: %s; the next best is asked"
         missing = isinstance(error, ToolFailed) and "not installed" in str(error)
-        level = logging.DEBUG if missing and self.config.probe == "auto" else logging.WARNING
-        if name not in self._complained:
-            text = "room cannot be learned from %s: %s; the next best is asked"
-            log.log(level, text, name, error)
-        self._complained.add(name)
+        if missing and self.config.probe == "auto":
+            log.debug(text, name, error)
+        else:
+            self._complaints.say(name, text, name, error)
 
     def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
         """The quotas that one call of a tool shows. One that fails is named and shows none: what

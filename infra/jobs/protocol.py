@@ -133,31 +133,25 @@ class Dispatcher(Protocol):
         RefinerError
             Says what it asks for, and what there is.
         """
-        ...
 
     def submit(self, requests: Sequence[JobRequest]) -> Mapping[AttemptRef, Exception]:
         """Start jobs, as one array where that saves the scheduler work, and record each one's id
         beside its attempt (``job.json``). Returns what went wrong, for those that did not start.
         """
-        ...
 
     def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobSight]:
         """How these jobs are now, by one query for all of them. Never raises for a scheduler that
         does not answer: such jobs are ``unknown``."""
-        ...
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
-        ...
 
     def kill(self, attempt: OpenAttempt) -> bool:
         """End the job and all it has started, now; one that queues is withdrawn. False: the order
         did not get through, and the job may go on."""
-        ...
 
     def release(self, attempt: OpenAttempt) -> None:
         """Let a held job start again."""
-        ...
 
 
 #: Settings of a job that must not look for the internet.

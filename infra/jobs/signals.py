@@ -310,8 +310,8 @@ def attempt_to_run(
         return newest  # an earlier restart claimed it and came no further
     # Slurm starts a job again only when it has ended all of its last start, so a lower count of
     # restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
-    again = int((started or {}).get("restart") or 0) < job.restart
-    holder = None if again or not started else ProcessId.parse(str(started["process"]))
+    restarted = int((started or {}).get("restart") or 0) < job.restart
+    holder = None if restarted or not started else ProcessId.parse(str(started["process"]))
     lives = holder is not None and (not holder.here or holder.alive)
     if attempt is None or (attempt.outcome is None and lives):
         raise _nothing_to_do(stage_id, newest, "another process of this job works on it")

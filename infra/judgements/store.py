@@ -44,8 +44,9 @@ from infra.judgements.segments import (
     encode_record,
     list_segments,
 )
-from infra.judgements.table import Array, Complaints, Reader, Table, decode, distinct
+from infra.judgements.table import Array, Reader, Table, decode, distinct
 from infra.store import atomic
+from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ damaged) is skipped, with one line in the log for each sort of trouble.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +32,9 @@ from infra.judgements.segments import (
     encode_record,
     stem_of,
 )
+from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
 
-log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
 
 _KEY = (("high", "<u8"), ("low", "<u8"))
@@ -183,25 +182,6 @@ assert RECORD.itemsize == RECORD_BYTES
 
 #: Read, checked and given together; small segments are given many at a time.
 _CHUNK_BYTES = RECORD_BYTES << 18
-
-
-class Complaints:
-    """Says each sort of trouble once, until it is over."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def say(self, sort: str, text: str, *values: object) -> None:
-        """A warning, if it was not said before."""
-        level = logging.DEBUG if sort in self._said else logging.WARNING
-        self._said.add(sort)
-        log.log(level, text, *values)
-
-    def over(self, sort: str) -> bool:
-        """Let it be said again; True if it had been said."""
-        said = sort in self._said
-        self._said.discard(sort)
-        return said
 
 
 class Reader:

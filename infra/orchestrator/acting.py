@@ -24,6 +24,7 @@ from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.members import Member
 from infra.orchestrator.reconcile import CloseAttempt, Launch, Release, Seen, StopWish
 from infra.orchestrator.waiting import Rooms, Trouble
+from infra.store.atomic import Complaints
 from infra.store.orchestrators import held_by_others, wanted_by_others
 from infra.store.provenance import reads_parts_apart
 from infra.store.workspace import Claim, Workspace
@@ -66,7 +67,7 @@ class Actor:
     _killed: set[AttemptRef] = field(default_factory=set)
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
-    _not_kept: set[AttemptRef] = field(default_factory=set)  # ends that were complained of
+    _complaints: Complaints = field(default_factory=Complaints)
 
     def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
         """A line in the log of the run that begins the stage."""
@@ -79,9 +80,8 @@ class Actor:
                 try:
                     self.workspace.note_scheduler(*ref, sight.facts)
                 except OSError as error:  # tried again in each round, until its outcome is written
-                    if ref not in self._not_kept:
-                        log.warning("what the scheduler says of %s cannot be kept: %s", ref, error)
-                    self._not_kept.add(ref)
+                    text = "what the scheduler says of %s cannot be kept: %s"
+                    self._complaints.say(ref, text, ref, error)
 
     # ------------------------------------------------------------ beginning
 

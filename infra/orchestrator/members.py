@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
 from infra.orchestrator.waiting import Outage, with_patience
+from infra.store.atomic import Complaints
 from infra.store.checkpoints import Holds
 from infra.store.orchestrators import CallLeases, take_up
 from infra.store.provenance import require_snapshot
@@ -44,7 +45,7 @@ class Diary:
 
     def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
         self._workspace, self._run, self._owner = workspace, run, owner
-        self._log_works = True
+        self._complaints = Complaints()
 
     def note(self, event: Mapping[str, Any]) -> None:
         """A line in the run's event log, from any thread."""
@@ -54,9 +55,7 @@ class Diary:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": now_text(), **event}) + "\n")
         except OSError as error:
-            if self._log_works:
-                log.warning("the event log cannot be written: %s", error)
-            self._log_works = False
+            self._complaints.say("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
         """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
@@ -200,27 +199,21 @@ class Source(Protocol):
     @property
     def shown(self) -> Collection[Member]:
         """Members whose stages are to be seen now."""
-        ...
 
     def begin(self) -> None:
         """Called once, before anything else."""
-        ...
 
     def admit(self, stopping: bool) -> Sequence[Member]:
         """Members that begin now; asked after each round."""
-        ...
 
     def ended(self, member: Member, error: Exception | None) -> None:
         """Hear that every stage of a member is in a terminal state, or what broke it."""
-        ...
 
     def end(self, error: BaseException | None) -> None:
         """Hear that nothing is left to do, or what ended the orchestrator."""
-        ...
 
     def note(self, event: Mapping[str, Any]) -> None:
         """A line in the call's event log, from any thread."""
-        ...
 
 
 class Given:

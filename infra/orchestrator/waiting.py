@@ -152,16 +152,13 @@ class Keeper(Protocol):
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need."""
-        ...
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
         """Reclaim what the policy allows, if need be; None when it still does not fit, else a
         value with ``bytes`` and ``items`` of what was reclaimed."""
-        ...
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
         """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
-        ...
 
 
 class ProbingKeeper:

@@ -45,6 +45,25 @@ _HALF_WRITTEN_S = 0.05
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
+class Complaints:
+    """Warnings of which each sort is said once, until it is over; again only for who debugs."""
+
+    def __init__(self) -> None:
+        self._said: set[object] = set()
+
+    def say(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
+        """A warning, if it was not said before."""
+        level = logging.DEBUG if sort in self._said else logging.WARNING
+        self._said.add(sort)
+        log.log(level, text, *values, exc_info=exc_info)
+
+    def over(self, sort: object) -> bool:
+        """Let it be said again; True if it had been said."""
+        said = sort in self._said
+        self._said.discard(sort)
+        return said
+
+
 def temporary_name(target: Path) -> Path:
     """A name beside ``target`` that nobody else uses."""
     return target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}")

@@ -193,7 +193,7 @@ class Lease:
         self._path = folder / "leases" / f"{holder}.json"
         self._clock, self._counter = clock, 0
         self._renewed_at: float | None = None
-        self._warned = False
+        self._complaints = atomic.Complaints()
 
     def renew(self) -> None:
         """Move the counter, if that is due."""
@@ -205,9 +205,8 @@ class Lease:
             make_folder(self._path.parent)
             atomic.write_json(self._path, {"counter": self._counter}, sync=False)
         except OSError as error:
-            if not self._warned:
-                log.warning("the lease %s cannot be renewed: %s", self._path, error)
-            self._warned = True
+            text = "the lease %s cannot be renewed: %s"
+            self._complaints.say("renew", text, self._path, error)
 
     def release(self) -> None:
         """Give it back; more than once does no harm."""

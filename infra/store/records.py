@@ -7,7 +7,6 @@ each request to cancel is a file of its own.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, 
 
 T = TypeVar("T")
 Part = Literal["config", "inputs", "batch", "scheduler", "resumed"]
-log = logging.getLogger(__name__)
 
 #: Which file of an attempt a part stands in; each was a file of its own before.
 _PARTS: dict[Part, str] = {
@@ -59,7 +57,8 @@ class RecordFiles:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._told: set[Path] = set()
+        #: Of files that are looked at again and again.
+        self.complaints = atomic.Complaints()
 
     @property
     def root(self) -> Path:
@@ -202,14 +201,8 @@ class RecordFiles:
         try:
             return self.read_control(path)
         except WorkspaceError as error:
-            self.tell_once(path, str(error))
+            self.complaints.say(path, "%s", error)
             return None
-
-    def tell_once(self, path: Path, text: str) -> None:
-        """Log what is wrong with a file that is looked at again and again."""
-        if path not in self._told:
-            log.warning("%s", text)
-        self._told.add(path)
 
     def _set_aside(self, path: Path, why: str) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -224,11 +217,11 @@ class RecordFiles:
         except FileNotFoundError:
             return  # somebody else has just done it
         except OSError as error:
-            self.tell_once(path, f"{why}; it is left out, and cannot be set aside: {error}")
+            text = "%s; it is left out, and cannot be set aside: %s"
+            self.complaints.say(path, text, why, error)
             return
-        self.tell_once(
-            path, f"{why}; it is " + (f"kept as {aside.name}" if is_still else "left out")
-        )
+        kept = f"kept as {aside.name}" if is_still else "left out"
+        self.complaints.say(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
         """What to do about a damaged file: the least that can go, and what that means."""
@@ -301,7 +294,7 @@ class RunRecords(RecordFiles):
             except WorkspaceError as error:
                 if error.errno is not None:
                     raise
-                self.tell_once(self.layout.run(run_id).record, f"{error}; it is left out")
+                self.complaints.say(self.layout.run(run_id).record, "%s; it is left out", error)
 
     # ------------------------------------------------------------ the process that works on it
 

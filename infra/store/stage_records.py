@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -128,9 +127,6 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
         if (size := again(path.stat).st_size) != file["bytes"]:
             return f"{path} has {size} bytes instead of {file['bytes']}"
     return None
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
