@@ -62,7 +62,7 @@ HOW_IN_WORDS: dict[How, str] = {
 
 @dataclass(frozen=True)
 class Source:
-    """What is adopted.
+    """Source of an adoption.
 
     ``companions`` is a folder with the configuration and tokenizer that the checkpoint lacks;
     ``base_model`` what its training started from, where somebody knows.
@@ -235,7 +235,7 @@ class FoundStage(NamedTuple):
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether refiner has written this folder as a workspace or a stage of one."""
+    """Tell whether refiner has written this folder as a workspace or a stage of one."""
     return (folder / "workspace.json").is_file() or (folder / "spec.json").is_file()
 
 

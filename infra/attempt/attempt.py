@@ -222,7 +222,7 @@ class AttemptRun:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal, or a note beside the attempt, has asked to save and end."""
+        """Tell whether a signal, or a note beside the attempt, has asked to save and end."""
         return self._flag.signal is not None or self._stop_noted
 
     @property
@@ -443,8 +443,8 @@ class AttemptRun:
         return outcome
 
     def _result_is_there(self) -> bool | None:
-        """Whether this attempt has published its result after all: a network file system may report
-        an error for a write that it has made. None if that cannot be seen either."""
+        """Tell whether this attempt has published its result after all: a network file system may
+        report an error for a write that it has made. None if that cannot be seen either."""
         try:
             result = self.workspace.read_result(self.stage_id)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a running stage writes besides its output: log, heartbeat, metrics, rollouts, checkpoints.
+"""Writing of a running stage besides its output: log, heartbeat, metrics, rollouts, checkpoints.
 
 In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
 ``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the

@@ -38,7 +38,7 @@ _PROMPTS = 1000
 
 
 def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folder: Path) -> int:
-    """What judges will say in these stages, as far as the store still takes it.
+    """Bytes of what judges will say in these stages, as far as the store still takes it.
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
@@ -99,7 +99,7 @@ _CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
 class StageNeed(NamedTuple):
-    """What one stage that is still to run takes.
+    """Need of one stage that is still to run.
 
     ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
     that once its checkpoints were reclaimed. Bytes; ``inodes`` at the peak. ``basis`` says what the
@@ -119,7 +119,7 @@ class StageNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What plans take together.
+    """Need of plans together.
 
     Attributes
     ----------
@@ -152,17 +152,18 @@ class Forecast:
 
     @property
     def final_bytes(self) -> int:
-        """What lies there in the end."""
+        """Bytes that lie there in the end."""
         return sum(s.final for s in self.stages) + self.judgements
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free for it to go through, under the rules as they are."""
+        """Bytes that must be free for it to go through, under the rules as they are."""
         return self.least_bytes if self.reclaim else self.peak_bytes
 
     @property
     def sure_bytes(self) -> int:
-        """What the largest stage alone cannot do without; no guess that errs on the large side."""
+        """Bytes that the largest stage alone cannot do without; no guess that errs on the large
+        side."""
         return max((s.sure for s in self.stages), default=0)
 
     @property
@@ -180,7 +181,7 @@ SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
 class Knowledge:
-    """What forecasts rest on, looked up once: measured history, and sizes of models.
+    """Knowledge that forecasts rest on, looked up once: measured history, and sizes of models.
 
     ``size_of_model`` says how many parameters a recipe's model has.
     """
@@ -192,11 +193,11 @@ class Knowledge:
         self._result = functools.cache(workspace.read_result)
 
     def history(self, stage: PlannedStage) -> History:
-        """What stages of its kind took that started at its model and run its script."""
+        """History of stages of its kind that started at its model and run its script."""
         return self._history(stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
 
     def size(self, config: RecipeConfig) -> ModelSize:
-        """How large a recipe's model is."""
+        """Size of a recipe's model."""
         name = config.model.name_or_path
         if name not in self._sizes:
             self._sizes[name] = self._size_of_model(config)
@@ -208,7 +209,7 @@ class Knowledge:
 
 
 def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
-    """What the stages of ``plans`` that are not done will take."""
+    """Forecast the stages of ``plans`` that are not done."""
     needs: dict[str, StageNeed] = {}
     for plan in plans:
         for stage in plan.stages:
@@ -265,7 +266,7 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
 
 
 def _flat_need(stage: PlannedStage, size: int | None, inodes: int, basis: str) -> StageNeed:
-    """What is written once, and stays."""
+    """Need of a stage that writes once, and whose files stay."""
     total, inodes = (size or 0) + _CONTROL_BYTES, inodes + _CONTROL_INODES
     return StageNeed(stage, total, total, total, inodes, basis, size is not None)
 

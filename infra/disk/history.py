@@ -135,8 +135,8 @@ class Failures:
 def history_of(
     workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
 ) -> History:
-    """What stages of a kind have taken; ``model`` (the digest among a plan's sources) restricts it
-    to those of that model, ``script`` to those of that `command.run`."""
+    """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
+    those of that model, ``script`` to those of that `command.run`."""
     found = History()
     for stage_id, record in _alike(workspace, kind, model):
         if script is not None and record.spec.identity.get(SCRIPT) != script:
@@ -147,7 +147,7 @@ def history_of(
 
 
 def times_of(workspace: Workspace, kind: str, model: str | None = None) -> Times:
-    """How long their steps and saves were."""
+    """Durations of their steps and saves."""
     found = Times()
     for stage_id, record in _alike(workspace, kind, model):
         save_s = workspace.longest_save_s(stage_id) or None
@@ -163,7 +163,7 @@ def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple
 
 
 def failures_of(workspace: Workspace) -> Failures:
-    """How often attempts broke down, over all their seconds."""
+    """Number of breakdowns of attempts, over all their seconds."""
     records = [_record(workspace, stage_id) for stage_id in workspace.stage_ids()]
     attempts = [a for r in records if r is not None for a in r.attempts]
     ends = [a.outcome.failure for a in attempts if a.outcome is not None]

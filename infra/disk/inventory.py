@@ -75,7 +75,7 @@ class Copy(NamedTuple):
         return self.target.partition(f"/{self.repo_id}")[0]
 
     def has(self, files: Iterable[OutputFile]) -> bool:
-        """Whether all of these files are among what was published, and as far as one can tell
+        """Tell whether all of these files are among what was published, and as far as one can tell
         without reading them still are."""
         files = list(files)
         if not all(file.sha256 in self.names for file in files):
@@ -134,7 +134,7 @@ def copies_of(
 
 
 def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
-    """What a report tells of; None where that is not verified, or known to be gone."""
+    """Copy that a report tells of; None where that is not verified, or known to be gone."""
     names = {f["sha256"]: f["path"] for f in report.get("files", ())}
     target, where = str(report["target"]), report.get("where", "folder")
     if where == "hub":
@@ -162,7 +162,7 @@ class FreshLook:
         self._doubts: dict[tuple[str, str | None], tuple[float, str]] = {}
 
     def doubt(self, copy: Copy, files: Sequence[OutputFile]) -> str:
-        """Why the copy cannot be relied on for these files now; empty: it can."""
+        """Reason why the copy cannot be relied on for these files now; empty: it can."""
         if copy.where == "folder":
             return _doubt_of_folder(copy, files)
         key = (copy.target, copy.commit)
@@ -236,7 +236,7 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class Waiting:
-    """What decides about a hold.
+    """Facts that decide about a hold.
 
     Attributes
     ----------
@@ -257,7 +257,7 @@ class Waiting:
 
 
 def why_idle(waiting: Waiting) -> str:
-    """Why a hold may go; empty: it may not."""
+    """Reason why a hold may go; empty: it may not."""
     if waiting.done:
         return "what waited for it is done"
     if waiting.callers is None:
@@ -350,7 +350,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What decides about a stage's files.
+    """Facts that decide about a stage's files.
 
     Attributes
     ----------
@@ -389,7 +389,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Stock:
-    """What lies there and what protects it.
+    """Things that lie there, and their protection.
 
     ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
     to be what was saved, ``idle_code`` the snapshots that no
@@ -455,7 +455,7 @@ def read_stock(
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
-    """Why a stage's output has to stay, by another look at everything; empty: it may go."""
+    """Reason why a stage's output has to stay, by another look at everything; empty: it may go."""
     if stage_id in pins(workspace.layout):
         return "it is pinned"
     records = _records(workspace)

@@ -225,7 +225,7 @@ class DiskKeeper:
             return self._cached[0]
 
     def reserved(self, ref: AttemptRef | None = None) -> Need:
-        """What attempts other than ``ref`` have announced and not yet written."""
+        """Room that attempts other than ``ref`` have announced and not yet written."""
         others = self.ledger.others(ref)
         return Need(sum(r.outstanding for r in others), sum(r.need.inodes for r in others))
 
@@ -252,7 +252,7 @@ class DiskKeeper:
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
+        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
         inodes = self._missing_inodes(self.room(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
@@ -275,8 +275,7 @@ class DiskKeeper:
     # ------------------------------------------------------------ making room
 
     def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
-        """What lies in the workspace, and what protects it; ``as_if_dropped``: but for idle
-        holds."""
+        """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
         found = self.caches() if caches else ()
         return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
 
@@ -285,7 +284,7 @@ class DiskKeeper:
         return find_caches(self.config.watch_caches, self.workspace.layout)
 
     def candidates(self, need_bytes: int | None, *, caches: bool = False) -> list[Candidate]:
-        """What a reclaim of ``need_bytes`` (None: of all that may go) would delete."""
+        """Candidates for a reclaim of ``need_bytes`` (None: of all that may go)."""
         return plan_reclaim(self.stock(caches=caches), need_bytes, caches=caches)
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
@@ -398,7 +397,7 @@ class DiskKeeper:
         return self._models[stage_id]
 
     def _estimate(self, stage_id: str) -> int:
-        """What a checkpoint of a training stage takes that has never saved; 0: nothing says."""
+        """Bytes of a checkpoint of a training stage that has never saved; 0: nothing says."""
         paths = self.workspace.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
         if stage_id.rpartition("-")[0] not in STAGES or not numbers:
@@ -418,8 +417,8 @@ class DiskKeeper:
         return max(0, SAVE_INODES + self.reserved(ref).inodes - room.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
-        """What no figure tells: a quota that no tool shows. A write that went through is believed
-        for two seconds."""
+        """Ask what no figure tells, a quota that no tool shows. A write that went through is
+        believed for two seconds."""
         size = max(4096, min(need_bytes, PROBE_BYTES))
         now = self._clock()
         at, wrote = self._wrote or (now, 0)

@@ -1,4 +1,4 @@
-"""What quota tools print, as numbers. Pure: text in, :class:`Quota` values out.
+"""Parsers of what quota tools print. Pure: text in, :class:`Quota` values out.
 
 In: the captured output of one tool. Out: per quota that applies, what is used and what is allowed,
 in bytes and in inodes. A tool's exit status is not looked at (`quota` exits with 1 both when over
@@ -34,7 +34,7 @@ class Limit(NamedTuple):
 
     @property
     def effective(self) -> int | None:
-        """What may be used at most now; None where nothing limits it."""
+        """Most that may be used now; None where nothing limits it."""
         limits = [self.hard] if self.hard > 0 else []
         if self.over and self.soft > 0:
             limits.append(self.soft)
@@ -42,7 +42,7 @@ class Limit(NamedTuple):
 
     @property
     def free(self) -> int | None:
-        """What is left; None where nothing limits it."""
+        """Amount that is left; None where nothing limits it."""
         limit = self.effective
         return None if limit is None else max(0, limit - self.used)
 
@@ -234,7 +234,7 @@ def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
 
 
 def parse_with_pattern(text: str, pattern: str) -> list[Quota]:
-    """What a pattern of the user's finds: groups `used` and `limit`, or `free`; optionally
+    """Figures that a pattern of the user's finds: groups `used` and `limit`, or `free`; optionally
     `inodes_used` and `inodes_limit`.
 
     Raises

@@ -49,7 +49,7 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True)
 class Room:
-    """What is left for writing into a folder.
+    """Room that is left for writing into a folder.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class Room:
 
     @property
     def inodes_are_scarcer(self) -> bool:
-        """Whether more of the inodes than of the bytes is used."""
+        """Tell whether more of the inodes than of the bytes is used."""
         of_bytes, of_inodes = self._shares
         return of_inodes > of_bytes
 
@@ -182,7 +182,7 @@ Runner = Callable[[Sequence[str]], str]
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """What a command prints, standard error included; its exit status is not looked at.
+    """Output of a command, standard error included; its exit status is not looked at.
 
     Raises
     ------

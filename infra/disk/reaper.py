@@ -1,4 +1,4 @@
-"""What may be deleted when room is short, in which order, and deleting it.
+"""Garbage collection: the order in which things go when room is short, and deleting them.
 
 In: a :class:`~infra.disk.inventory.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
 candidates, cheapest loss first; :func:`carry_out` deletes them.
@@ -93,7 +93,7 @@ class Candidate:
 
 
 class Reclaimed(NamedTuple):
-    """What was given back, by the sizes that the files had."""
+    """Sum of what was given back, by the sizes that the files had."""
 
     bytes: int = 0
     items: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def plan_reclaim(
     caches: bool = False,
     judgements: bool = False,
 ) -> list[Candidate]:
-    """What to delete to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
+    """Candidates to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
 
     Where everything together does not suffice, what costs nobody anything goes all the same, but no
     published weights, caches and judgements are given up in vain. Without a need, judgements go
@@ -176,7 +176,7 @@ def _is_leftover(item: Item, facts: StageFacts) -> bool:
 
 
 def may_go(facts: StageFacts) -> bool:
-    """Whether a finished stage's weights may be deleted."""
+    """Tell whether a finished stage's weights may be deleted."""
     weights = facts.weights
     return (
         facts.done

@@ -48,7 +48,7 @@ _OF_ATTEMPT = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
 
 
 class Size(NamedTuple):
-    """What something takes, and what deleting it alone would give back (``gain``, bytes): a file
+    """Disk use of a thing, and what deleting it alone would give back (``gain``, bytes): a file
     that is linked from elsewhere gives nothing back."""
 
     bytes: int = 0
@@ -76,7 +76,7 @@ Seen = set[tuple[int, int]]
 
 
 def size_of(path: Path, seen: Seen | None = None) -> Size:
-    """What a file or folder takes on the disk, itself included; nothing if it is not there."""
+    """Disk use of a file or folder, itself included; nothing if it is not there."""
     seen = set() if seen is None else seen
     try:
         status = again(path.lstat)
@@ -133,7 +133,7 @@ def take_stock(layout: Layout) -> list[Item]:
 
 
 def stock_of(layout: Layout, stage_ids: Iterable[str]) -> list[Item]:
-    """What lies in the folders of some stages, told apart."""
+    """Items in the folders of some stages."""
     seen: Seen = set()
     return [i for name in stage_ids for i in _of_stage(layout.stage(name), name, seen)]
 
@@ -170,7 +170,7 @@ def _is_temporary(path: Path) -> bool:
 
 
 def _entries(*folders: Path) -> Iterator[Path]:
-    """What lies in folders, each looked into once; one that cannot be read has nothing."""
+    """Entries of folders, each looked into once; one that cannot be read has nothing."""
     for folder in dict.fromkeys(folders):
         with contextlib.suppress(OSError):
             yield from [folder / name for name in names_in(folder)]
@@ -190,7 +190,7 @@ def _folders(*folders: Path) -> list[Path]:
 
 
 class Row(NamedTuple):
-    """What one run (or nobody's stages) uses of one kind."""
+    """Disk use of one run (or of nobody's stages), of one kind."""
 
     run: str
     kind: Kind
@@ -217,7 +217,7 @@ _TAG = "CACHEDIR.TAG"
 
 
 def find_caches(names: Iterable[str], layout: Layout) -> list[Item]:
-    """What lies in the caches that are watched."""
+    """Items in the caches that are watched."""
     found: dict[Path, Item] = {}
     for name in names:
         text = os.environ.get(name, "") if _VARIABLE.fullmatch(name) else name

@@ -169,8 +169,8 @@ _KINDS = ("fetch", "export", "publish", "card")
 
 
 def gives_way(plan: Plan, stage: PlannedStage) -> bool:
-    """Whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that was
-    exported while training goes on."""
+    """Tell whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that
+    was exported while training goes on."""
     if stage.kind in _KINDS:
         return True
     source = plan.by_name.get(stage.inputs.get("weights", ""))
@@ -201,7 +201,7 @@ class Router:
         self.missing = missing
 
     def executor_for(self, stage: PlannedStage) -> str:
-        """Where the next attempt at a stage goes."""
+        """Executor of the next attempt at a stage."""
         return self._choose(stage)
 
     def check(self, stages: Iterable[PlannedStage]) -> None:

@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what that leads to.
+"""Failures: reasons why attempts end, and what they lead to.
 
 In: the exception that ended a worker, or what a process left behind that ended without a word. Out:
 an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) says for every class what is
@@ -38,7 +38,7 @@ Remedy = Literal[
 
 
 class ClassRule(NamedTuple):
-    """What a failure class leads to.
+    """Consequences of a failure class.
 
     ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
     the world has to change first and the same command then goes on, ``failed`` where somebody
@@ -51,14 +51,14 @@ class ClassRule(NamedTuple):
 
     @property
     def decision(self) -> Decision:
-        """What the outcome of an attempt records."""
+        """Decision that the outcome of an attempt records."""
         if self.remedy == "nothing":
             return "finish"
         return "stop" if self.remedy == "stop" else "resume"
 
     @property
     def avoids_node(self) -> bool:
-        """Whether the node is not asked again for this stage."""
+        """Tell whether the node is not asked again for this stage."""
         return self.remedy == "resume elsewhere"
 
 
@@ -198,8 +198,8 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error says only that something could not be asked or done just now: it is tried
-    again, and nothing follows from it. A damaged file is none; it would be found so again."""
+    """Tell whether an error says only that something could not be asked or done just now: it is
+    tried again, and nothing follows from it. A damaged file is none; it would be found so again."""
     if isinstance(error, errors.SystemOutage | errors.NoSpaceError):
         return True
     return isinstance(error, OSError) and error.errno is not None
@@ -243,7 +243,7 @@ def traceback_signature(error: BaseException) -> str:
 
 
 def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
-    """How many of the newest attempts ended in ``failure`` since one got further.
+    """Number of the newest attempts that ended in ``failure`` since one got further.
 
     An attempt got further when a later one went on from a later checkpoint than it had itself. One
     that died before it could go on from any is taken to have got nowhere.
@@ -269,7 +269,8 @@ def _began_at(attempt: Attempt) -> int | None:
 
 
 def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
-    """Whether another attempt may follow ``attempts``, the last of which has ended resumably."""
+    """Tell whether another attempt may follow ``attempts``, the last of which has ended
+    resumably."""
     outcome = attempts[-1].outcome
     if outcome is None:
         return True

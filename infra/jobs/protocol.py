@@ -42,7 +42,7 @@ class AttemptRef(NamedTuple):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What to run for one attempt.
+    """Request to run one attempt.
 
     ``comment`` is the attempt's unique mark; ``code`` the folder that the job imports our packages
     from (none: those of this process); ``threads`` the compute threads of one process.
@@ -121,7 +121,7 @@ class OpenAttempt:
 
 
 class Dispatcher(Protocol):
-    """Where jobs run."""
+    """Dispatcher of jobs."""
 
     executor: str
 
@@ -140,8 +140,8 @@ class Dispatcher(Protocol):
         """
 
     def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobSight]:
-        """How these jobs are now, by one query for all of them. Never raises for a scheduler that
-        does not answer: such jobs are ``unknown``."""
+        """Look at these jobs, by one query for all of them. Never raises for a scheduler that does
+        not answer: such jobs are ``unknown``."""
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
@@ -160,7 +160,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFL
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How workers are called.
+    """Command line of workers.
 
     ``module`` is followed by ``--workspace ROOT STAGE_ID ATTEMPT``; ``python`` is the interpreter.
     """

@@ -45,7 +45,7 @@ _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
 class Why(NamedTuple):
-    """Why a job was asked to stop, or ended.
+    """Reason why a job was asked to stop, or ended.
 
     ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
     """
@@ -90,7 +90,7 @@ class SlurmJob:
         )
 
     def is_called(self, name: object) -> bool:
-        """Whether ``name`` means this job."""
+        """Tell whether ``name`` means this job."""
         return bool(name) and str(name) in (self.id, self.array_id)
 
 
@@ -122,7 +122,7 @@ Ask = Callable[[Sequence[str]], str]
 
 
 def ask_scheduler(command: Sequence[str]) -> str:
-    """What a command of the scheduler prints; empty, and a line in the log, if it fails."""
+    """Output of a command of the scheduler; empty, and a line in the log, if it fails."""
     quiet = subprocess.DEVNULL
     try:
         done = subprocess.run(
@@ -142,7 +142,7 @@ def why_stopped(
     asked: Mapping[str, Any] | None,
     ask: Ask = ask_scheduler,
 ) -> Why:
-    """Why a worker that ends on request was asked to.
+    """Reason why a worker that ends on request was asked to.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ _ENDS: Mapping[str, Why] = {
 
 
 def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
-    """Why the scheduler has started this job again: what accounting says of its last start.
+    """Reason why the scheduler has started this job again: what accounting says of its last start.
 
     Where accounting is off nobody knows any more; then it counts as a preemption.
     """
@@ -245,8 +245,8 @@ def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
 
 
 def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
-    """How the job's start number ``start`` (from 0) ended; None where accounting does not say, or
-    not yet. It keeps one line for each, oldest first."""
+    """End of the job's start number ``start`` (from 0); None where accounting does not say, or not
+    yet. It keeps one line for each, oldest first."""
     name = job.array_id or job.id
     printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
     states = [line.split()[0] for line in printed.splitlines() if line.strip()]

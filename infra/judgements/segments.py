@@ -61,7 +61,7 @@ class Saved(NamedTuple):
         return Saved(*(a + b for a, b in zip(self, other, strict=True)))
 
     def minus(self, other: Saved) -> Saved:
-        """What has come since ``other``."""
+        """Difference to ``other``."""
         return Saved(*(a - b for a, b in zip(self, other, strict=True)))
 
 
@@ -83,7 +83,7 @@ class Segment(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a store holds: files, bytes, judgements (the same one may be there twice)."""
+    """Contents of a store: files, bytes, judgements (the same one may be there twice)."""
 
     files: int = 0
     bytes: int = 0
@@ -108,7 +108,7 @@ def encode_saved(saved: Saved) -> bytes:
 
 
 def decode_header(raw: bytes) -> Saved:
-    """What was saved, as a header says; nothing where that part is being written.
+    """Read what was saved from a header; nothing where that part is being written.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def list_segments(folder: Path) -> list[Segment]:
 
 
 def summarise(folder: Path) -> Summary:
-    """What the store in a folder holds, from sizes and headers alone."""
+    """Contents of the store in a folder, from sizes and headers alone."""
     total = Summary()
     for segment in list_segments(folder):
         records = max(0, segment.size - HEADER_BYTES) // RECORD_BYTES

@@ -202,7 +202,7 @@ class WorkspaceStore:
     # ------------------------------------------------------------ the protocol
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order; also what others have put, about a second after they did."""
+        """Known judgements, in order; also what others have put, about a second after they did."""
         self._look()
         with self._lock:
             found = self._table.get(keys)

@@ -88,7 +88,7 @@ class Table:
         return len(self._high) + len(self._recent)
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order."""
+        """Known judgements, in order."""
         self._merge()
         found = [self._recent.get(key) for key in keys]
         missing = [

@@ -293,7 +293,7 @@ class Stopping:
             member.note({"event": "stop", "reason": reason})
 
     def hear(self, member: Member) -> None:
-        """Whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
+        """Hear whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
         asked = self._workspace.cancel_asked(member.run.run)
         if asked is None:
             return
@@ -335,7 +335,7 @@ class Stopping:
     def _may_end(
         self, service: PlannedStage, ending: Iterable[PlannedStage], seen: Mapping[str, Seen]
     ) -> bool:
-        """Whether nobody needs a server any more: not the jobs that are ended here, which may
+        """Tell whether nobody needs a server any more: not the jobs that are ended here, which may
         still wait for answers while they save, nor anybody else."""
         asking = (s.id for s in ending if service.id in s.after)
         if any(i in seen and seen[i].sight != "dead" for i in asking):

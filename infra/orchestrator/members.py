@@ -58,7 +58,7 @@ class Diary:
             self._complaints.say("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
+        """Say who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
         value = {"process": self._owner, "host": host_name(), "state": state, "at": now_text()}
         try:
             self._workspace.write_orchestrator(self._run, {**value, "exit_code": exit_code})

@@ -41,7 +41,7 @@ from refiner_core.contract.services import is_service
 
 @dataclass(frozen=True)
 class Patience:
-    """How long silence is borne, seconds: without any heartbeat, and without any progress."""
+    """Limits of silence, seconds: without any heartbeat, and without any progress."""
 
     heartbeat_s: float = 900.0
     progress_s: float = 7200.0
@@ -229,7 +229,7 @@ def _vanished(path: Path) -> WorkspaceError:
 
 
 def _lacks(record: StageRecord, before: StageRecord) -> bool:
-    """Whether something is missing that was recorded before."""
+    """Tell whether something is missing that was recorded before."""
     if len(record.attempts) < len(before.attempts) or (before.result and not record.result):
         return True
     return any(
@@ -243,7 +243,7 @@ PlannedAction = Literal["run", "skip", "reattach"]
 
 
 class StageForecast(NamedTuple):
-    """What a run would do about a stage."""
+    """Forecast of a run's action on a stage."""
 
     stage: PlannedStage
     action: PlannedAction
@@ -253,7 +253,7 @@ class StageForecast(NamedTuple):
 def observe_actions(
     plan: Plan, workspace: Workspace, router: Router | None = None
 ) -> list[StageForecast]:
-    """What a run of the plan would do now, stage by stage. Writes nothing."""
+    """Forecast a run of the plan, stage by stage. Writes nothing."""
     found = observe_stages([plan], workspace, router)
     return [found[stage.id] for stage in plan.stages]
 
@@ -261,7 +261,7 @@ def observe_actions(
 def observe_stages(
     plans: Sequence[Plan], workspace: Workspace, router: Router | None = None
 ) -> dict[str, StageForecast]:
-    """What runs of several plans would do now, each stage once: by id. Writes nothing.
+    """Forecast runs of several plans, each stage once, by id. Writes nothing.
 
     Of many plans the reasons of stages that were never run do not say which recorded stage is the
     nearest: that takes a look at all of them for each.

@@ -309,7 +309,7 @@ class Orchestrator:
         self._wake.set()
 
     def next_save_bytes(self) -> int:
-        """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
+        """Need of the largest save that runs now, or is about to; 0 when nothing runs."""
         return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
 
     # ------------------------------------------------------------ the loop
@@ -377,8 +377,8 @@ class Orchestrator:
                 self._note_beginning(member)
 
     def _note_beginning(self, member: Member) -> None:
-        """What had ended when a member began is history: it neither counts nor fails it. What is
-        shared has begun with the first of them."""
+        """Note what had ended when a member began: that is history, and neither counts nor fails
+        it. What is shared has begun with the first of them."""
         if member.done_before is not None:
             return
         known = {i: r for i in member.ids if (r := self._records.get(i)) is not None}
@@ -482,7 +482,7 @@ class Orchestrator:
     def _has_asked(
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
-        """Whether a member has had all from a server that it wanted, whoever else needs it."""
+        """Tell whether a member has had all from a server that it wanted, whoever else needs it."""
         if self._stopping.wish is not None or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
@@ -527,7 +527,7 @@ class Orchestrator:
 def _add_by_stage(
     errors: Mapping[str, Exception], members: Iterable[Member], trouble: Trouble[Member]
 ) -> None:
-    """What went wrong with a stage is the trouble of the members that have it."""
+    """Add what went wrong with a stage to the trouble of the members that have it."""
     for member in members if errors else ():
         found = next((e for i, e in errors.items() if i in member.ids), None)
         if found is not None:

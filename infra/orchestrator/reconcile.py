@@ -69,7 +69,7 @@ class Union:
 
 @dataclass(frozen=True)
 class Action:
-    """What is decided about a stage."""
+    """Decision about a stage."""
 
     stage: PlannedStage
 
@@ -158,7 +158,7 @@ class Block(Action):
 
 @dataclass(frozen=True)
 class StopWish:
-    """Who wants a job to end, and how.
+    """Wish that a job ends.
 
     ``everybody``: also jobs that another call has started.
     """
@@ -294,7 +294,7 @@ class _Step:
         }
 
     def _before(self, stage_id: str) -> Action:
-        """What is decided about an input."""
+        """Decision about an input."""
         if stage_id in self.union.stages:
             self.decide(self.union[stage_id])  # it may be of a later plan than who reads it
             return self.actions[stage_id]
@@ -314,7 +314,7 @@ class _Step:
             self.wanted.update(service.id for service in self._services_of(stage))
 
     def service_action(self, stage: PlannedStage) -> Action:
-        """What a service does: after the others, for it follows from what they need."""
+        """Decide about a service: after the others, for it follows from what they need."""
         asking = [a for a in self.actions.values() if stage.id in a.stage.after]
         over = all(isinstance(a, _OVER) for a in asking)
         now = self._service(stage)
@@ -330,7 +330,7 @@ class _Step:
         return Rest(stage, live=False) if over else Wait(stage, "nobody needs it yet")
 
     def _service(self, stage: PlannedStage) -> Action:
-        """What a service does if it is wanted."""
+        """Action of a service if it is wanted."""
         if stage.id not in self.services:
             action = self._action(stage)
             if isinstance(action, Wait) and action.attempt > 0:
@@ -345,7 +345,7 @@ class _Step:
         return [self.union[i] for i in stage.after if is_service(i)]
 
     def _served(self, stage: PlannedStage) -> Action | None:
-        """What a stage does whose service is not ready; None if it is, or it needs none."""
+        """Action of a stage whose service is not ready; None if it is, or it needs none."""
         for service in self._services_of(stage):
             now = self._service(service)
             if isinstance(now, Fail | Block):
@@ -397,7 +397,7 @@ class _Step:
     def _after_end(
         self, stage: PlannedStage, record: StageRecord, outcome: Outcome
     ) -> Action | None:
-        """What an ended attempt means for this call; None if another one may begin."""
+        """Consequence of an ended attempt for this call; None if another one may begin."""
         last = record.attempts[-1]
         before = self.policy.ended_before.get(stage.id, 0)
         if last.number <= before or outcome.decision == "finish":
@@ -475,7 +475,7 @@ class _Step:
         return Launch(stage, 0 if last is None else last.number)
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
-        """What a stage does that reads the checkpoint of ``step``; None if that is there."""
+        """Action of a stage that reads the checkpoint of ``step``; None if that is there."""
         before, name = self._before(source), self.union[source].name
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
@@ -502,8 +502,8 @@ def paused_after(message: str) -> str:
 
 
 def is_light(stage_id: str) -> bool:
-    """Whether a stage only moves bytes: it takes no slot from those that compute, nor waits for
-    one of theirs."""
+    """Tell whether a stage only moves bytes: it takes no slot from those that compute, nor waits
+    for one of theirs."""
     return stage_id.partition("-")[0] in ("fetch", "export", "publish", "card")
 
 

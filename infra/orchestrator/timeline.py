@@ -311,7 +311,7 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 
 
 def first_line(text: str, limit: int = 100) -> str:
-    """What a message says first, without the way out of it, cut to ``limit`` characters."""
+    """Beginning of a message, without the way out of it, cut to ``limit`` characters."""
     line = text.strip().partition("\n")[0].partition(" To mend it: ")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -360,7 +360,7 @@ def size_text(size: int) -> str:
 
 
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
-    """What went wrong in the stages of a run, oldest first."""
+    """Incidents in the stages of a run, oldest first."""
     return incidents_of(run_histories(workspace, run), run_events(workspace, run.run))
 
 

@@ -115,7 +115,7 @@ class Trouble(dict[K, Exception]):
 
     @contextlib.contextmanager
     def at(self, *keys: K) -> Iterator[None]:
-        """What goes wrong in the block is the trouble of these; the first error counts."""
+        """Make what goes wrong in the block the trouble of these; the first error counts."""
         try:
             yield
         except Exception as error:
@@ -129,7 +129,7 @@ class Trouble(dict[K, Exception]):
 
 
 def with_patience(action: Callable[[], T]) -> T:
-    """What ``action`` returns, tried again for a second: for what has no round yet."""
+    """Result of ``action``, tried again for a second: for what has no round yet."""
     for _ in range(_TRIES - 1):
         try:
             return action()
@@ -148,7 +148,7 @@ BEGINNING_BYTES = 4 << 20
 
 
 class Keeper(Protocol):
-    """What is asked of the disk; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
+    """Interface of the disk's keeper; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need."""
@@ -158,7 +158,7 @@ class Keeper(Protocol):
         value with ``bytes`` and ``items`` of what was reclaimed."""
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
+        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
 
 
 class ProbingKeeper:
@@ -179,7 +179,7 @@ class ProbingKeeper:
         return SMALL_BYTES
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
-        """Whether ``need_bytes`` can be written, by writing them."""
+        """Tell whether ``need_bytes`` can be written, by writing them."""
         layout = self._workspace.layout
         fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
         return self.Nothing() if fits else None
@@ -282,7 +282,7 @@ class Rooms:
         return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
-        """Why it has to wait; empty if there is room now."""
+        """Reason why it has to wait; empty if there is room now."""
         now, waiting = self.clock(), self._waiting.get(stage_id)
         pause_s = min(_RECHECK_S, self.config.watch_s)
         if waiting is not None and now - waiting.looked_at < pause_s:
@@ -323,7 +323,7 @@ def when_there_is_room(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """What ``action`` returns, as soon as the disk takes its small files.
+    """Result of ``action``, as soon as the disk takes its small files.
 
     Room is made as the policy allows, then waited for: an orchestrator that is started on a full
     disk would otherwise leave jobs alone that are about to pause.

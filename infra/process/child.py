@@ -86,7 +86,7 @@ class ChildProcess:
 
     @property
     def is_read(self) -> bool:
-        """Whether all that it has printed was read."""
+        """Tell whether all that it has printed was read."""
         return not self._reader.is_alive()
 
     def wait_read(self) -> None:

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class _Batch(NamedTuple):
-    """What ``batch.json`` says: under which name, and where in an array, a job was submitted."""
+    """Contents of ``batch.json``: under which name, and where in an array, a job was submitted."""
 
     name: str
     task: int | None

@@ -44,7 +44,7 @@ _OURS = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the cluster jobs go; what is none is left to Slurm.
+    """Place of jobs in the cluster; what is none is left to Slurm.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Container:
-    """What jobs run in: ``command`` comes before the interpreter, ``{image}`` is replaced."""
+    """Container of jobs: ``command`` comes before the interpreter, ``{image}`` is replaced."""
 
     image: str = ""
     command: str = "apptainer exec --nv {image}"
@@ -137,7 +137,7 @@ class Profile(Place):
     signal_lead_s: int = 120
 
     def executor_for(self, stage: PlannedStage) -> Literal["local", "slurm"]:
-        """Where a stage's job goes: this machine, or Slurm."""
+        """Executor of a stage's job: this machine, or Slurm."""
         if stage.needs_network and not self.network:
             return "local"
         if stage.resources.gpus == 0 and stage.resources.nodes == 1:
@@ -145,7 +145,7 @@ class Profile(Place):
         return "slurm"
 
     def place_for(self, resources: Resources) -> Place:
-        """Where a job with these resources goes."""
+        """Place of a job with these resources."""
         base = {f.name: getattr(self, f.name) for f in dataclasses.fields(Place)}
         if resources.gpus == 0:
             given = {f.name: getattr(self.cpu, f.name) for f in dataclasses.fields(Place)}
@@ -186,7 +186,7 @@ class Profile(Place):
             )
 
     def lead_s(self, resources: Resources, save_s: float) -> int:
-        """How long before the time limit the job is told, seconds.
+        """Seconds before the time limit at which the job is told.
 
         Twice the longest save so far and half a minute, at least ``signal_lead_s``, and at most
         half of the time limit: a signal that came earlier would leave less time for work than for

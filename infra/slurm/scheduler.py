@@ -106,8 +106,8 @@ class RealSlurm:
         return _rows(done.stdout, _QUEUE)
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """What the controller still knows of these jobs, over or not, some minutes long: as above,
-        and ``restarts``, ``exit_code``, ``preempted_at``."""
+        """Memory of the controller of these jobs, over or not, some minutes long: as above, and
+        ``restarts``, ``exit_code``, ``preempted_at``."""
         # `scontrol` takes one id, or prints all jobs.
         one = ids[:1] if len(ids) == 1 and not names else ()
         done = self._run("scontrol", "--oneliner", "show", "job", *one, passing=_NO_JOB)
@@ -117,7 +117,7 @@ class RealSlurm:
         return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
 
     def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row] | None:
-        """What accounting knows of jobs and their steps, by id or by name; None where it is off."""
+        """Accounting of jobs and their steps, by id or by name; None where it is off."""
         if shutil.which("sacct") is None:
             return None
         rows: list[Row] = []
@@ -236,7 +236,7 @@ class Wanted(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is known of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
+    """Knowledge of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
 
     facts: JobFacts | None = None
     lost: bool = False
@@ -244,7 +244,8 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """When a job that nobody knows is lost: after so many answers, over so many seconds."""
+    """Patience with a job that nobody knows: it is lost after so many answers, over so many
+    seconds."""
 
     answers: int = 3
     seconds: float = 15.0
@@ -295,7 +296,7 @@ class SchedulerView:
             self._live[job_id] = replace(self._live[job_id], reason="released")
 
     def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
-        """What is known of each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
+        """Answers to each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:
             self._ask(wanted)
         return {w.key: self._answer(w) for w in wanted}

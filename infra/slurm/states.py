@@ -1,4 +1,4 @@
-"""What Slurm's words mean: one table of states, one of reasons, and how a job's end is named.
+"""Meaning of Slurm's words: one table of states, one of reasons, and how a job's end is named.
 
 In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
 :class:`~infra.jobs.protocol.JobSight` values. Pure: asks nobody, remembers nothing.
@@ -25,7 +25,7 @@ from refiner_core.contract.records import FailureClass, Outcome
 
 
 class StateRule(NamedTuple):
-    """What one of Slurm's job states means.
+    """Meaning of one of Slurm's job states.
 
     ``over``: nothing of the job runs any more, and Slurm will not start it again by itself.
     ``running``: its processes make progress. ``failure``: the class of such an end; none where it
@@ -138,12 +138,12 @@ class JobFacts:
 
     @property
     def rule(self) -> StateRule:
-        """What its state means."""
+        """Rule of its state."""
         return STATES.get(self.state, _UNKNOWN_STATE)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it, or a step of it (often only that says so), ran out of host memory."""
+        """Tell whether it, or a step of it (often only that says so), ran out of host memory."""
         return "OUT_OF_MEMORY" in (self.state, *(self.steps or {}).values())
 
     def as_text(self) -> dict[str, str]:
@@ -225,8 +225,8 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
 
 
 def waiting_for(job: JobFacts) -> str:
-    """Why a live job does not run, in Slurm's word and, where that does not pass by itself, what to
-    do about it."""
+    """Reason why a live job does not run, in Slurm's word and, where that does not pass by itself,
+    what to do about it."""
     key = job.reason.split(",")[0]
     if job.rule.running or _LAUNCH_HELD.search(job.reason):
         return key
@@ -236,7 +236,7 @@ def waiting_for(job: JobFacts) -> str:
 
 
 def _group_hint(reason: str) -> str:
-    """What a limit of a whole account or QOS means for a job that waits for it."""
+    """Meaning of a limit of a whole account or QOS for a job that waits for it."""
     found = _GROUP.fullmatch(reason)
     if found is None:
         return ""
@@ -250,7 +250,7 @@ def _group_hint(reason: str) -> str:
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
-    """Why a job ended whose worker left no word."""
+    """End of a job whose worker left no word."""
     where = f" on {job.node}" if job.node else ""
     told = f"Slurm says {job.state}{where}"
     if job.out_of_memory:
@@ -282,7 +282,7 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
-    """Why a job ended that nobody knows any more, or that never came to be."""
+    """End of a job that nobody knows any more, or that never came to be."""
     if job_id is None:
         why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
         return outcome_of("system_outage", why)
@@ -298,8 +298,8 @@ def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcom
 
 
 def printed_end(printed: str) -> FailureClass | None:
-    """What Slurm's own lines in the job's log say of its end; the last one counts, because a
-    requeued job appends to it."""
+    """Class of a job's end by Slurm's own lines in its log; the last one counts, because a requeued
+    job appends to it."""
     hits = [(m.start(), kind) for pattern, kind in _PRINTED for m in pattern.finditer(printed)]
     return max(hits)[1] if hits else None
 

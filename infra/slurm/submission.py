@@ -174,7 +174,7 @@ class Submitter:
         return said
 
     def _refusal(self, work: Submission, said: str) -> RefinerError:
-        """What sbatch means by what it has printed."""
+        """Error that sbatch means by what it has printed."""
         said = said or "it printed nothing"
         what = f"sbatch did not take the job of {work.requests[0].stage_id}: {said}"
         if _REFUSED.search(said):
@@ -216,7 +216,7 @@ class Submitter:
         return executor
 
     def parameters(self, work: Submission, *, avoid: bool = True) -> dict[str, Any]:
-        """What submitit is told; see its `SlurmExecutor`."""
+        """Parameters for submitit; see its `SlurmExecutor`."""
         profile, first = self.profile, work.requests[0]
         place, wanted = profile.place_for(first.resources), first.resources
         lead = profile.lead_s(wanted, max(r.save_s for r in work.requests))
@@ -263,8 +263,8 @@ class Submitter:
 
 
 def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> None:
-    """What a job needs on its node, where a crash came between sbatch and submitit's putting it
-    there: the job waits for it for a minute."""
+    """Write what a job needs on its node, where a crash came between sbatch and submitit's putting
+    it there: the job waits for it for a minute."""
     target = folder / f"{job_id}_submitted.pkl"
     if target.exists():
         return
@@ -277,7 +277,7 @@ def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> N
 
 
 def _tasks(request: JobRequest) -> list[str]:
-    """How the step of a job is started. Since 22.05 it does not inherit `--cpus-per-task`.
+    """Arguments that start the step of a job. Since 22.05 it does not inherit `--cpus-per-task`.
 
     One worker per attempt, on the first node. Where a training stage has several, the same command
     on the others waits for its word (:mod:`infra.ranks.nodes`): an `srun` inside a step would be no

@@ -337,7 +337,7 @@ def _said(text: str) -> list[int]:
 
 
 def _numbers_of(error: BaseException) -> list[int]:
-    """Which of EDQUOT, EROFS and ENOSPC an error speaks of: by number, else in words."""
+    """Numbers (EDQUOT, EROFS, ENOSPC) that an error speaks of: by number, else in words."""
     links = list(chain_of(error))
     numbers = [e.errno for e in links if isinstance(e, OSError) and e.errno in _TEXTS]
     return [n for n in numbers if n is not None] + _said("\n".join(map(str, links)))
@@ -371,7 +371,7 @@ def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
 
 
 def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
-    """Whether ``size`` bytes can be written into ``folder`` now: by writing them.
+    """Tell whether ``size`` bytes can be written into ``folder`` now: by writing them.
 
     Free-space figures know nothing of quotas, so they are not asked. Errors other than a lack of
     room count as room: they are somebody else's to report.
@@ -427,7 +427,7 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
 
 
 def out_of_inodes(folder: Path) -> bool:
-    """Whether the file system of ``folder`` takes hardly any more files, however small."""
+    """Tell whether the file system of ``folder`` takes hardly any more files, however small."""
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail < _FEW_INODES
 

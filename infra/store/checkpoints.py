@@ -268,8 +268,8 @@ class CheckpointStore:
             atomic.remove_tree(old.path)
 
     def _is_whole(self, checkpoint: Complete) -> bool:
-        """Whether it can be gone on from; it is read unless this has been done since anybody has
-        changed it. A damaged one is set aside."""
+        """Tell whether it can be gone on from; it is read unless this has been done since anybody
+        has changed it. A damaged one is set aside."""
         damage: Damage | None
         try:
             now = _state_of(checkpoint.path)
@@ -332,15 +332,15 @@ def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
 
 
 class Damage(NamedTuple):
-    """What is wrong with a checkpoint that looks complete. ``lasting``: nobody will ever read it,
-    while what the disk refuses to one it may give to the next."""
+    """Damage to a checkpoint that looks complete. ``lasting``: nobody will ever read it, while what
+    the disk refuses to one it may give to the next."""
 
     description: str
     lasting: bool
 
 
 def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damage | None:
-    """What in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
+    """Find what in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
 
     ``names`` are the files that matter; none are all of them.
     """
@@ -437,7 +437,7 @@ class Holds:
                     log.warning("%s could not be noted yet: %s", path, error)
 
     def there(self, done: Collection[str]) -> frozenset[tuple[str, int]]:
-        """Which of the checkpoints that stages still wait for are complete: (stage id, step)."""
+        """Complete checkpoints among those that stages still wait for: (stage id, step)."""
         found = set()
         for stage, source, step in self._waited_for():
             if stage.id not in done:
@@ -480,7 +480,7 @@ def pins(layout: Layout) -> frozenset[str]:
 
 
 class Reason(NamedTuple):
-    """Why output files go, where their copy is, and the command that brings them back."""
+    """Reason why output files go, where their copy is, and the command that brings them back."""
 
     why: str
     copy: str
@@ -494,7 +494,7 @@ def write_reclaimed(stage: StagePaths, files: Sequence[OutputFile], reason: Reas
 
 
 def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
-    """What was noted when a stage's output was reclaimed; None if it never was.
+    """Note on a stage's output that was reclaimed; None if it never was.
 
     Raises
     ------

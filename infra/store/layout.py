@@ -1,4 +1,4 @@
-"""Where everything lies in a workspace. Pure: makes paths, touches nothing.
+"""Layout of a workspace. Pure: makes paths, touches nothing.
 
     WORKSPACE/
       workspace.json                          format of this folder

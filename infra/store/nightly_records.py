@@ -1,4 +1,4 @@
-"""What a workspace remembers of a nightly evaluation: its file, its nights, its history, alerts.
+"""Memory of a nightly evaluation in a workspace: its file, its nights, its history, alerts.
 
 In: values. Out: the same, read from any shell. There are no locks: whatever may be written by two
 at once is a file that one of them creates, so a night that comes late, twice, or while another one
@@ -75,7 +75,7 @@ class NightlyRecords(RecordFiles):
         return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
 
     def worker_of(self, night: str) -> Worker | None:
-        """Who has taken a night up last."""
+        """Process that has taken a night up last."""
         found = _sorted(self._night(night) / "turns", "[0-9]*.json")
         if not found:
             return None
@@ -101,11 +101,11 @@ class NightlyRecords(RecordFiles):
         return self._create(self._night(night) / "ended.json", {**value, "at": now_text()})
 
     def ended(self, night: str) -> dict[str, Any] | None:
-        """What was said of a night when nothing was left to do."""
+        """Record of a night's end."""
         return self.read_control(self._night(night) / "ended.json")
 
     def note_run(self, night: str, checkpoint: str, run: str, digest: str) -> None:
-        """Which call evaluates a checkpoint in a night, and of which weights."""
+        """Note which call evaluates a checkpoint in a night, and of which weights."""
         folder = self._night(night) / "runs"
         number = len(_sorted(folder, f"{checkpoint}-[0-9]*.json")) + 1
         value = {"run": run, "digest": digest, "checkpoint": checkpoint}

@@ -61,7 +61,7 @@ class Orchestrator:
 
     @property
     def works(self) -> bool:
-        """Whether it works on the run, or may do so."""
+        """Tell whether it works on the run, or may do so."""
         return self.standing in ("running", "elsewhere")
 
     @property
@@ -72,7 +72,7 @@ class Orchestrator:
 
 
 def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
-    """Who works on a run."""
+    """Process that works on a run."""
     number, turn = workspace.newest_turn(run_id)
     said = workspace.read_orchestrator(run_id) or {}
     text = str(turn.get("process") or said.get("process") or "")
@@ -141,7 +141,7 @@ def require_idle(
 
 
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
-    """Why a run cannot be taken up now, and what to do instead."""
+    """Error for a run that cannot be taken up now, and what to do instead."""
     title = call_title(run_id)
     name = title.partition(" ")[2]
     look = f"look with `refiner status {name}`, or end it with `refiner cancel {name}`"
@@ -292,7 +292,7 @@ class LeaseWatch:
 
 
 def holders(workspace: Workspace, service_id: str) -> list[str]:
-    """Who holds a lease, as far as records say: those that have ended are left out."""
+    """Holders of a lease, as far as records say: those that have ended are left out."""
     return [n for n in _names(workspace, service_id) if not _has_ended(workspace, n)]
 
 

@@ -109,8 +109,8 @@ def require_snapshot(workspace: Workspace, code: str) -> None:
 
 
 def reads_parts_apart(workspace: Workspace, code: str) -> bool:
-    """Whether a run's code is of a version that reads an attempt's configuration and inputs from
-    files of their own: it has the module that later ones do not have."""
+    """Tell whether a run's code is of a version that reads an attempt's configuration and inputs
+    from files of their own: it has the module that later ones do not have."""
     return bool(code) and exists(workspace.layout.code / code / _APART)
 
 
@@ -161,7 +161,7 @@ def check_snapshot(workspace: Workspace, snapshot: Path) -> None:
 
 
 def _difference(snapshot: Path, shared: bool) -> str:
-    """Why a snapshot is not what its name says; empty where it is."""
+    """Reason why a snapshot is not what its name says; empty where it is."""
 
     def refuse(error: OSError) -> None:
         raise error

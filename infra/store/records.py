@@ -196,8 +196,8 @@ class RecordFiles:
         return value
 
     def glance(self, path: Path) -> dict[str, Any] | None:
-        """What a file says; None, and a warning, for one that is damaged or does not let itself be
-        read."""
+        """Contents of a file; None, and a warning, for one that is damaged or does not let itself
+        be read."""
         try:
             return self.read_control(path)
         except WorkspaceError as error:
@@ -224,7 +224,7 @@ class RecordFiles:
         self.complaints.say(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
-        """What to do about a damaged file: the least that can go, and what that means."""
+        """Way out of a damaged file: the least that can go, and what that means."""
         if path.parent.parent.name == "attempts":
             return f"restore it, or move it away (`mv {path} {path}.damaged`) and go on without it"
         for root, meaning in (
@@ -304,7 +304,7 @@ class RunRecords(RecordFiles):
         self.replace(path, value, "recording the orchestrator")
 
     def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
-        """Which process works on a call; None if none has said so."""
+        """Process that works on a call; None if none has said so."""
         return self.read_control(self.layout.run(run_id).orchestrator)
 
     def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
@@ -314,7 +314,7 @@ class RunRecords(RecordFiles):
         return self.create(path, value, "taking up the run")
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
-        """Who has taken a call up last; ``(0, {})`` if nobody has."""
+        """Process that has taken a call up last; ``(0, {})`` if nobody has."""
         found = atomic.json_files(self.layout.run(run_id).turns)
         return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
 
@@ -346,7 +346,7 @@ class RunRecords(RecordFiles):
         return True
 
     def cancel_asked(self, run_id: str) -> dict[str, Any] | None:
-        """What somebody wants to end; None if nobody wants anything.
+        """Wish of somebody to end it; None if nobody wants anything.
 
         Returns
         -------

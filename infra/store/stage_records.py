@@ -71,7 +71,7 @@ class Lying:
 
 
 def read_evidence(text: str | bytes | None) -> Lying | None:
-    """What an evidence file says; None if there is none, or if it is not of refiner."""
+    """Contents of an evidence file; None if there is none, or if it is not of refiner."""
     try:
         said: Any = json.loads(text or "null")
         if not isinstance(said, dict) or said.get("kind") != KIND:
@@ -83,7 +83,7 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 
 
 def lying_at(place: Path) -> Lying | None:
-    """What lies at a place, if it is ours; also what older versions have put there."""
+    """Publication at a place, if it is ours; also what older versions have put there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
     old: dict[str, Any] | None = atomic.read_json(place / OLD_MANIFEST)
@@ -94,7 +94,8 @@ def lying_at(place: Path) -> Lying | None:
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
-    """What a target no longer has of what a publish or card stage put there; None if all is there.
+    """Find what a target no longer has of what a publish or card stage put there; None if all is
+    there.
 
     A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
     evidence are replaced by later stages of the same publication, so that their content is looked
@@ -131,7 +132,7 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Claim:
-    """What an orchestrator says when it takes a stage.
+    """Claim of an orchestrator on a stage.
 
     ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
     another one has come since. ``apart``: the code that the job will run is of a version that reads
@@ -256,12 +257,12 @@ class StageRecords(RecordFiles):
         return self.load(StageResult, self.layout.stage(stage_id).result)
 
     def output_dir(self, stage_id: str) -> Path | None:
-        """Where a finished stage's output lies; None if it is not done."""
+        """Folder of a finished stage's output; None if it is not done."""
         result = self.read_result(stage_id)
         return None if result is None else self.layout.stage(stage_id).data / result.output_dir
 
     def output_damage(self, stage_id: str) -> str | None:
-        """What is wrong with a finished stage's output; None if all is there.
+        """Damage to a finished stage's output; None if all is there.
 
         Looks at names and sizes only, so that it costs nothing beside reading the files.
         """
@@ -298,7 +299,7 @@ class StageRecords(RecordFiles):
             )
 
     def has_damaged(self, stage_id: str) -> bool:
-        """Whether a damaged file of one of the stage's attempts was set aside, by anybody."""
+        """Tell whether a damaged file of one of the stage's attempts was set aside, by anybody."""
         paths = self.layout.stage(stage_id)
         folders = (paths.attempt(number).control for number in paths.attempt_numbers())
         return any(DAMAGED_FILE in name for folder in folders for name in names_in(folder))
@@ -447,8 +448,8 @@ class StageRecords(RecordFiles):
             path.touch()
 
     def is_stale(self, stage_id: str, number: int) -> bool:
-        """Whether an attempt may no longer make anything visible: a later one exists, or someone
-        has closed it."""
+        """Tell whether an attempt may no longer make anything visible: a later one exists, or
+        someone has closed it."""
         paths = self.layout.stage(stage_id)
         newest = max(paths.attempt_numbers(), default=0)
         return newest > number or exists(paths.attempt(number).outcome)
@@ -465,7 +466,7 @@ class StageRecords(RecordFiles):
         return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
 
     def stop_asked(self, stage_id: str, number: int) -> dict[str, Any] | None:
-        """Why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
+        """Reason why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
         return self.read_control(self.layout.attempt(stage_id, number).stop)
 
     # ------------------------------------------------------------ what others know of an attempt

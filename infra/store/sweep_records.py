@@ -24,7 +24,7 @@ from refiner_core.contract.records import SweepRecord
 
 
 def sweep_folder(workspace: Workspace, name: str) -> Path:
-    """Where a sweep's files lie."""
+    """Folder of a sweep."""
     return workspace.layout.sweeps / name
 
 

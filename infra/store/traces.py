@@ -1,4 +1,4 @@
-"""What a stage leaves behind while it runs: lines of metrics and files of rollouts.
+"""Traces of a stage, left behind while it runs: lines of metrics and files of rollouts.
 
 In: rows of rollouts, or the path of what was written. Out: Parquet and back, and the lines of a
 ``metrics.jsonl``. Who writes them when is the attempt's business (:mod:`infra.attempt.stage_io`).
