@@ -132,9 +132,12 @@ class Table:
 
     def _merge(self) -> None:
         if self._pending:
-            self._index = distinct(np.concatenate([self._index, *self._pending]))
+            self._pending.insert(0, self._index)
+            self._index, self._high = self._index[:0].copy(), self._high[:0].copy()
+            whole = [np.concatenate(self._pending)]
+            self._pending.clear()  # before sorting: memory holds all of it once more, not twice
+            self._index = distinct(whole.pop())
             self._high = np.ascontiguousarray(self._index["high"])
-            self._pending.clear()
 
 
 def _keys(records: Array) -> list[bytes]:
