@@ -38,7 +38,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -233,6 +232,8 @@ class AttemptIO:
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
+        #: Makes a folder to write the checkpoint of a step into.
+        self.new_checkpoint = checkpoints.new
         self._sinks = sinks
         #: Tells how far the stage is.
         self.progress = on_progress
@@ -369,10 +370,6 @@ class AttemptIO:
         logged."""
         self._take_over(found)
         self._asked_for_checkpoint = True
-
-    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to write the checkpoint of ``step`` into."""
-        return self.checkpoints.new(step)
 
     def _take_over(self, found: Complete) -> None:
         before = self.stage.attempt(found.attempt)

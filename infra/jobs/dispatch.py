@@ -197,12 +197,10 @@ class Router:
     def __init__(
         self, dispatchers: Mapping[str, Dispatcher], choose: Choice, *, missing: str = ""
     ) -> None:
-        self.dispatchers, self._choose = dict(dispatchers), choose
+        #: The executor of the next attempt at a stage.
+        self.executor_for = choose
+        self.dispatchers = dict(dispatchers)
         self.missing = missing
-
-    def executor_for(self, stage: PlannedStage) -> str:
-        """Executor of the next attempt at a stage."""
-        return self._choose(stage)
 
     def check(self, stages: Iterable[PlannedStage]) -> None:
         """Refuse stages that can never run where they would go; errors as of the dispatchers."""

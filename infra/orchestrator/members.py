@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
@@ -181,8 +181,16 @@ class Member(Diary):
         return list(new.values())
 
 
-#: :meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`.
-RequestStop = Callable[..., None]
+class RequestStop(Protocol):
+    """:meth:`infra.orchestrator.orchestrator.Orchestrator.request_stop`."""
+
+    def __call__(
+        self,
+        reason: str,
+        failure: Literal["interrupted", "cancelled"] = "interrupted",
+        spared: Mapping[str, str] | None = None,
+    ) -> None:
+        """Ask what runs to save and end."""
 
 
 class Source(Protocol):
