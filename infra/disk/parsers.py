@@ -163,16 +163,13 @@ def parse_xfs_quota(text: str) -> list[Quota]:
         if row is None:
             continue
         parts = row.groups()
-        space = _xfs_limit(*parts[1:5], unit=_KIB)
-        inodes = None if parts[5] is None else _xfs_limit(*parts[5:9], unit=1)
+        # Grace is `--------` where none runs, and `-none-` where it has run out.
+        space = _limit(*parts[1:4], parts[4].strip("- "), unit=_KIB)
+        inodes = None
+        if parts[5] is not None:
+            inodes = _limit(*parts[5:8], parts[8].strip("- "), unit=1)
         found.append(Quota(whose, parts[9], space, inodes))
     return found
-
-
-def _xfs_limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> Limit:
-    word = grace.strip("- ")  # `--------` no grace runs, `-none-` it has run out
-    over = word == "none"
-    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, "" if over else word, over)
 
 
 # ---------------------------------------------------------------- btrfs qgroup show
@@ -223,11 +220,8 @@ def parse_mmlsquota(text: str) -> list[Quota]:
 def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
     # What is "in doubt" may have been used by other nodes already. `none`: no grace runs here.
     used = int(row[f"{kind}Usage"]) + int(row.get(f"{kind}InDoubt") or 0)
-    grace = row.get(f"{kind}Grace", "none")
-    over = grace == "expired"
-    soft, hard = int(row[f"{kind}Quota"]), int(row[f"{kind}Limit"])
-    left = "" if over or grace == "none" else grace
-    return Limit(used * unit, soft * unit, hard * unit, left, over)
+    grace = row.get(f"{kind}Grace", "none").replace("none", "")
+    return _limit(str(used), row[f"{kind}Quota"], row[f"{kind}Limit"], grace, unit=unit)
 
 
 # ---------------------------------------------------------------- a site's own tool
