@@ -12,8 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.adopting.checkpoint import HOW_IN_WORDS, How, Source, adopt_checkpoint, write_recipe
-from infra.adopting.ours import FoundStage, adopt_stages, find_stages, is_ours
+from infra.adopting import (
+    HOW_IN_WORDS,
+    FoundStage,
+    How,
+    Source,
+    adopt_checkpoint,
+    adopt_stages,
+    find_stages,
+    is_ours,
+    write_recipe,
+)
 from infra.foreign.exports import missing_in
 from infra.foreign.sightings import Sighting, choose, prove, sight
 from infra.store.workspace import Workspace

@@ -26,7 +26,7 @@ from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
 from infra.services.registry import live_endpoints, service_key, write_endpoint
 from infra.services.server import Order, Server, node_address
-from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder
+from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
@@ -159,7 +159,7 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
     service = judge_service(work.config)
     if service is not None:
         folder = work.workspace.layout.service(service.id)
-        with HeldLease(Lease(folder, attempt_holder(work.stage_id, work.attempt))):
+        with Lease(folder, attempt_holder(work.stage_id, work.attempt)):
             yield functools.partial(live_endpoints, work.workspace, service.id)
     elif serves(judge):
         with _server_beside(work) as server:
@@ -296,7 +296,7 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.store.orchestrators import HeldLease, Lease, hand_holder
+    from infra.store.orchestrators import Lease, hand_holder
 
     if not live_endpoints(workspace, service.id):
         if not calls:
@@ -307,7 +307,7 @@ def endpoints_by_hand(
             expected="a server that a run has started (see `refiner judge servers`), or an address",
             fix="set judge.base_url to a server that answers, or start a run that needs this one",
         )
-    with HeldLease(Lease(workspace.layout.service(service.id), hand_holder())):
+    with Lease(workspace.layout.service(service.id), hand_holder()):
         yield functools.partial(live_endpoints, workspace, service.id)
 
 

@@ -24,16 +24,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from infra.attempt.stage_io import AttemptIO, Heartbeat, hash_files, redirect_output
+from infra.disk.keeper import DiskKeeper
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.failures import classify, detailed, outcome_of
@@ -57,10 +58,6 @@ from refiner_core.contract.records import (
     to_json,
 )
 
-if TYPE_CHECKING:
-    from infra.disk.keeper import DiskKeeper
-
-
 log = logging.getLogger(__name__)
 
 Part = Literal[
@@ -83,17 +80,13 @@ class AttemptRoom:
     ) -> None:
         self._workspace, self._ref, self._config = workspace, ref, config
         self._stop_asked = stop_asked
-        self._keeper: DiskKeeper | None = None
         self._lacking: set[Part] = set()
 
     def tell(self, part: Part, *, there: bool) -> None:
         """Say whether a part of the worker has room: the file is there while none lacks any. Never
         raises; what could not be said, or was overtaken by another thread's word, is said with the
         next heartbeat."""
-        if there:
-            self._lacking.discard(part)
-        else:
-            self._lacking.add(part)
+        (self._lacking.discard if there else self._lacking.add)(part)
         try:
             self._workspace.note_room(*self._ref, there=not self._lacking)
         except OSError as error:
@@ -124,19 +117,11 @@ class AttemptRoom:
             time.sleep(min(1.0, self._config.watch_s / 4))
         return False
 
-    @property
+    @functools.cached_property
     def keeper(self) -> DiskKeeper:
         """The room of the workspace, as this attempt asks for it."""
-        from infra.disk.keeper import DiskKeeper
-
-        if self._keeper is None:
-            self._keeper = DiskKeeper(
-                self._workspace,
-                self._config,
-                sleep=self._wait_to_save,
-                stop_asked=self._stop_asked,
-            )
-        return self._keeper
+        workspace, sleep = self._workspace, self._wait_to_save
+        return DiskKeeper(workspace, self._config, sleep=sleep, stop_asked=self._stop_asked)
 
     def _wait_to_save(self, seconds: float) -> None:
         self.tell("save", there=False)
@@ -205,7 +190,15 @@ class AttemptRun:
         self.room = AttemptRoom(workspace, ref, self.config.disk, lambda: self.stop_asked)
         self._began = time.monotonic()
         self.heartbeat = Heartbeat(self.paths.heartbeat, self._began, on_beat=self._after_beat)
-        self.tracker = Tracker(self.config.tracking, self._tracked_run())
+        tracked = TrackedRun(
+            run_id=stage_id,
+            name=f"{self.spec.name}-{self.spec.fingerprint[:8]}",
+            group=self.config.tracking.group or self.config.recipe,
+            job_type=self.spec.kind,
+            folder=self.paths.tracker,
+            config=without_paths(self.spec.identity),
+        )
+        self.tracker = Tracker(self.config.tracking, tracked)
         store = CheckpointStore(
             self.stage_paths.checkpoints,
             number,
@@ -229,7 +222,7 @@ class AttemptRun:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal, or a note beside the attempt, has asked to save and end."""
+        """Tell whether a signal, or a note beside the attempt, has asked to save and end."""
         return self._flag.signal is not None or self._stop_noted
 
     @property
@@ -250,12 +243,7 @@ class AttemptRun:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.heartbeat.stop()
         self.tracker.finish(0 if error is None else 1)
         self._flag.__exit__()
@@ -270,6 +258,10 @@ class AttemptRun:
         NoSpaceError
             The result did not fit; the stage is as it was.
         """
+        # A number that is not finite is recorded as missing, not as text that JSON refuses.
+        kept: dict[str, Any] = atomic.finite(to_json(report))
+        if kept != to_json(report):
+            log.warning("numbers of the report that are not finite are recorded as missing")
         with no_space_guard(self.paths.data, "publishing the result", waits=True):
             self.io.close()
             atomic.sync_tree(self.output_dir)
@@ -278,7 +270,7 @@ class AttemptRun:
                 attempt=self.number,
                 output_dir=self.output_dir.relative_to(self.stage_paths.data).as_posix(),
                 files=hash_files(self.output_dir),
-                report=self._finite_report(report),
+                report=kept,
                 provenance=job_provenance(self.config),
                 seconds=self.seconds,
                 finished_at=now_text(),
@@ -291,7 +283,11 @@ class AttemptRun:
                     f"{self.stage_id} was finished by another attempt",
                     fix="nothing; that result is used",
                 )
-        self._after_result()
+        # The stage is done; what is left to do may fail without undoing that.
+        for number in self.stage_paths.attempt_numbers():
+            if number != self.number:  # the result names this attempt's output and no other
+                shutil.rmtree(self.stage_paths.attempt(number).output, ignore_errors=True)
+        self._close_done()
         return result
 
     def rest(self, message: str) -> None:
@@ -323,8 +319,10 @@ class AttemptRun:
         if self.stop_asked or outcome.failure == "interrupted":
             outcome, comes_back = self._stopped(outcome)
         outcome = detailed(outcome, error, self.step)
-        number = _number_text(outcome.errno)
-        log.error("attempt %d ends: %s%s", self.number, outcome.message, number, exc_info=error)
+        number, name = outcome.errno, errno.errorcode.get(outcome.errno or 0, "unknown")
+        number_text = "" if number is None else f" [errno {number}, {name}]"
+        text = "attempt %d ends: %s%s"
+        log.error(text, self.number, outcome.message, number_text, exc_info=error)
         if comes_back:
             # It stays open: the job keeps its place in the queue, and its next start closes it. An
             # outcome now would have an orchestrator submit a second job beside it.
@@ -339,7 +337,7 @@ class AttemptRun:
                 outcome = replace(outcome, need_bytes=written or None)
                 shutil.rmtree(self.output_dir, ignore_errors=True)
             if self._close_patiently(outcome):  # the log was as full when it was told first
-                log.error("attempt %d ended: %s%s", self.number, outcome.message, number)
+                log.error("attempt %d ended: %s%s", self.number, outcome.message, number_text)
         except OSError as second:
             self.room.tell("end", there=False)
             log.error("the outcome could not be written: %s", second)
@@ -376,15 +374,6 @@ class AttemptRun:
     # ------------------------------------------------------------ parts
 
     def _begin(self) -> None:
-        self._take_token()
-        self.check_fence()
-        if self._own_log:
-            redirect_output(self.paths.log)
-        with no_space_guard(self.paths.data, "starting the attempt", waits=True):
-            make_folder(self.output_dir)
-        self.heartbeat.start()
-
-    def _take_token(self) -> None:
         token: dict[str, Any] = {"process": str(ProcessId.of()), "started_at": now_text()}
         token |= {"node": host_name(), "provenance": job_provenance(self.config)}
         if self.job is not None:
@@ -397,6 +386,12 @@ class AttemptRun:
                     "has another worker",
                     fix="nothing; whoever gave it up goes on",
                 )
+        self.check_fence()
+        if self._own_log:
+            redirect_output(self.paths.log)
+        with no_space_guard(self.paths.data, "starting the attempt", waits=True):
+            make_folder(self.output_dir)
+        self.heartbeat.start()
 
     def _after_beat(self) -> None:
         """Say whether there is room for it, and look for a wish to stop, where no signal gets
@@ -439,30 +434,6 @@ class AttemptRun:
                 )
             self.inputs[role], self.input_reports[role] = folder, result.report
 
-    def _tracked_run(self) -> TrackedRun:
-        return TrackedRun(
-            run_id=self.stage_id,
-            name=f"{self.spec.name}-{self.spec.fingerprint[:8]}",
-            group=self.config.tracking.group or self.config.recipe,
-            job_type=self.spec.kind,
-            folder=self.paths.tracker,
-            config=without_paths(self.spec.identity),
-        )
-
-    def _finite_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """A number that is not finite is recorded as missing, not as text that JSON refuses."""
-        kept: dict[str, Any] = atomic.finite(to_json(report))
-        if kept != to_json(report):
-            log.warning("numbers of the report that are not finite are recorded as missing")
-        return kept
-
-    def _after_result(self) -> None:
-        """The stage is done; what is left to do may fail without undoing that."""
-        for number in self.stage_paths.attempt_numbers():
-            if number != self.number:  # the result names this attempt's output and no other
-                shutil.rmtree(self.stage_paths.attempt(number).output, ignore_errors=True)
-        self._close_done()
-
     def _close_done(self) -> Outcome:
         outcome = Outcome("none", "finish")
         try:
@@ -472,8 +443,8 @@ class AttemptRun:
         return outcome
 
     def _result_is_there(self) -> bool | None:
-        """Whether this attempt has published its result after all: a network file system may report
-        an error for a write that it has made. None if that cannot be seen either."""
+        """Tell whether this attempt has published its result after all: a network file system may
+        report an error for a write that it has made. None if that cannot be seen either."""
         try:
             result = self.workspace.read_result(self.stage_id)
         except OSError as error:
@@ -487,25 +458,18 @@ class AttemptRun:
         killed. True if it took more than one try.
         """
         deadline = time.monotonic() + min(LAST_WORD_S, self.config.disk.hold_s)
-        tries = 0
+        again = False
         while True:
-            tries += 1
             try:
                 self._close(outcome)
+                return again
             except OSError as error:
                 waits = is_no_space(error, self.paths.control) or is_read_only(error)
-                passes = waits or error.errno in PASSING
-                if not passes or time.monotonic() > deadline:
+                if not (waits or error.errno in PASSING) or time.monotonic() > deadline:
                     raise
-                time.sleep(0.5)
-            else:
-                return tries > 1
+            again = True
+            time.sleep(0.5)
 
     def _close(self, outcome: Outcome) -> None:
         self.heartbeat.stop()
         self.workspace.close_attempt(self.stage_id, self.number, outcome, self.seconds)
-
-
-def _number_text(number: int | None) -> str:
-    """A system error's number for the log: `` [errno 122, EDQUOT]``."""
-    return "" if number is None else f" [errno {number}, {errno.errorcode.get(number, 'unknown')}]"

@@ -1,4 +1,4 @@
-"""What a running stage writes besides its output: log, heartbeat, metrics, rollouts, checkpoints.
+"""Writing of a running stage besides its output: log, heartbeat, metrics, rollouts, checkpoints.
 
 In: calls of the :class:`~refiner_core.contract.types.StageIO` protocol. Out: per attempt one
 ``metrics.jsonl`` (a line per logged step) and one Parquet file of rollouts per step; per stage the
@@ -32,14 +32,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,7 +111,7 @@ class Heartbeat:
         self._moved_at_s = 0.0
         self._saving = False
         self._save_s: float | None = None
-        self._warned = self._call_failed = False
+        self._complaints = atomic.Complaints()
         #: Why the newest one could not be written; None if it could.
         self.refused: Exception | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -148,28 +146,24 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Write the last one, and end. More than one call does no harm."""
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._write()
+        if not self._ended.is_set():
+            self._ended.set()
+            self._wake.set()
+            if self._thread.is_alive():
+                self._thread.join()
+            self._write()
 
     def _run(self) -> None:
         while not self._ended.is_set():
             self._wake.wait(self._interval_s)
             self._wake.clear()
-            if not self._ended.is_set():
-                self._write()
-                self._call()
-
-    def _call(self) -> None:
-        try:
-            self._on_beat()
-        except Exception:  # a heart that stops has a healthy stage killed as hung
-            log.log(logging.DEBUG if self._call_failed else logging.WARNING, _CALL, exc_info=True)
-            self._call_failed = True
+            if self._ended.is_set():
+                return
+            self._write()
+            try:
+                self._on_beat()
+            except Exception:  # a heart that stops has a healthy stage killed as hung
+                self._complaints.say("beat", _CALL, exc_info=True)
 
     def _seconds(self) -> float:
         return round(time.monotonic() - self._began, 3)
@@ -191,9 +185,7 @@ class Heartbeat:
             self.refused = None
         except (OSError, ValueError, TypeError) as error:
             self.refused = error
-            if not self._warned:
-                log.warning("the heartbeat cannot be written: %s", error)
-            self._warned = True
+            self._complaints.say("write", "the heartbeat cannot be written: %s", error)
 
 
 #: What the log shows of a step, where the step has it.
@@ -208,7 +200,6 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take one step's numbers."""
-        ...
 
 
 class AttemptIO:
@@ -241,7 +232,13 @@ class AttemptIO:
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
-        self._on_progress, self._stop_asked, self._sinks = on_progress, stop_asked, sinks
+        #: Makes a folder to write the checkpoint of a step into.
+        self.new_checkpoint = checkpoints.new
+        self._sinks = sinks
+        #: Tells how far the stage is.
+        self.progress = on_progress
+        #: Tells whether to save at the next step boundary and raise ``Interrupted``.
+        self.should_stop = stop_asked
         self._wait_for_room = wait_for_room
         self._metrics: FileIO | None = None
         self._last_step: int | None = None
@@ -259,9 +256,13 @@ class AttemptIO:
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}")
         self._last_step = step
-        line = json.dumps({"step": step, "metrics": {k: _number(v) for k, v in metrics.items()}})
+        numbers = {name: float(value) for name, value in metrics.items()}
+        line = json.dumps(atomic.finite({"step": step, "metrics": numbers}))
         self._held(lambda: self._append(line.encode() + b"\n"))
-        log.info("step %d: %s", step, _shown(metrics))
+        # What a person looks for in a log; all are in ``metrics.jsonl``.
+        shown = {name: metrics[name] for name in _IN_LOG if name in metrics} or metrics
+        text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
+        log.info("step %d: %s", step, text)
         for sink in self._sinks:
             sink.log(step, metrics)
 
@@ -370,10 +371,6 @@ class AttemptIO:
         self._take_over(found)
         self._asked_for_checkpoint = True
 
-    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to write the checkpoint of ``step`` into."""
-        return self.checkpoints.new(step)
-
     def _take_over(self, found: Complete) -> None:
         before = self.stage.attempt(found.attempt)
         with no_space_guard(self.paths.data, "resuming", waits=True):
@@ -408,16 +405,6 @@ class AttemptIO:
                 again(shutil.copyfile, path, target)
                 self._unsynced.append(target)
 
-    # ------------------------------------------------------------ progress and stopping
-
-    def progress(self, progress: Progress) -> None:
-        """Tell how far the stage is."""
-        self._on_progress(progress)
-
-    def should_stop(self) -> bool:
-        """Whether to save at the next step boundary and raise ``Interrupted``."""
-        return self._stop_asked()
-
 
 def hash_files(folder: Path) -> tuple[OutputFile, ...]:
     """Every file below ``folder`` with size and SHA-256, sorted by path; each is read once."""
@@ -426,14 +413,3 @@ def hash_files(folder: Path) -> tuple[OutputFile, ...]:
         name = path.relative_to(folder).as_posix()
         found.append(OutputFile(name, status.st_size, hash_of(path)))
     return tuple(found)
-
-
-def _shown(metrics: Mapping[str, float]) -> str:
-    """The metrics that a person looks for in a log; all are in ``metrics.jsonl``."""
-    shown = {name: metrics[name] for name in _IN_LOG if name in metrics}
-    return ", ".join(f"{name} {value:.4g}" for name, value in (shown or metrics).items())
-
-
-def _number(value: float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None

@@ -14,8 +14,9 @@ on a Hub it takes no room here.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from infra.disk.history import SCRIPT, STATE_BYTES, History, ModelSize, history_
 from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.placement import STAGES, placement_of, section_of, sft_section
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
@@ -36,7 +38,7 @@ _PROMPTS = 1000
 
 
 def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folder: Path) -> int:
-    """What judges will say in these stages, as far as the store still takes it.
+    """Bytes of what judges will say in these stages, as far as the store still takes it.
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
@@ -97,7 +99,7 @@ _CARD_BYTES = 64 << 10  # the card, and what it was made from
 
 
 class StageNeed(NamedTuple):
-    """What one stage that is still to run takes.
+    """Need of one stage that is still to run.
 
     ``peak`` is the most at any moment; ``final`` what is there in the end; ``kept`` what is left of
     that once its checkpoints were reclaimed. Bytes; ``inodes`` at the peak. ``basis`` says what the
@@ -117,7 +119,7 @@ class StageNeed(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """What plans take together.
+    """Need of plans together.
 
     Attributes
     ----------
@@ -150,17 +152,18 @@ class Forecast:
 
     @property
     def final_bytes(self) -> int:
-        """What lies there in the end."""
+        """Bytes that lie there in the end."""
         return sum(s.final for s in self.stages) + self.judgements
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free for it to go through, under the rules as they are."""
+        """Bytes that must be free for it to go through, under the rules as they are."""
         return self.least_bytes if self.reclaim else self.peak_bytes
 
     @property
     def sure_bytes(self) -> int:
-        """What the largest stage alone cannot do without; no guess that errs on the large side."""
+        """Bytes that the largest stage alone cannot do without; no guess that errs on the large
+        side."""
         return max((s.sure for s in self.stages), default=0)
 
     @property
@@ -178,40 +181,35 @@ SizeOf = Callable[[RecipeConfig], ModelSize]
 
 
 class Knowledge:
-    """What forecasts rest on, looked up once: measured history, and sizes of models.
+    """Knowledge that forecasts rest on, looked up once: measured history, and sizes of models.
 
     ``size_of_model`` says how many parameters a recipe's model has.
     """
 
     def __init__(self, workspace: Workspace, size_of_model: SizeOf) -> None:
         self.workspace, self._size_of_model = workspace, size_of_model
-        self._histories: dict[tuple[str, str | None, str | None], History] = {}
         self._sizes: dict[str, ModelSize] = {}
-        self._done: dict[str, bool] = {}
+        self._history = functools.cache(functools.partial(history_of, workspace))
+        self._result = functools.cache(workspace.read_result)
 
     def history(self, stage: PlannedStage) -> History:
-        """What stages of its kind took that started at its model and run its script."""
-        key = (stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
-        if key not in self._histories:
-            self._histories[key] = history_of(self.workspace, *key)
-        return self._histories[key]
+        """History of stages of its kind that started at its model and run its script."""
+        return self._history(stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
 
     def size(self, config: RecipeConfig) -> ModelSize:
-        """How large a recipe's model is."""
+        """Size of a recipe's model."""
         name = config.model.name_or_path
         if name not in self._sizes:
             self._sizes[name] = self._size_of_model(config)
         return self._sizes[name]
 
     def is_done(self, stage_id: str) -> bool:
-        """Whether nothing is left to write."""
-        if stage_id not in self._done:
-            self._done[stage_id] = self.workspace.read_result(stage_id) is not None
-        return self._done[stage_id]
+        """Tell whether nothing is left to write."""
+        return self._result(stage_id) is not None
 
 
 def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
-    """What the stages of ``plans`` that are not done will take."""
+    """Forecast the stages of ``plans`` that are not done."""
     needs: dict[str, StageNeed] = {}
     for plan in plans:
         for stage in plan.stages:
@@ -226,37 +224,51 @@ def forecast_disk(plans: Sequence[Plan], known: Knowledge) -> Forecast:
 
 
 def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
-    config, model = plan.config_of(stage), known.size(plan.config)
-    history = known.history(stage)
+    config, history = plan.config_of(stage), known.history(stage)
     if stage.kind in STAGES:
-        return _training_need(stage, plan, model, history)
+        return _training_need(stage, plan, known.size(plan.config), history)
     if stage.kind == "command":
         return _command_need(stage, config, history)
-    if stage.kind == "export":
-        return _export_need(stage, plan, known)
-    if stage.kind == "sample":
-        return _sampling_need(stage, config, history)
-    guess: int | None = None
-    basis, inodes = "estimated", 4
-    if stage.kind == "data":
-        rows = config.data.synthetic_sft_rows + config.data.synthetic_rl_rows
-        guess = rows * _ROW_BYTES
-    elif stage.kind == "evaluate":
-        guess = _evaluation_bytes(config)
-    elif stage.kind == "card":
-        guess = _CARD_BYTES
-    elif stage.kind == "fetch":
-        guess, basis = 0, "goes to the Hub's cache (HF_HOME)"
-    elif stage.kind == "serve":
-        guess, basis = 0, "a server: its log alone"
-    elif stage.kind == "publish":
-        return _publish_need(stage, plan, known)
-    size = history.output_bytes
-    if size is not None:
-        basis, inodes = "measured", history.output_inodes or inodes
-    total = (size if size is not None else guess or 0) + _CONTROL_BYTES
-    is_known = size is not None or guess is not None
-    return StageNeed(stage, total, total, total, inodes + _CONTROL_INODES, basis, is_known)
+    if stage.kind == "export":  # weights as the training stage itself leaves them in the end
+        size, basis = _weights_of(plan.by_name[stage.inputs["policy"]], plan, known)
+        return _flat_need(stage, size, _MOST_FILES, basis)
+    if stage.kind == "publish" and plan.config.publish.target == "folder":
+        # A copy of the weights. On another disk it is counted all the same: of the room there
+        # nothing is known.
+        made = plan.by_name[stage.inputs["weights"]]
+        while made.kind == "export":
+            made = plan.by_name[made.inputs["policy"]]
+        size, basis = _weights_of(made, plan, known)
+        return _flat_need(stage, None if size is None else size + _CARD_BYTES, _MOST_FILES, basis)
+    if stage.kind == "publish":
+        return _flat_need(stage, _CARD_BYTES, _MOST_FILES, "goes to the Hub")
+    # An attempt is an answer, or an episode as long as its context may be. Each is there once, and
+    # once more while they are written; what is kept as a demonstration is a part of that.
+    length = config.grpo.response_length
+    tokens = config.grpo.max_token_length if config.environment.name else length
+    attempts = training_prompts(config) * config.sample.attempts
+    guess, basis = {
+        "data": ((config.data.synthetic_sft_rows + config.data.synthetic_rl_rows) * _ROW_BYTES, ""),
+        "sample": (2 * attempts * _sample_bytes(tokens), ""),
+        "evaluate": (evaluation_samples(config) * _sample_bytes(length), ""),
+        "card": (_CARD_BYTES, ""),
+        "fetch": (0, "goes to the Hub's cache (HF_HOME)"),
+        "serve": (0, "a server: its log alone"),
+    }.get(stage.kind, (None, ""))
+    size, inodes = guess, 4
+    if history.output_bytes is not None:
+        size, inodes, basis = history.output_bytes, history.output_inodes or inodes, "measured"
+    if stage.kind != "sample":
+        return _flat_need(stage, size, inodes, basis or "estimated")
+    need = _flat_need(stage, size, _SAMPLING_INODES, basis or "estimated")
+    half = (size or 0) // 2  # checkpoints hold links to the same files
+    return need._replace(peak=need.peak + (size or 0), final=need.final + half)
+
+
+def _flat_need(stage: PlannedStage, size: int | None, inodes: int, basis: str) -> StageNeed:
+    """Need of a stage that writes once, and whose files stay."""
+    total, inodes = (size or 0) + _CONTROL_BYTES, inodes + _CONTROL_INODES
+    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
 
 
 def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
@@ -269,49 +281,6 @@ def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -
     inodes, sure = inodes + _CONTROL_INODES, saved if known else 0
     basis = "measured" if known else "only its first checkpoint will tell"
     return StageNeed(stage, saved, saved, rest, inodes, basis, known, sure)
-
-
-def _sampling_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
-    """Every attempt once, and once more while they are written; what is kept as a demonstration is
-    a part of that. Checkpoints hold links to the same files."""
-    one = history.output_bytes
-    guess = training_prompts(config) * config.sample.attempts * _attempt_bytes(config)
-    size = 2 * guess if one is None else one
-    basis = "estimated" if one is None else "measured"
-    total, inodes = size + _CONTROL_BYTES, _CONTROL_INODES + _SAMPLING_INODES
-    return StageNeed(stage, total + size, total + size // 2, total, inodes, basis, True)
-
-
-def _attempt_bytes(config: RecipeConfig) -> int:
-    """An attempt on the disk: an answer, or an episode as long as its context may be."""
-    episode = bool(config.environment.name)
-    tokens = config.grpo.max_token_length if episode else config.grpo.response_length
-    return _TOKEN_BYTES * tokens + _ROLLOUT_BYTES
-
-
-def _export_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
-    """Weights as the training stage itself leaves them in the end."""
-    size, basis = _weights_of(plan.by_name[stage.inputs["policy"]], plan, known)
-    total = (size or 0) + _CONTROL_BYTES
-    inodes = _MOST_FILES + _CONTROL_INODES
-    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
-
-
-def _publish_need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
-    """A copy of the weights in a folder, or nothing but the card where they go to a Hub.
-
-    What lies in a folder on another disk is counted all the same: of its room nothing is known.
-    """
-    size: int | None = 0
-    basis = "goes to the Hub"
-    if plan.config.publish.target == "folder":
-        made = plan.by_name[stage.inputs["weights"]]
-        while made.kind == "export":
-            made = plan.by_name[made.inputs["policy"]]
-        size, basis = _weights_of(made, plan, known)
-    total = (size or 0) + _CARD_BYTES + _CONTROL_BYTES
-    inodes = _MOST_FILES + _CONTROL_INODES
-    return StageNeed(stage, total, total, total, inodes, basis, size is not None)
 
 
 def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
@@ -330,66 +299,39 @@ def _training_need(
 ) -> StageNeed:
     config = plan.config
     section = section_of(config, stage.kind)
-    dtype, parameters = config.model.dtype, model.parameters or 0
-    one = history.checkpoint_bytes or _checkpoint_bytes(stage.kind, config, parameters)
-    output = history.output_bytes or parameters * _WEIGHT_BYTES[dtype]
+    parameters, is_grpo = model.parameters or 0, stage.kind == "grpo"
+    each = STATE_BYTES[config.model.dtype]
+    step = rollouts_of_step(config) * _sample_bytes(config.grpo.response_length)
+    # The state of each parameter, and batches that were sampled ahead.
+    is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
+    one = int(parameters * (each - (_MUON_SAVES if is_muon else 0.0)))
+    one = history.checkpoint_bytes or one + (config.grpo.async_steps * step if is_grpo else 0)
+    weights = parameters * _WEIGHT_BYTES[config.model.dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
-    held = _held(stage, plan)
+    # One checkpoint beside `keep` waits for its export: that takes less than the steps between two
+    # saves, and has a slot of its own. Where exports queue for longer, each is one more.
+    held = any(other.inputs[role] == stage.name for other in plan.stages for role in other.at_step)
     # From 2 kept ones up, room is made before a save; with 1, the old one stays until the new one
     # is complete.
     most = min(saves, max(2, section.keep) + held)
     left = min(saves, section.keep + held)
-    rollouts, files = 0, 0
-    if stage.kind == "grpo":
-        step = history.rollout_step_bytes or _rollout_step_bytes(config)
-        rollouts, files = step * steps, steps
-    rest = rollouts + output + _CONTROL_BYTES + steps * _METRICS_BYTES
+    rollouts = (history.rollout_step_bytes or step) * steps if is_grpo else 0
+    rest = rollouts + (history.output_bytes or weights) + _CONTROL_BYTES + steps * _METRICS_BYTES
+    files = _CHECKPOINT_INODES + placement_of(config, stage.kind).world * _RANK_INODES
+    inodes = most * (history.checkpoint_inodes or files) + (steps if is_grpo else 0)
+    least = history.checkpoint_bytes or int(parameters * (each - _MUON_SAVES))
     measured = history.checkpoint_bytes is not None
     return StageNeed(
         stage,
         peak=most * one + rest,
         final=left * one + rest,
         kept=rest,
-        inodes=most * (history.checkpoint_inodes or _checkpoint_inodes(stage.kind, config))
-        + files
-        + _MOST_FILES
-        + _CONTROL_INODES,
+        inodes=inodes + _MOST_FILES + _CONTROL_INODES,
         basis="measured" if measured else model.source,
         known=measured or model.parameters is not None,
-        sure=min(saves, 2)
-        * (history.checkpoint_bytes or int(parameters * (STATE_BYTES[dtype] - _MUON_SAVES)))
-        + parameters * _WEIGHT_BYTES[dtype],
+        sure=min(saves, 2) * least + weights,
     )
-
-
-def _checkpoint_bytes(kind: str, config: RecipeConfig, parameters: int) -> int:
-    """A checkpoint: the state of each parameter, and batches that were sampled ahead."""
-    section = section_of(config, kind)
-    is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
-    each = STATE_BYTES[config.model.dtype] - (_MUON_SAVES if is_muon else 0.0)
-    ahead = config.grpo.async_steps * _rollout_step_bytes(config) if kind == "grpo" else 0
-    return int(parameters * each) + ahead
-
-
-def _checkpoint_inodes(kind: str, config: RecipeConfig) -> int:
-    world = placement_of(config, kind).world
-    return _CHECKPOINT_INODES + world * _RANK_INODES
-
-
-def _held(stage: PlannedStage, plan: Plan) -> int:
-    """Checkpoints beside `keep` that wait for their exports.
-
-    One at a time: an export takes less than the steps between two saves, and has a slot of its own.
-    Where exports queue for longer, each that waits is one checkpoint more.
-    """
-    steps = {
-        step
-        for other in plan.stages
-        for role, step in other.at_step.items()
-        if other.inputs[role] == stage.name
-    }
-    return min(1, len(steps))
 
 
 def _steps(kind: str, config: RecipeConfig) -> int:
@@ -399,14 +341,8 @@ def _steps(kind: str, config: RecipeConfig) -> int:
     return sft_section(config, kind).max_train_steps or 0
 
 
-def _rollout_step_bytes(config: RecipeConfig) -> int:
-    size = _TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES
-    return rollouts_of_step(config) * size
-
-
-def _evaluation_bytes(config: RecipeConfig) -> int:
-    size = _TOKEN_BYTES * config.grpo.response_length + _ROLLOUT_BYTES
-    return evaluation_samples(config) * size
+def _sample_bytes(tokens: int) -> int:
+    return _TOKEN_BYTES * tokens + _ROLLOUT_BYTES
 
 
 # ---------------------------------------------------------------- making it fit
@@ -427,73 +363,44 @@ def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 
     In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, fewer jobs at
     a time, save only at the end. The identity of no stage changes.
     """
-    config = plans[0].config
-    for options in sorted(_combinations(config), key=lambda c: sum(o.price for o in c)):
-        changes = [change for option in options for change in option.changes]
-        changed = [replace(p, config=_with(p.config, changes)) for p in plans]
+    for options in sorted(_combinations(plans[0].config), key=lambda c: sum(o.price for o in c)):
+        changes = {path: value for option in options for path, value in option.changes.items()}
+        changed = [replace(p, config=replace_fields(p.config, changes)) for p in plans]
         forecast = forecast_disk(changed, known)
         if forecast.needed_bytes <= free_bytes + (may_go if forecast.reclaim else 0):
-            overrides = tuple(f"{path}={_text(value)}" for path, value in changes)
+            overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
             cost = "; ".join(o.cost for o in options if o.cost)
             return Change(overrides, forecast.needed_bytes, cost)
     return None
 
 
-def _with(config: RecipeConfig, changes: Iterable[tuple[str, int | bool]]) -> RecipeConfig:
-    for path, value in changes:
-        section, _, name = path.partition(".")
-        part = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: part})
-    return config
-
-
-def _text(value: int | bool) -> str:
-    return str(value).lower()
-
-
 class _Option(NamedTuple):
     price: float
-    changes: tuple[tuple[str, int | bool], ...]
+    changes: Mapping[str, int | bool]
     cost: str
 
 
-_AS_IT_IS = _Option(0.0, (), "")
-
-
 def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
-    reclaim = [_AS_IT_IS]
-    if not config.disk.reclaim:
-        reclaim.append(
-            _Option(1.0, (("disk.reclaim", True),), "finished checkpoints are reclaimed")
-        )
-    parallel = [_AS_IT_IS]
     most = config.dispatch.max_parallel
-    if config.dispatch.executor == "local":
-        parallel += [
-            _Option(
-                10.0 * (most - n),
-                (("dispatch.max_parallel", n),),
-                f"{n} at a time instead of {most}",
-            )
-            for n in range(most - 1, 0, -1)
+    reclaim = [_Option(1.0, {"disk.reclaim": True}, "finished checkpoints are reclaimed")]
+    parallel = [
+        _Option(10.0 * (most - n), {"dispatch.max_parallel": n}, f"{n} at a time instead of {most}")
+        for n in range(most - 1, 0, -1)
+    ]
+    choices = [[] if config.disk.reclaim else reclaim]
+    choices.append(parallel if config.dispatch.executor == "local" else [])
+    for kind in (k for k in STAGES if k in config.stages):
+        section, steps = section_of(config, kind), _steps(kind, config)
+        saving = [
+            _Option(1.0 * (section.keep - keep), {f"{kind}.keep": keep}, f"{kind} keeps {keep}")
+            for keep in range(section.keep - 1, 1, -1)
         ]
-    trained = [k for k in STAGES if k in config.stages]
-    saving = [_saving_options(config, kind) for kind in trained]
-    return itertools.product(reclaim, parallel, *saving)
-
-
-def _saving_options(config: RecipeConfig, kind: str) -> list[_Option]:
-    section = section_of(config, kind)
-    found = [_AS_IT_IS]
-    for keep in range(section.keep - 1, 1, -1):
-        found.append(
-            _Option(1.0 * (section.keep - keep), ((f"{kind}.keep", keep),), f"{kind} keeps {keep}")
-        )
-    if section.keep > 1:
-        # One less in the end; while it saves there are two all the same.
-        found.append(_Option(5.0, ((f"{kind}.keep", 1),), f"{kind} keeps 1 checkpoint"))
-    steps = _steps(kind, config)
-    if steps and section.save_freq < steps:
-        text = f"{kind} saves once, at the end: a failure loses all of it"
-        found.append(_Option(1000.0, ((f"{kind}.keep", 1), (f"{kind}.save_freq", steps)), text))
-    return found
+        if section.keep > 1:
+            # One less in the end; while it saves there are two all the same.
+            saving.append(_Option(5.0, {f"{kind}.keep": 1}, f"{kind} keeps 1 checkpoint"))
+        if steps and section.save_freq < steps:
+            text = f"{kind} saves once, at the end: a failure loses all of it"
+            saving.append(_Option(1000.0, {f"{kind}.keep": 1, f"{kind}.save_freq": steps}, text))
+        choices.append(saving)
+    as_it_is = _Option(0.0, {}, "")
+    return itertools.product(*([as_it_is, *choice] for choice in choices))

@@ -135,8 +135,8 @@ class Failures:
 def history_of(
     workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
 ) -> History:
-    """What stages of a kind have taken; ``model`` (the digest among a plan's sources) restricts it
-    to those of that model, ``script`` to those of that `command.run`."""
+    """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
+    those of that model, ``script`` to those of that `command.run`."""
     found = History()
     for stage_id, record in _alike(workspace, kind, model):
         if script is not None and record.spec.identity.get(SCRIPT) != script:
@@ -147,36 +147,28 @@ def history_of(
 
 
 def times_of(workspace: Workspace, kind: str, model: str | None = None) -> Times:
-    """How long their steps and saves were."""
-    step_s: float | None = None
-    save_s: float | None = None
+    """Durations of their steps and saves."""
+    found = Times()
     for stage_id, record in _alike(workspace, kind, model):
-        step_s = _larger(step_s, _step_s(workspace, stage_id, record))
-        save_s = _larger(save_s, workspace.longest_save_s(stage_id) or None)
-    return Times(step_s, save_s)
+        save_s = workspace.longest_save_s(stage_id) or None
+        found = Times(*map(_larger, found, (_step_s(workspace, stage_id, record), save_s)))
+    return found
 
 
 def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple[str, StageRecord]]:
     for stage_id in workspace.stage_ids():
-        if stage_id.rpartition("-")[0] != kind:
-            continue
-        record = _record(workspace, stage_id)
-        if record is None:
-            continue
-        if model is None or record.spec.sources.get("model") == model:
+        record = _record(workspace, stage_id) if stage_id.rpartition("-")[0] == kind else None
+        if record is not None and model in (None, record.spec.sources.get("model")):
             yield stage_id, record
 
 
 def failures_of(workspace: Workspace) -> Failures:
-    """How often attempts broke down, over all their seconds."""
-    count, seconds = 0, 0.0
-    for stage_id in workspace.stage_ids():
-        record = _record(workspace, stage_id)
-        for attempt in record.attempts if record else ():
-            seconds += attempt.seconds or 0.0
-            if attempt.outcome is not None and attempt.outcome.failure in _BREAKDOWNS:
-                count += 1
-    return Failures(count, seconds)
+    """Number of breakdowns of attempts, over all their seconds."""
+    records = [_record(workspace, stage_id) for stage_id in workspace.stage_ids()]
+    attempts = [a for r in records if r is not None for a in r.attempts]
+    ends = [a.outcome.failure for a in attempts if a.outcome is not None]
+    seconds = sum((a.seconds or 0.0 for a in attempts), 0.0)
+    return Failures(sum(end in _BREAKDOWNS for end in ends), seconds)
 
 
 def suggest_save_freq(step_s: float, save_s: float, mtbf_s: float) -> int:
@@ -207,8 +199,8 @@ def _of_stage(workspace: Workspace, stage_id: str, record: StageRecord) -> Histo
     output = None
     if record.result is not None:
         output = size_of(paths.data / record.result.output_dir)
-        if sum(f.bytes for f in record.result.files) > output.bytes:  # reclaimed meanwhile
-            output = output._replace(bytes=sum(f.bytes for f in record.result.files))
+        made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
+        output = output._replace(bytes=max(made, output.bytes))
     newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
     rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
     return History(

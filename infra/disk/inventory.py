@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from infra.disk.usage import Item, size_of, take_stock
 from infra.foreign.checkpoints import older, recorded_checkpoints, unfinished
-from infra.host.files import existing, project_id
+from infra.host.files import existing, names_in, project_id
 from infra.store import atomic
 from infra.store.checkpoints import DAMAGED, MARKER, pins, read_checkpoint, step_name
 from infra.store.orchestrators import orchestrator_of
@@ -75,22 +75,27 @@ class Copy(NamedTuple):
         return self.target.partition(f"/{self.repo_id}")[0]
 
     def has(self, files: Iterable[OutputFile]) -> bool:
-        """Whether all of these files are among what was published, and as far as one can tell
+        """Tell whether all of these files are among what was published, and as far as one can tell
         without reading them still are."""
-        return all(self._has(file) for file in files)
-
-    def _has(self, file: OutputFile) -> bool:
-        name = self.names.get(file.sha256)
-        if name is None or self.where == "hub":
-            return name is not None
+        files = list(files)
+        if not all(file.sha256 in self.names for file in files):
+            return False
+        paths = [Path(self.target) / self.names[file.sha256] for file in files]
         try:
-            return (Path(self.target) / name).stat().st_size == file.bytes
+            sizes = [path.stat().st_size for path in paths] if self.where == "folder" else []
         except OSError:
             return False
+        return self.where == "hub" or sizes == [file.bytes for file in files]
 
     def is_elsewhere(self, folder: Path) -> bool:
-        """Whether it does not lie on the quota or file system that ``folder`` lies on."""
-        return self.where == "hub" or _elsewhere(Path(self.target), folder)
+        """Tell whether it shares neither file system nor project (quota) with ``folder``."""
+        target = Path(self.target)
+        try:
+            if self.where == "hub" or target.stat().st_dev != existing(folder).stat().st_dev:
+                return True
+        except OSError:
+            return False
+        return project_id(target) != project_id(folder)
 
     def way_back(self, files: Sequence[OutputFile], folder: Path) -> str:
         """The command that puts ``files`` (relative to ``folder``) back where they were."""
@@ -101,16 +106,6 @@ class Copy(NamedTuple):
             return shlex.join(["cp", *sources, str(where)])
         words = ["hf", "download", self.repo_id, *names, "--revision", str(self.commit)]
         return f"HF_ENDPOINT={self.endpoint} " + shlex.join([*words, "--local-dir", str(where)])
-
-
-def _elsewhere(target: Path, folder: Path) -> bool:
-    """Whether two do not share a file system, or are accounted to different projects."""
-    try:
-        if target.stat().st_dev != existing(folder).stat().st_dev:
-            return True
-    except OSError:
-        return False
-    return project_id(target) != project_id(folder)
 
 
 def copies_of(
@@ -139,7 +134,7 @@ def copies_of(
 
 
 def _copy(stage_id: str, report: Mapping[str, Any]) -> Copy | None:
-    """What a report tells of; None where that is not verified, or known to be gone."""
+    """Copy that a report tells of; None where that is not verified, or known to be gone."""
     names = {f["sha256"]: f["path"] for f in report.get("files", ())}
     target, where = str(report["target"]), report.get("where", "folder")
     if where == "hub":
@@ -167,7 +162,7 @@ class FreshLook:
         self._doubts: dict[tuple[str, str | None], tuple[float, str]] = {}
 
     def doubt(self, copy: Copy, files: Sequence[OutputFile]) -> str:
-        """Why the copy cannot be relied on for these files now; empty: it can."""
+        """Reason why the copy cannot be relied on for these files now; empty: it can."""
         if copy.where == "folder":
             return _doubt_of_folder(copy, files)
         key = (copy.target, copy.commit)
@@ -241,7 +236,7 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True)
 class Waiting:
-    """What decides about a hold.
+    """Facts that decide about a hold.
 
     Attributes
     ----------
@@ -262,7 +257,7 @@ class Waiting:
 
 
 def why_idle(waiting: Waiting) -> str:
-    """Why a hold may go; empty: it may not."""
+    """Reason why a hold may go; empty: it may not."""
     if waiting.done:
         return "what waited for it is done"
     if waiting.callers is None:
@@ -280,7 +275,12 @@ def why_idle(waiting: Waiting) -> str:
 
 def read_holds(workspace: Workspace) -> list[Hold]:
     """All holds of a workspace, by stage and step."""
-    found = [hold for stage_id in workspace.stage_ids() for hold in _of_stage(workspace, stage_id)]
+    found = []
+    for stage_id in workspace.stage_ids():
+        folder = workspace.layout.stage(stage_id).holds
+        for name in names_in(folder):
+            if match := _NAME.fullmatch(name):
+                found.append(Hold(folder / name, stage_id, int(match[1]), match[2]))
     callers = _callers(workspace) if found else {}
     return [_judged(workspace, hold, callers) for hold in found]
 
@@ -295,26 +295,14 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
     return gone
 
 
-def _of_stage(workspace: Workspace, stage_id: str) -> list[Hold]:
-    folder = workspace.layout.stage(stage_id).holds
-    try:
-        names = sorted(p.name for p in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [(name, _NAME.fullmatch(name)) for name in names]
-    return [Hold(folder / n, stage_id, int(m[1]), m[2]) for n, m in found if m]
-
-
 def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
     try:
+        saved = workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
         waiting = Waiting(
             done=workspace.read_result(hold.waiting) is not None,
             callers=None if callers is None else callers.get(hold.waiting, []),
             trained=workspace.read_result(hold.stage_id) is not None,
-            there=read_checkpoint(
-                workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
-            )
-            is not None,
+            there=read_checkpoint(saved) is not None,
         )
     except RefinerError as error:
         log.warning("the hold %s stays: %s", hold.path.name, error)
@@ -332,9 +320,8 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
             asked = workspace.cancel_asked(run_id)
             works = orchestrator_of(workspace, run_id).works
             for name, stage_id in run.stages.items():
-                ended = asked is not None and (
-                    not asked["stages"] or name in asked["stages"] or stage_id in asked["stages"]
-                )
+                named = None if asked is None else asked["stages"]
+                ended = named is not None and (not named or not {name, stage_id}.isdisjoint(named))
                 found.setdefault(stage_id, []).append(Caller(run_id, ended, works))
     except (RefinerError, ValueError, KeyError) as error:
         log.warning("no hold is let go, for a record cannot be read: %s", error)
@@ -363,7 +350,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What decides about a stage's files.
+    """Facts that decide about a stage's files.
 
     Attributes
     ----------
@@ -402,7 +389,7 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Stock:
-    """What lies there and what protects it.
+    """Things that lie there, and their protection.
 
     ``complete`` are the checkpoints that can be resumed from, ``damaged`` those that were found not
     to be what was saved, ``idle_code`` the snapshots that no
@@ -431,36 +418,44 @@ def read_stock(
     copies = copies_of(workspace, records)
     pinned = pins(workspace.layout)
     holds = tuple(read_holds(workspace))
-    stages = {
-        stage_id: _facts(record, stage_id in pinned, stage_id in leased)
-        for stage_id, record in records.items()
-    }
-    for stage_id, facts in stages.items():
-        weights = _weights(workspace, stage_id, records[stage_id], copies.get(stage_id, ()))
+    counted = [h for h in holds if not (as_if_dropped and h.idle)]
+    stages = {}
+    for stage_id, record in records.items():
+        kept = 0 if record.result is None else record.result.attempt
+        newest = record.attempts[-1].number if record.attempts else 0
+        dead = [
+            a.number
+            for a in record.attempts
+            if a.number != kept and (kept or a.outcome is not None or a.number != newest)
+        ]
         stages[stage_id] = StageFacts(
-            **{
-                **facts.__dict__,
-                "held": frozenset(
-                    h.step
-                    for h in holds
-                    if h.stage_id == stage_id and not (as_if_dropped and h.idle)
-                ),
-                "needed_by": needed.get(stage_id, ""),
-                "weights": weights,
-                "spare": spare_of(workspace, stage_id, records[stage_id]),
-            }
+            kind=record.spec.kind,
+            done=record.result is not None,
+            pinned=stage_id in pinned,
+            dead=frozenset(dead),
+            open=record.state == "claimed",
+            kept_attempt=kept,
+            leased=stage_id in leased,
+            held=frozenset(h.step for h in counted if h.stage_id == stage_id),
+            needed_by=needed.get(stage_id, ""),
+            weights=_weights(workspace, stage_id, record, copies.get(stage_id, ())),
+            spare=spare_of(workspace, stage_id, record),
         )
-    items = [_looked_at(item) for item in take_stock(workspace.layout)]
-    complete = frozenset(
-        i.path for i in items if i.step is not None and read_checkpoint(i.path) is not None
-    )
+    items = take_stock(workspace.layout)
+    for number, item in enumerate(items):
+        is_checkpoint = item.kind == "checkpoints" and item.step is not None
+        if is_checkpoint and not (item.path / MARKER).exists():
+            # The remains of a deletion that was cut short.
+            items[number] = item._replace(kind="temporary")
+    saved = [i.path for i in items if i.step is not None]
+    complete = frozenset(path for path in saved if read_checkpoint(path) is not None)
+    damaged = frozenset(path for path in saved if (path / DAMAGED).exists())
     idle = _idle_code(runs, records)
-    damaged = frozenset(i.path for i in items if i.step is not None and (i.path / DAMAGED).exists())
     return Stock(tuple(items), stages, complete, idle, tuple(caches), copies, holds, damaged)
 
 
 def protection_of(workspace: Workspace, stage_id: str) -> str:
-    """Why a stage's output has to stay, by another look at everything; empty: it may go."""
+    """Reason why a stage's output has to stay, by another look at everything; empty: it may go."""
     if stage_id in pins(workspace.layout):
         return "it is pinned"
     records = _records(workspace)
@@ -479,8 +474,9 @@ def spare_of(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[
     if record.result is not None:
         return ()
     found, keep = recorded_checkpoints(workspace, stage_id)
-    remains = [] if _is_open(record) else unfinished(found)
-    saved = found[:-1] if _is_open(record) else [c for c in found if c not in remains]
+    works = record.state == "claimed"
+    remains = [] if works else unfinished(found)
+    saved = found[:-1] if works else [c for c in found if c not in remains]
     return (
         *(Item(c.path, "temporary", size_of(c.path), stage_id) for c in remains),
         *(Item(c.path, "checkpoints", size_of(c.path), stage_id) for c in older(saved, keep)),
@@ -496,28 +492,27 @@ def _readers(
     workspace: Workspace, runs: Iterable[RunRecord | None], records: Mapping[str, StageRecord]
 ) -> tuple[set[str], dict[str, str]]:
     """Stages that a running attempt reads, and stage id -> an unfinished stage that will."""
-    inputs = {i: _recorded_inputs(workspace, i, r) for i, r in records.items()}
-    leased = {s for i, r in records.items() if _is_open(r) for s in inputs[i]}
+    inputs: dict[str, tuple[str, ...]] = {}
+    for stage_id, record in records.items():
+        inputs[stage_id] = ()
+        if record.result is None and record.attempts:
+            paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
+            try:
+                inputs[stage_id] = tuple(workspace.part(paths, "inputs").values())
+            except RefinerError as error:
+                log.warning("%s", error)
+    leased = {s for i, r in records.items() if r.state == "claimed" for s in inputs[i]}
     return leased, _needed(runs, records, inputs)
-
-
-def _looked_at(item: Item) -> Item:
-    """A checkpoint folder without its marker is the remains of a deletion that was cut short."""
-    if item.kind == "checkpoints" and item.step is not None and not (item.path / MARKER).exists():
-        return item._replace(kind="temporary")
-    return item
 
 
 def _records(workspace: Workspace) -> dict[str, StageRecord]:
     found = {}
     for stage_id in workspace.stage_ids():
         try:
-            record = workspace.read_record(stage_id)
+            if (record := workspace.read_record(stage_id)) is not None:
+                found[stage_id] = record
         except RefinerError as error:
             log.warning("nothing of %s is reclaimed: %s", stage_id, error)
-            continue
-        if record is not None:
-            found[stage_id] = record
     return found
 
 
@@ -531,42 +526,6 @@ def _runs(workspace: Workspace) -> list[RunRecord | None]:
             log.warning("%s", error)
             found.append(None)
     return found
-
-
-def _is_open(record: StageRecord) -> bool:
-    """Whether its newest attempt may be at work."""
-    return record.result is None and bool(record.attempts) and record.attempts[-1].outcome is None
-
-
-def _facts(record: StageRecord, pinned: bool, leased: bool) -> StageFacts:
-    numbers = [a.number for a in record.attempts]
-    kept = 0 if record.result is None else record.result.attempt
-    dead = {
-        a.number
-        for a in record.attempts
-        if a.number != kept and (kept or a.outcome is not None or a.number != numbers[-1])
-    }
-    return StageFacts(
-        kind=record.spec.kind,
-        done=record.result is not None,
-        pinned=pinned,
-        dead=frozenset(dead),
-        open=_is_open(record),
-        kept_attempt=kept,
-        leased=leased,
-    )
-
-
-def _recorded_inputs(workspace: Workspace, stage_id: str, record: StageRecord) -> tuple[str, ...]:
-    """Stages that the attempts at an unfinished stage read."""
-    if record.result is not None or not record.attempts:
-        return ()
-    paths = workspace.layout.attempt(stage_id, record.attempts[-1].number)
-    try:
-        return tuple(workspace.part(paths, "inputs").values())
-    except RefinerError as error:
-        log.warning("%s", error)
-        return ()
 
 
 def _needed(
@@ -646,17 +605,14 @@ def _weights(
     if record.result is None:
         return None
     folder = workspace.layout.stage(stage_id).data / record.result.output_dir
-    files = tuple(
-        f for f in record.result.files if f.path.endswith(WEIGHTS) and (folder / f.path).exists()
-    )
+    named = (f for f in record.result.files if f.path.endswith(WEIGHTS))
+    files = tuple(f for f in named if (folder / f.path).exists())
     if not files:
         return None
     weights = Weights(folder, files, sum(size_of(folder / f.path).gain for f in files))
     for copy in copies:
-        candidate = weights._replace(
-            copy=copy, verified=copy.has(files), elsewhere=copy.is_elsewhere(folder)
-        )
-        if candidate.verified and candidate.elsewhere:
-            return candidate
-        weights = candidate
+        verified, elsewhere = copy.has(files), copy.is_elsewhere(folder)
+        weights = weights._replace(copy=copy, verified=verified, elsewhere=elsewhere)
+        if verified and elsewhere:
+            break
     return weights

@@ -30,11 +30,11 @@ from typing import Any, Literal, NamedTuple
 
 from infra.disk.history import SCRIPT, STATE_BYTES, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
-from infra.disk.probe import Prober, Room, Used
+from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
 from infra.disk.usage import Item, find_caches, measure, size_of
 from infra.foreign.checkpoints import recorded_checkpoints
-from infra.host.files import existing, exists, make_folder, names_in, sync_file_system
+from infra.host.files import existing, exists, make_folder, sync_file_system
 from infra.jobs.protocol import AttemptRef
 from infra.store import atomic
 from infra.store.atomic import PROBE_BYTES, no_space_error, refusal
@@ -126,22 +126,29 @@ class Ledger:
 
     def _entries(self) -> Iterator[Reservation]:
         try:
-            paths = [self.folder / n for n in names_in(self.folder) if n.endswith(".json")]
+            paths = atomic.json_files(self.folder)
         except OSError:
             return
         for path in paths:
-            if path.name.startswith(atomic.TEMPORARY):
-                continue
             try:
                 value = atomic.read_json(path)
-                if value is not None:
-                    yield _reservation(path, value)
+                if value is None:
+                    continue
+                ref = AttemptRef(str(value["stage_id"]), int(value["attempt"]))
+                folder = Path(value["data"]) / "stages" / ref.stage_id / "checkpoints"
+                parts = folder.glob(f"{atomic.TEMPORARY}step-*-a{ref.number}")
+                written = 0
+                with contextlib.suppress(OSError):  # one has just become visible, or was swept
+                    written = sum(size_of(part).bytes for part in parts)
+                need = Need(int(value["bytes"]), int(value["inodes"]))
+                yield Reservation(path, Path(value["workspace"]), ref, need, written)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the reservation %s cannot be read and is left out: %s", path, error)
 
     def _is_stale(self, entry: Reservation) -> bool:
-        own = self.workspace
-        owner = own if entry.workspace == own.layout.control else Workspace(entry.workspace)
+        owner = self.workspace
+        if entry.workspace != owner.layout.control:
+            owner = Workspace(entry.workspace)
         paths = owner.layout.stage(entry.ref.stage_id)
         try:
             if exists(paths.result) or not exists(paths.attempt(entry.ref.number).intent):
@@ -152,19 +159,6 @@ class Ledger:
             return False
 
 
-def _reservation(path: Path, value: dict[str, Any]) -> Reservation:
-    ref = AttemptRef(str(value["stage_id"]), int(value["attempt"]))
-    folder = Path(value["data"]) / "stages" / ref.stage_id / "checkpoints"
-    written = 0
-    try:
-        for part in folder.glob(f"{atomic.TEMPORARY}step-*-a{ref.number}"):
-            written += size_of(part).bytes
-    except OSError as error:  # it has just become visible, or was swept
-        log.debug("%s: %s", folder, error)
-    need = Need(int(value["bytes"]), int(value["inodes"]))
-    return Reservation(path, Path(value["workspace"]), ref, need, written)
-
-
 _GIB = 2**30
 #: What a save needs of which nothing is known yet.
 FLOOR_BYTES = 4 << 20
@@ -173,16 +167,6 @@ SAVE_INODES = 16
 _LONGEST_CACHE_S = 10.0
 _WRITE_CACHE_S = 2.0
 _ROUNDS = 3  # of reclaiming: what is given back may be less than what was counted
-
-
-class _Cached(NamedTuple):
-    room: Room
-    at: float
-
-
-class _Size(NamedTuple):
-    bytes: int
-    at: float
 
 
 class DiskKeeper:
@@ -213,22 +197,21 @@ class DiskKeeper:
         stop_asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.workspace, self.config = workspace, config
-        self.ledger = Ledger(workspace, _folder(config.ledger))
+        ledger = None if config.ledger is None else Path(config.ledger).expanduser().absolute()
+        self.ledger = Ledger(workspace, ledger)
         self._clock, self._sleep, self._stop_asked = clock, sleep, stop_asked
-        self._prober = Prober(
-            workspace.layout.data, _known_tools(workspace, config), measure=self._used
-        )
+        layout, tools = workspace.layout, _known_tools(workspace, config)
+        self._prober = Prober(layout.data, tools, measure=lambda: measure(layout))
         self._look = FreshLook(clock)
         self._lock = threading.RLock()
-        self._cached: _Cached | None = None
-        self._wrote: tuple[float, int] | None = (
-            None  # when a probe write went through, and its size
-        )
+        self._cached: tuple[Room, float] | None = None  # and when it was looked at
+        #: When a probe write went through, and its size.
+        self._wrote: tuple[float, int] | None = None
         self._read_only = False  # as the last probe write has found
         self._random = random.Random()
         self._good_for_s = min(config.watch_s / 4, _LONGEST_CACHE_S)
         self._models: dict[str, str | None] = {}  # what a stage is never changes
-        self._alike: dict[tuple[str, str | None], _Size] = {}
+        self._alike: dict[tuple[str, str | None], tuple[int, float]] = {}
 
     # ------------------------------------------------------------ looking
 
@@ -237,12 +220,12 @@ class DiskKeeper:
         with ``fresh``."""
         with self._lock:
             now = self._clock()
-            if fresh or self._cached is None or now - self._cached.at >= self._good_for_s:
-                self._cached = _Cached(self._prober.look(), now)
-            return self._cached.room
+            if fresh or self._cached is None or now - self._cached[1] >= self._good_for_s:
+                self._cached = (self._prober.look(), now)
+            return self._cached[0]
 
     def reserved(self, ref: AttemptRef | None = None) -> Need:
-        """What attempts other than ``ref`` have announced and not yet written."""
+        """Room that attempts other than ``ref`` have announced and not yet written."""
         others = self.ledger.others(ref)
         return Need(sum(r.outstanding for r in others), sum(r.need.inodes for r in others))
 
@@ -251,7 +234,14 @@ class DiskKeeper:
     ) -> int:
         """Bytes that are missing for ``need_bytes``, after the margin and what others have
         reserved; 0: it fits. A lack of inodes counts as bytes too."""
-        return self._shortage(need_bytes, ref, fresh=fresh)
+        self._read_only = False
+        room = self.room(fresh=fresh)
+        margin = int(self.config.margin_gb * _GIB)
+        missing = need_bytes + margin + self.reserved(ref).bytes - room.free_bytes
+        if missing > 0:
+            return missing
+        fits = not self._missing_inodes(room, ref) and self._write_goes_through(need_bytes, fresh)
+        return 0 if fits else max(1, need_bytes)
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else the
@@ -262,7 +252,7 @@ class DiskKeeper:
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
+        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
         inodes = self._missing_inodes(self.room(), ref)
         if inodes:
             return f"{inodes} more files and folders (inodes)"
@@ -285,8 +275,7 @@ class DiskKeeper:
     # ------------------------------------------------------------ making room
 
     def stock(self, *, caches: bool = False, as_if_dropped: bool = False) -> Stock:
-        """What lies in the workspace, and what protects it; ``as_if_dropped``: but for idle
-        holds."""
+        """Inventory of the workspace; ``as_if_dropped``: but for idle holds."""
         found = self.caches() if caches else ()
         return read_stock(self.workspace, found, as_if_dropped=as_if_dropped)
 
@@ -295,7 +284,7 @@ class DiskKeeper:
         return find_caches(self.config.watch_caches, self.workspace.layout)
 
     def candidates(self, need_bytes: int | None, *, caches: bool = False) -> list[Candidate]:
-        """What a reclaim of ``need_bytes`` (None: of all that may go) would delete."""
+        """Candidates for a reclaim of ``need_bytes`` (None: of all that may go)."""
         return plan_reclaim(self.stock(caches=caches), need_bytes, caches=caches)
 
     def carry_out(self, candidates: list[Candidate]) -> Reclaimed:
@@ -307,29 +296,31 @@ class DiskKeeper:
     def reclaim(self, need_bytes: int, ref: AttemptRef | None = None) -> Reclaimed:
         """Delete by the policy until ``need_bytes`` fit, or nothing more may go."""
         self.ledger.sweep()
-        total, items = 0, list[str]()
+        total = Reclaimed()
         for _ in range(_ROUNDS):
-            missing = self._shortage(need_bytes, ref, fresh=True)
-            if not missing:
-                break
+            missing = self.shortage(need_bytes, ref, fresh=True)
+            if not missing or self._read_only:
+                break  # on a read-only disk room is not what is missing
             inodes = self._missing_inodes(self.room(), ref)
-            done = self._reclaim_once(missing, inodes)
+            try:
+                wanted = plan_reclaim(self.stock(), missing, inodes)
+                done = self.carry_out(wanted) if wanted else Reclaimed()
+            except (OSError, ValueError, RefinerError) as error:
+                log.warning("nothing was reclaimed: %s", error)
+                break
             if not done.items:
                 break
-            total += done.bytes
-            items += done.items
-        return Reclaimed(total, tuple(items))
+            total = Reclaimed(total.bytes + done.bytes, (*total.items, *done.items))
+        return total
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Reclaimed | None:
         """Reclaim if ``need_bytes`` do not fit, where ``disk.reclaim`` allows it; None when they
         still do not."""
-        if not self._shortage(need_bytes, ref, fresh=True):
+        if not self.shortage(need_bytes, ref, fresh=True):
             return Reclaimed()
         self._settle()  # what was deleted just now may only wait to be given back
-        if not self.config.reclaim:
-            return None if self._shortage(need_bytes, ref, fresh=True) else Reclaimed()
-        done = self.reclaim(need_bytes, ref)
-        return None if self._shortage(need_bytes, ref, fresh=True) else done
+        done = self.reclaim(need_bytes, ref) if self.config.reclaim else Reclaimed()
+        return None if self.shortage(need_bytes, ref, fresh=True) else done
 
     @contextlib.contextmanager
     def reserve(self, ref: AttemptRef, need_bytes: int) -> Iterator[None]:
@@ -343,33 +334,11 @@ class DiskKeeper:
         NoSpaceError
             It did not fit, though all was reclaimed that may be.
         """
-        self._wait_for_room(ref, need_bytes)
-        try:
-            yield
-        finally:
-            self.ledger.remove(ref)
-
-    # ------------------------------------------------------------ parts
-
-    def _reclaim_once(self, missing: int, inodes: int) -> Reclaimed:
-        if self._read_only:
-            return Reclaimed()  # room is not what is missing, and it may come back any moment
-        try:
-            wanted = plan_reclaim(self.stock(), missing, inodes)
-            return self.carry_out(wanted) if wanted else Reclaimed()
-        except (OSError, ValueError, RefinerError) as error:
-            log.warning("nothing was reclaimed: %s", error)
-            return Reclaimed()
-
-    def _wait_for_room(self, ref: AttemptRef, need_bytes: int) -> None:
-        deadline = self._clock() + self.config.hold_s
-        said = False
-        while True:
-            if self._announced_and_fits(ref, need_bytes):
-                return
+        deadline, said = self._clock() + self.config.hold_s, False
+        while not self._announced_and_fits(ref, need_bytes):
             made = self.make_room(need_bytes, ref)
             if made is not None and self._announced_and_fits(ref, need_bytes):
-                return
+                break
             self.ledger.remove(ref)
             left_s = deadline - self._clock()
             if left_s <= 0 or self._stop_asked():
@@ -379,31 +348,23 @@ class DiskKeeper:
                 said = True
             pause_s = min(1.0, self.config.watch_s / 4)
             self._sleep(min(left_s, pause_s * (0.5 + self._random.random())))
+        try:
+            yield
+        finally:
+            self.ledger.remove(ref)
+
+    # ------------------------------------------------------------ parts
 
     def _announced_and_fits(self, ref: AttemptRef, need_bytes: int) -> bool:
-        return self._announced(ref, need_bytes) and not self._shortage(need_bytes, ref, fresh=True)
-
-    def _announced(self, ref: AttemptRef, need_bytes: int) -> bool:
-        """Write the entry. False: not even that fits. Where it is refused for another reason, the
-        save goes on without: others then do not know of it."""
+        """Write the entry, and look. Where it is refused for another reason than a lack of room,
+        the save goes on without: others then do not know of it."""
         try:
             self.ledger.write(ref, Need(need_bytes, SAVE_INODES))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
             log.warning("the reservation of %d bytes cannot be noted: %s", need_bytes, error)
-        return True
-
-    def _shortage(self, need_bytes: int, ref: AttemptRef | None, *, fresh: bool) -> int:
-        self._read_only = False
-        room = self.room(fresh=fresh)
-        margin = int(self.config.margin_gb * _GIB)
-        missing = need_bytes + margin + self.reserved(ref).bytes - room.free_bytes
-        if missing > 0:
-            return missing
-        if self._missing_inodes(room, ref):
-            return max(1, need_bytes)
-        return 0 if self._write_goes_through(need_bytes, fresh) else max(1, need_bytes)
+        return not self.shortage(need_bytes, ref, fresh=True)
 
     def _newest_alike(self, stage_id: str) -> int:
         """Bytes of the largest newest checkpoint of a stage of the same kind and model; 0: none.
@@ -411,37 +372,32 @@ class DiskKeeper:
         Many stages that have saved nothing yet ask at once, so an answer is good for a while.
         """
         kind, model = stage_id.rpartition("-")[0], self._model_of(stage_id)
-        now, kept = self._clock(), self._alike.get((kind, model))
-        if kept is not None and now - kept.at < self._good_for_s:
-            return kept.bytes
-        alike = (
-            s
-            for s in self.workspace.stage_ids()
-            if s.startswith(f"{kind}-") and self._model_of(s) == model
-        )
-        sizes = (size_of(path).bytes for s in alike for path in self._checkpoints(s)[-1:])
-        self._alike[kind, model] = found = _Size(max(sizes, default=0), now)
-        return found.bytes
+        now = self._clock()
+        known, at = self._alike.get((kind, model), (0, float("-inf")))
+        if now - at < self._good_for_s:
+            return known
+        alike = [s for s in self.workspace.stage_ids() if s.startswith(f"{kind}-")]
+        alike = [s for s in alike if self._model_of(s) == model]
+        sizes = [size_of(path).bytes for s in alike for path in self._checkpoints(s)[-1:]]
+        self._alike[kind, model] = (max(sizes, default=0), now)
+        return max(sizes, default=0)
 
     def _model_of(self, stage_id: str) -> str | None:
         """The digest of the model that a stage started from, and the script that it runs; None
         where it names neither."""
         if stage_id not in self._models:
-            self._models[stage_id] = self._read_model(stage_id)
+            spec: dict[str, Any] = {}
+            with contextlib.suppress(RefinerError):
+                path = self.workspace.layout.stage(stage_id).spec
+                spec = self.workspace.read_control(path) or {}
+            model = (spec.get("sources") or {}).get("model")
+            script = (spec.get("identity") or {}).get(SCRIPT)
+            none = model is None and script is None
+            self._models[stage_id] = None if none else f"{model} {script}"
         return self._models[stage_id]
 
-    def _read_model(self, stage_id: str) -> str | None:
-        try:
-            spec = self.workspace.read_control(self.workspace.layout.stage(stage_id).spec) or {}
-        except RefinerError as error:
-            log.debug("%s", error)
-            return None
-        model = (spec.get("sources") or {}).get("model")
-        script = (spec.get("identity") or {}).get(SCRIPT)
-        return None if model is None and script is None else f"{model} {script}"
-
     def _estimate(self, stage_id: str) -> int:
-        """What a checkpoint of a training stage takes that has never saved; 0: nothing says."""
+        """Bytes of a checkpoint of a training stage that has never saved; 0: nothing says."""
         paths = self.workspace.layout.stage(stage_id)
         numbers = paths.attempt_numbers()
         if stage_id.rpartition("-")[0] not in STAGES or not numbers:
@@ -461,32 +417,25 @@ class DiskKeeper:
         return max(0, SAVE_INODES + self.reserved(ref).inodes - room.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
-        """What no figure tells: a quota that no tool shows. A write that went through is believed
-        for two seconds."""
+        """Ask what no figure tells, a quota that no tool shows. A write that went through is
+        believed for two seconds."""
         size = max(4096, min(need_bytes, PROBE_BYTES))
         now = self._clock()
-        if not fresh and self._wrote is not None:
-            at, wrote = self._wrote
-            if wrote >= size and now - at < _WRITE_CACHE_S:
-                return True
+        at, wrote = self._wrote or (now, 0)
+        if not fresh and wrote >= size and now - at < _WRITE_CACHE_S:
+            return True
         layout = self.workspace.layout
         roots = {existing(layout.control): 4096, existing(layout.data): size}
-        refused = [refusal(folder, bytes_) for folder, bytes_ in roots.items()]
-        fits = refused.count(None) == len(refused)
+        refused = {refusal(folder, bytes_) for folder, bytes_ in roots.items()}
         self._read_only = errno.EROFS in refused
-        self._wrote = (now, size) if fits else None
-        return fits
+        self._wrote = (now, size) if refused == {None} else None
+        return refused == {None}
 
     def _settle(self) -> None:
         """After deleting: btrfs, for one, gives quota back only once it has written that out."""
         for root in {existing(self.workspace.layout.data), existing(self.workspace.layout.control)}:
             sync_file_system(root)
-        self._cached = None
-        self._wrote = None
-
-    def _used(self) -> Used:
-        size = measure(self.workspace.layout)
-        return Used(size.bytes, size.inodes)
+        self._cached = self._wrote = None
 
     def _checkpoints(self, stage_id: str) -> list[Path]:
         """Complete ones, oldest step first; of another's trainer, too."""
@@ -503,7 +452,7 @@ class DiskKeeper:
         missing = self.lacking(0, ref) if inodes else gib(self.shortage(need_bytes, ref))
         return NoSpaceError(
             f"No room for {gib(need_bytes)} in {self.workspace.layout.data}: {missing} are "
-            f"missing ({self.status_line()}, by {room.source}{_also(room.note)})",
+            f"missing ({self.status_line()}, by {room.source}{room.note and f'; {room.note}'})",
             expected="room on the disk, and in the quota of the user or group",
             fix="see `refiner disk`, free some space and run the same command again",
         )
@@ -517,20 +466,12 @@ def gib(size: int) -> str:
     return f"{size / 1024:,.0f} KiB"
 
 
-def _also(note: str) -> str:
-    return f"; {note}" if note else ""
-
-
 def _known_tools(workspace: Workspace, config: DiskConfig) -> DiskConfig:
     """Whoever looks at a stranger's workspace runs no program that is named there."""
     if not config.probe.startswith("command:") or doubtful_folder(workspace.layout)[0] is None:
         return config
     log.warning("disk.probe is left out: it names a program, and %s is another's", workspace.root)
     return replace(config, probe="auto")
-
-
-def _folder(text: str | None) -> Path | None:
-    return None if text is None else Path(text).expanduser().absolute()
 
 
 EventKind = Literal[
@@ -587,8 +528,10 @@ class DiskWatch:
     def look(self) -> None:
         """Look once, and act on it."""
         room = self.keeper.room(fresh=True)
-        self._warn_once(room)
-        need = self._need()
+        above = room.share >= self.keeper.config.warn_share
+        if above and not self._warned:
+            self._tell("warn", f"{room.share:.0%} used: {self.keeper.status_line()}", 0)
+        self._warned, need = above, self._need()
         if need <= 0:
             return
         missing = self.keeper.shortage(need)
@@ -608,12 +551,6 @@ class DiskWatch:
             self._tell("short", f"{what} are missing for the next saves", missing)
         else:
             self._tell("room", f"there is room again: {self.keeper.status_line()}", 0)
-
-    def _warn_once(self, room: Room) -> None:
-        above = room.share >= self.keeper.config.warn_share
-        if above and not self._warned:
-            self._tell("warn", f"{room.share:.0%} used: {self.keeper.status_line()}", 0)
-        self._warned = above
 
     def _tell(self, kind: EventKind, message: str, size: int) -> None:
         log.log(logging.INFO if kind == "room" else logging.WARNING, "disk: %s", message)

@@ -1,4 +1,4 @@
-"""What quota tools print, as numbers. Pure: text in, :class:`Quota` values out.
+"""Parsers of what quota tools print. Pure: text in, :class:`Quota` values out.
 
 In: the captured output of one tool. Out: per quota that applies, what is used and what is allowed,
 in bytes and in inodes. A tool's exit status is not looked at (`quota` exits with 1 both when over
@@ -34,7 +34,7 @@ class Limit(NamedTuple):
 
     @property
     def effective(self) -> int | None:
-        """What may be used at most now; None where nothing limits it."""
+        """Most that may be used now; None where nothing limits it."""
         limits = [self.hard] if self.hard > 0 else []
         if self.over and self.soft > 0:
             limits.append(self.soft)
@@ -42,7 +42,7 @@ class Limit(NamedTuple):
 
     @property
     def free(self) -> int | None:
-        """What is left; None where nothing limits it."""
+        """Amount that is left; None where nothing limits it."""
         limit = self.effective
         return None if limit is None else max(0, limit - self.used)
 
@@ -163,16 +163,13 @@ def parse_xfs_quota(text: str) -> list[Quota]:
         if row is None:
             continue
         parts = row.groups()
-        space = _xfs_limit(*parts[1:5], unit=_KIB)
-        inodes = None if parts[5] is None else _xfs_limit(*parts[5:9], unit=1)
+        # Grace is `--------` where none runs, and `-none-` where it has run out.
+        space = _limit(*parts[1:4], parts[4].strip("- "), unit=_KIB)
+        inodes = None
+        if parts[5] is not None:
+            inodes = _limit(*parts[5:8], parts[8].strip("- "), unit=1)
         found.append(Quota(whose, parts[9], space, inodes))
     return found
-
-
-def _xfs_limit(used: str, soft: str, hard: str, grace: str, *, unit: int) -> Limit:
-    word = grace.strip("- ")  # `--------` no grace runs, `-none-` it has run out
-    over = word == "none"
-    return Limit(int(used) * unit, int(soft) * unit, int(hard) * unit, "" if over else word, over)
 
 
 # ---------------------------------------------------------------- btrfs qgroup show
@@ -184,33 +181,19 @@ def parse_btrfs_qgroups(text: str) -> list[Quota]:
     columns: list[str] = []
     doubt = "btrfs calls its own numbers inconsistent" if "inconsistent" in text else ""
     for line in text.splitlines():
-        cells = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip())
-        lowered = [c.lower().replace("_", " ").strip() for c in re.split(r"\s{2,}", line.strip())]
-        if "qgroupid" in lowered[0]:
-            columns = _btrfs_columns(line)
-            continue
-        words = line.split()
-        if not columns or not words or not re.fullmatch(r"\d+/\d+", words[0]):
-            continue
-        row = dict(zip(columns, words, strict=False))
-        for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
-            hard = row.get(limit, "none")
-            space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
-            found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
+        cells, words = re.split(r"\s{2,}|\s+(?=\S+$)", line.strip()), line.split()
+        if "qgroupid" in re.split(r"\s{2,}", line.strip())[0].lower():
+            # Newer versions write `Max referenced`, older ones `max_rfer`.
+            header = line.lower().replace("max referenced", "max_rfer")
+            header = header.replace("max exclusive", "max_excl")
+            columns = header.replace("referenced", "rfer").replace("exclusive", "excl").split()
+        elif columns and words and re.fullmatch(r"\d+/\d+", words[0]):
+            row = dict(zip(columns, words, strict=False))
+            for used, limit in (("rfer", "max_rfer"), ("excl", "max_excl")):
+                hard = row.get(limit, "none")
+                space = Limit(int(row[used]), hard=0 if hard == "none" else int(hard))
+                found.append(Quota(f"qgroup {words[0]}", cells[-1], space, doubt=doubt))
     return found
-
-
-def _btrfs_columns(header: str) -> list[str]:
-    """Newer versions write `Max referenced`, older ones `max_rfer`."""
-    text = header.lower()
-    for name, short in (
-        ("max referenced", "max_rfer"),
-        ("max exclusive", "max_excl"),
-        ("referenced", "rfer"),
-        ("exclusive", "excl"),
-    ):
-        text = text.replace(name, short)
-    return text.split()
 
 
 # ---------------------------------------------------------------- mmlsquota -Y
@@ -222,38 +205,30 @@ def parse_mmlsquota(text: str) -> list[Quota]:
     names: list[str] = []
     for line in text.splitlines():
         cells = [unquote(c) for c in line.split(":")]
-        if len(cells) < 3:
-            continue
-        if cells[2] == "HEADER":
+        if cells[2:3] == ["HEADER"]:
             names = cells
             continue
         row = dict(zip(names, cells, strict=False))
-        if "blockUsage" not in row:
-            continue
-        space = _gpfs_limit(row, "block", _KIB)
-        whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
-        doubt = row.get("remarks", "").strip()
-        found.append(
-            Quota(whose, row.get("filesystemName", ""), space, _gpfs_limit(row, "files", 1), doubt)
-        )
+        if "blockUsage" in row:
+            space, inodes = _gpfs_limit(row, "block", _KIB), _gpfs_limit(row, "files", 1)
+            whose = f"{row.get('quotaType', '')} {row.get('name', '')}".strip()
+            where, doubt = row.get("filesystemName", ""), row.get("remarks", "").strip()
+            found.append(Quota(whose, where, space, inodes, doubt))
     return found
 
 
 def _gpfs_limit(row: dict[str, str], kind: str, unit: int) -> Limit:
     # What is "in doubt" may have been used by other nodes already. `none`: no grace runs here.
     used = int(row[f"{kind}Usage"]) + int(row.get(f"{kind}InDoubt") or 0)
-    grace = row.get(f"{kind}Grace", "none")
-    over = grace == "expired"
-    soft, hard = int(row[f"{kind}Quota"]), int(row[f"{kind}Limit"])
-    left = "" if over or grace == "none" else grace
-    return Limit(used * unit, soft * unit, hard * unit, left, over)
+    grace = row.get(f"{kind}Grace", "none").replace("none", "")
+    return _limit(str(used), row[f"{kind}Quota"], row[f"{kind}Limit"], grace, unit=unit)
 
 
 # ---------------------------------------------------------------- a site's own tool
 
 
 def parse_with_pattern(text: str, pattern: str) -> list[Quota]:
-    """What a pattern of the user's finds: groups `used` and `limit`, or `free`; optionally
+    """Figures that a pattern of the user's finds: groups `used` and `limit`, or `free`; optionally
     `inodes_used` and `inodes_limit`.
 
     Raises

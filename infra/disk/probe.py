@@ -8,6 +8,7 @@ what cannot be meant, is named in the log once and left out; looking never raise
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import logging
 import os
@@ -17,7 +18,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from infra.disk.parsers import (
     Limit,
@@ -29,8 +29,10 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
+from infra.disk.usage import Size
 from infra.host.files import Mount, btrfs_subvolume, existing, mount_of, project_id
 from infra.host.processes import environment
+from infra.store.atomic import Complaints
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
 
@@ -47,7 +49,7 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True)
 class Room:
-    """What is left for writing into a folder.
+    """Room that is left for writing into a folder.
 
     Attributes
     ----------
@@ -82,7 +84,7 @@ class Room:
 
     @property
     def inodes_are_scarcer(self) -> bool:
-        """Whether more of the inodes than of the bytes is used."""
+        """Tell whether more of the inodes than of the bytes is used."""
         of_bytes, of_inodes = self._shares
         return of_inodes > of_bytes
 
@@ -147,7 +149,7 @@ def statvfs_room(folder: Path, mount: Mount) -> Room | None:
         limit_bytes=total - unused + status.f_bavail * status.f_frsize,
         free_inodes=status.f_favail if has_inodes else None,
         used_inodes=status.f_files - status.f_ffree if has_inodes else None,
-        limit_inodes=status.f_files if has_inodes else None,
+        limit_inodes=status.f_files or None,
         source=f"file system ({mount.type})",
         knows_quota=mount.type in HONEST,
     )
@@ -176,18 +178,11 @@ _SYSFS_BTRFS = Path("/sys/fs/btrfs")
 _GIB = 2**30
 
 
-class Used(NamedTuple):
-    """What a workspace uses."""
-
-    bytes: int
-    inodes: int
-
-
 Runner = Callable[[Sequence[str]], str]
 
 
 def run_tool(command: Sequence[str]) -> str:
-    """What a command prints, standard error included; its exit status is not looked at.
+    """Output of a command, standard error included; its exit status is not looked at.
 
     Raises
     ------
@@ -237,13 +232,13 @@ class Prober:
         folder: Path,
         config: DiskConfig,
         *,
-        measure: Callable[[], Used] | None = None,
+        measure: Callable[[], Size] | None = None,
         run: Runner = run_tool,
         mount: Mount | None = None,
     ) -> None:
         self.folder, self.config = folder, config
-        self._measure, self._run, self._mount = measure, run, mount
-        self._complained: set[str] = set()
+        self.measure, self.run, self._mount = measure, run, mount
+        self._complaints = Complaints()
         if not config.probe.startswith("command:") and config.probe not in _PROBES:
             raise ConfigurationError(
                 f"`disk.probe` is {config.probe!r}",
@@ -256,14 +251,12 @@ class Prober:
         mount = self._mount or mount_of(self.folder)
         base = statvfs_room(existing(self.folder), mount)
         rooms = [base] if base is not None else []
-        for name, probe in self._probes(mount):
+        for name, probe in (*self._probes(mount), ("disk.limit_gb", _ask_own_limit)):
             try:
                 quotas = probe(self, mount)
                 rooms += [r for q in quotas if (r := quota_room(name, q)) is not None]
             except (ToolFailed, OSError, ValueError, KeyError, IndexError) as error:
                 self._complain(name, error)
-        if own := self._own_limit():
-            rooms.append(own)
         return tightest(rooms)
 
     def _probes(self, mount: Mount) -> list[tuple[str, Probe]]:
@@ -273,36 +266,19 @@ class Prober:
             return _named(_PROBES[self.config.probe])
         return _named(next((v for k, v in _BY_TYPE if mount.type.startswith(k)), ()))
 
-    def _own_limit(self) -> Room | None:
-        config = self.config
-        if (config.limit_gb is None and config.inode_limit is None) or self._measure is None:
-            return None
-        try:
-            used = self._measure()
-        except OSError as error:
-            self._complain("disk.limit_gb", error)
-            return None
-        space = Limit(used.bytes, hard=int((config.limit_gb or 0) * _GIB))
-        inodes = Limit(used.inodes, hard=config.inode_limit or 0)
-        return quota_room("disk.limit_gb", Quota("", "", space, inodes))
-
     def _complain(self, name: str, error: Exception) -> None:
-        if name in self._complained:
-            return
-        self._complained.add(name)
+        text = "room cannot be learned from %s: %s; the next best is asked"
         missing = isinstance(error, ToolFailed) and "not installed" in str(error)
-        level = logging.DEBUG if missing and self.config.probe == "auto" else logging.WARNING
-        log.log(level, "room cannot be learned from %s: %s; the next best is asked", name, error)
-
-    def ask(self, *command: str) -> str:
-        """What one tool prints."""
-        return self._run(command)
+        if missing and self.config.probe == "auto":
+            log.debug(text, name, error)
+        else:
+            self._complaints.say(name, text, name, error)
 
     def rows(self, parse: Callable[[str], list[Quota]], *command: str) -> list[Quota]:
         """The quotas that one call of a tool shows. One that fails is named and shows none: what
         the other calls show counts all the same."""
         try:
-            text = self.ask(*command)
+            text = self.run(command)
             found = parse(text)
             if not found and text.strip() and "none" not in text:
                 raise ToolFailed(f"it says {text.strip().splitlines()[0]!r}")
@@ -317,41 +293,48 @@ class Prober:
 Probe = Callable[[Prober, Mount], list[Quota]]
 
 
+def _ask_own_limit(prober: Prober, mount: Mount) -> list[Quota]:
+    config = prober.config
+    if (config.limit_gb is None and config.inode_limit is None) or prober.measure is None:
+        return []
+    used = prober.measure()
+    space = Limit(used.bytes, hard=int((config.limit_gb or 0) * _GIB))
+    return [Quota("", "", space, Limit(used.inodes, hard=config.inode_limit or 0))]
+
+
+def _owners(folder: Path) -> list[tuple[str, int]]:
+    """User, the folder's group and its project (if it has one), each by its option and number."""
+    found = [("u", os.geteuid()), ("g", folder.stat().st_gid), ("p", project_id(folder))]
+    return [(option, number) for option, number in found if number or option != "p"]
+
+
 def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
     """`quota` of the user, of the folder's group and of its project, on this file system."""
-    found = prober.rows(parse_quota, "quota", "-w", "-u")
-    group = existing(prober.folder).stat().st_gid
-    found += prober.rows(parse_quota, "quota", "-w", "-g", _group_name(group))
-    if project := project_id(prober.folder):
-        found += prober.rows(parse_quota, "quota", "-w", "-P", str(project))
+    found: list[Quota] = []
+    for option, number in _owners(existing(prober.folder)):
+        words = {"u": ["-u"], "g": ["-g", _name_of("g", number)], "p": ["-P", str(number)]}
+        found += prober.rows(parse_quota, "quota", "-w", *words[option])
     return [q for q in found if q.where in (mount.source, str(mount.point))]
 
 
 def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
     """`repquota`, which root alone may call, by number."""
-    point, status = str(mount.point), existing(prober.folder).stat()
-    asked = [("-u", os.geteuid()), ("-g", status.st_gid), ("-P", project_id(prober.folder))]
     found: list[Quota] = []
-    for option, number in asked:
-        if option == "-P" and not number:
-            continue
+    for option, number in _owners(existing(prober.folder)):
+        flag = f"-{option}".replace("p", "P")
         # Others than the one that is asked for are left out; that one need not have an entry.
-        text = prober.ask("repquota", "-O", "csv", "-n", option, point)
+        text = prober.run(("repquota", "-O", "csv", "-n", flag, str(mount.point)))
         found += parse_repquota_csv(text, str(number))
     return found
 
 
 def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
     """`xfs_quota` of the user, the folder's group and its project."""
-    status, point = existing(prober.folder).stat(), str(mount.point)
-    asked = [("-u", os.geteuid()), ("-g", status.st_gid), ("-p", project_id(prober.folder))]
     found: list[Quota] = []
-    for option, number in asked:
-        if option == "-p" and not number:
-            continue
-        command = f"quota {option} -b -i -n -N -v {number}"
-        rows = prober.rows(parse_xfs_quota, "xfs_quota", "-c", command, point)
-        found += [q._replace(whose=f"{option} {number}") for q in rows]
+    for option, number in _owners(existing(prober.folder)):
+        command = f"quota -{option} -b -i -n -N -v {number}"
+        rows = prober.rows(parse_xfs_quota, "xfs_quota", "-c", command, str(mount.point))
+        found += [q._replace(whose=f"-{option} {number}") for q in rows]
     return found
 
 
@@ -361,24 +344,17 @@ def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
     if subvolume is None:
         return []
     found: list[Quota] = []
-    groups = _btrfs_groups(mount)
-    if groups is not None:
-        found = _btrfs_kernel(groups, subvolume)
-        if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
-            return found
-    # Groups of groups: which of them limit this folder, only the tool says.
-    folder = str(existing(prober.folder))
-    command = ("btrfs", "qgroup", "show", "--raw", "-reF", folder)
-    return found + prober.rows(parse_btrfs_qgroups, *command)
-
-
-def _btrfs_groups(mount: Mount) -> Path | None:
     device = Path(mount.source).name
     for folder in _SYSFS_BTRFS.glob("*/devices"):
         groups = folder.parent / "qgroups"
         if (folder / device).exists() and groups.is_dir():
-            return groups
-    return None
+            found = _btrfs_kernel(groups, subvolume)
+            if all(p.name.startswith("0_") for p in groups.iterdir() if p.is_dir()):
+                return found
+            break
+    # Groups of groups: which of them limit this folder, only the tool says.
+    command = ("btrfs", "qgroup", "show", "--raw", "-reF", str(existing(prober.folder)))
+    return found + prober.rows(parse_btrfs_qgroups, *command)
 
 
 def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
@@ -386,29 +362,29 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
     if not folder.is_dir():
         return []
     value = {p.name: int(p.read_text()) for p in folder.iterdir()}
-    doubt = (
-        ""
-        if (groups / "inconsistent").read_text().strip() == "0"
-        else ("btrfs calls its own numbers inconsistent")
-    )
+    consistent = (groups / "inconsistent").read_text().strip() == "0"
+    doubt = "" if consistent else "btrfs calls its own numbers inconsistent"
     # What is written and not yet on the disk is reserved, and counts against the limit.
     reserved = sum(v for name, v in value.items() if name.startswith("rsv_"))
-    whose = f"qgroup 0/{subvolume}"
     return [
-        Quota(whose, "", Limit(value[used] + reserved, hard=value[limit]), None, doubt)
+        Quota(
+            f"qgroup 0/{subvolume}",
+            "",
+            Limit(value[used] + reserved, hard=value[limit]),
+            None,
+            doubt,
+        )
         for used, limit in (("referenced", "max_referenced"), ("exclusive", "max_exclusive"))
     ]
 
 
 def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
-    folder = existing(prober.folder)
-    asked = [("-u", _user_name(os.geteuid())), ("-g", _group_name(folder.stat().st_gid))]
-    if project := project_id(folder):
-        asked.append(("-p", str(project)))
     found: list[Quota] = []
-    for option, who in asked:
-        rows = prober.rows(parse_quota, "lfs", "quota", "-q", option, who, str(mount.point))
-        found += [q._replace(whose=f"{option} {who}") for q in rows]
+    for option, number in _owners(existing(prober.folder)):
+        who = _name_of(option, number)
+        words = ("-q", f"-{option}", who, str(mount.point))
+        rows = prober.rows(parse_quota, "lfs", "quota", *words)
+        found += [q._replace(whose=f"-{option} {who}") for q in rows]
     return found
 
 
@@ -421,7 +397,7 @@ def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:
 def _ask_command(prober: Prober, mount: Mount) -> list[Quota]:
     command = shlex.split(prober.config.probe.removeprefix("command:"))
     command = [word.replace("{folder}", str(prober.folder)) for word in command]
-    text = prober.ask(*command)
+    text = prober.run(command)
     if prober.config.pattern is None:
         raise ToolFailed("`disk.pattern` is needed to read what the command prints")
     return parse_with_pattern(text, prober.config.pattern)
@@ -458,15 +434,10 @@ def _named(names: Sequence[str]) -> list[tuple[str, Probe]]:
     return [(n, _TOOLS[n]) for n in names if n != "repquota" or os.geteuid() == 0]
 
 
-def _user_name(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:  # a container may not know the name
-        return str(number)
-
-
-def _group_name(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
+def _name_of(option: str, number: int) -> str:
+    with contextlib.suppress(KeyError):  # a container may not know the name
+        if option == "u":
+            return pwd.getpwuid(number).pw_name
+        if option == "g":
+            return grp.getgrgid(number).gr_name
+    return str(number)

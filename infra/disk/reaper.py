@@ -1,4 +1,4 @@
-"""What may be deleted when room is short, in which order, and deleting it.
+"""Garbage collection: the order in which things go when room is short, and deleting them.
 
 In: a :class:`~infra.disk.inventory.Stock` and a need. Out: :func:`plan_reclaim` (pure) names
 candidates, cheapest loss first; :func:`carry_out` deletes them.
@@ -93,7 +93,7 @@ class Candidate:
 
 
 class Reclaimed(NamedTuple):
-    """What was given back, by the sizes that the files had."""
+    """Sum of what was given back, by the sizes that the files had."""
 
     bytes: int = 0
     items: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def plan_reclaim(
     caches: bool = False,
     judgements: bool = False,
 ) -> list[Candidate]:
-    """What to delete to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
+    """Candidates to get ``need_bytes`` and ``need_inodes`` back; None: all that may go.
 
     Where everything together does not suffice, what costs nobody anything goes all the same, but no
     published weights, caches and judgements are given up in vain. Without a need, judgements go
@@ -116,7 +116,10 @@ def plan_reclaim(
     order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
     if need_bytes is None:
         order = [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
-        return order + list(_unfinished_judgements(stock)) if judgements else order
+        # Files that may still be written; who writes one begins another when it is gone.
+        why = "it may just be written; another is begun then"
+        live = (i for i in stock.items if i.kind == "judgements" and i.path.suffix != SEALED)
+        return order + [_candidate(Rank.JUDGEMENTS, i, why) for i in live if judgements]
     gained_bytes = gained_inodes = 0
     for count, candidate in enumerate(order):
         if gained_bytes >= need_bytes and gained_inodes >= need_inodes:
@@ -133,13 +136,15 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
         facts = stock.stages.get(item.stage_id)
         if item.kind == "code" and item.path.name in stock.idle_code:
             yield _candidate(Rank.CODE, item, "only finished runs have used it")
+        if item.kind == "judgements" and item.path.suffix == SEALED:
+            yield _candidate(Rank.JUDGEMENTS, item, "to judge it again costs calls")
         if facts is None or facts.pinned:
             continue
         if item.path in stock.damaged:
             yield _candidate(Rank.LEFTOVER, item, "damaged, and of no use to anybody")
         elif item.kind == "temporary" and _is_leftover(item, facts):
             yield _candidate(Rank.LEFTOVER, item, "half-written by an attempt that has ended")
-        elif item.kind == "outputs" and _is_superseded(item, facts):
+        elif item.kind == "outputs" and not facts.leased and item.attempt in facts.dead:
             yield _candidate(Rank.SUPERSEDED, item, "of an attempt that did not make the result")
     yield from _checkpoints(stock)
     for stage_id, facts in stock.stages.items():
@@ -148,49 +153,17 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
                 yield _candidate(Rank.LEFTOVER, item, "a save that its trainer has not finished")
             else:
                 yield _candidate(Rank.OLDER, item, "newer complete ones are there")
-        if facts.weights is not None and may_go(facts):
-            yield _weights_candidate(stage_id, facts.weights)
+        if (weights := facts.weights) is not None and weights.copy is not None and may_go(facts):
+            why, count = f"published and verified in {weights.copy.text}", len(weights.files)
+            size = (weights.folder, weights.gain, count)
+            yield Candidate(Rank.WEIGHTS, *size, why, stage_id, weights=weights)
     for item in stock.caches if caches else ():
         yield _candidate(Rank.CACHE, item, "a cache, filled again when it is needed")
-    for item in _judgements(stock):
-        if item.path.suffix == SEALED:
-            yield _candidate(Rank.JUDGEMENTS, item, "to judge it again costs calls")
-
-
-def _judgements(stock: Stock) -> Iterator[Item]:
-    return (item for item in stock.items if item.kind == "judgements")
-
-
-def _unfinished_judgements(stock: Stock) -> Iterator[Candidate]:
-    """Files that may still be written; who writes one begins another when it is gone."""
-    for item in _judgements(stock):
-        if item.path.suffix != SEALED:
-            yield _candidate(Rank.JUDGEMENTS, item, "it may just be written; another is begun then")
 
 
 def _candidate(rank: Rank, item: Item, why: str) -> Candidate:
-    return Candidate(
-        rank,
-        item.path,
-        item.size.gain,
-        item.size.inodes,
-        why,
-        item.stage_id,
-        item.attempt,
-        item.step,
-    )
-
-
-def _weights_candidate(stage_id: str, weights: Weights) -> Candidate:
-    return Candidate(
-        Rank.WEIGHTS,
-        weights.folder,
-        weights.gain,
-        len(weights.files),
-        f"published and verified in {weights.copy.text if weights.copy else None}",
-        stage_id,
-        weights=weights,
-    )
+    size = item.size
+    return Candidate(rank, item.path, size.gain, size.inodes, why, *item[3:])
 
 
 def _is_leftover(item: Item, facts: StageFacts) -> bool:
@@ -202,12 +175,8 @@ def _is_leftover(item: Item, facts: StageFacts) -> bool:
     return not facts.open
 
 
-def _is_superseded(item: Item, facts: StageFacts) -> bool:
-    return not facts.leased and item.attempt in facts.dead and item.attempt != facts.kept_attempt
-
-
 def may_go(facts: StageFacts) -> bool:
-    """Whether a finished stage's weights may be deleted."""
+    """Tell whether a finished stage's weights may be deleted."""
     weights = facts.weights
     return (
         facts.done
@@ -252,6 +221,7 @@ def carry_out(
     total, items = 0, []
     look, is_whole = look or FreshLook(), functools.cache(_is_whole)
     for candidate in candidates:
+        path = candidate.path
         try:
             if not _still_may_go(workspace, candidate, is_whole):
                 continue
@@ -259,7 +229,9 @@ def carry_out(
         except (OSError, ValueError, RefinerError) as error:
             log.warning("%s was not reclaimed: %s", candidate.path, error)
             continue
-        if _is_gone(candidate):
+        weights = candidate.weights
+        left = [path] if weights is None else [path / f.path for f in weights.files]
+        if not any(file.exists() for file in left):
             log.info("reclaimed %d bytes: %s (%s)", candidate.bytes, candidate.path, candidate.why)
             total += candidate.bytes
             items.append(str(candidate.path))
@@ -304,44 +276,30 @@ def _delete(workspace: Workspace, candidate: Candidate, look: FreshLook) -> None
     path = candidate.path
     if candidate.weights is not None:
         _delete_weights(workspace, candidate.stage_id, candidate.weights, look)
-    elif candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step is not None:
-        _delete_checkpoint(workspace, candidate)
-    elif candidate.rank is Rank.CODE:
-        _delete_code(workspace, path)
-    else:
-        atomic.remove_tree(path)
-
-
-def _delete_code(workspace: Workspace, path: Path) -> None:
-    """Out of sight first, then one more look at who uses it: a run records itself, and then sees to
-    it that its code is there."""
-    hidden = atomic.temporary_name(path)
-    path.rename(hidden)
-    if path.name not in idle_code(workspace) and not path.exists():
-        hidden.rename(path)
         return
-    atomic.remove_tree(hidden)
-
-
-def _delete_checkpoint(workspace: Workspace, candidate: Candidate) -> None:
-    """Out of sight first, then one more look at who holds it: whoever wrote a hold before that look
-    gets it back, and whoever writes one later sees that it is gone."""
-    path, stage = candidate.path, workspace.layout.stage(candidate.stage_id)
-    hidden = atomic.temporary_name(path)
-    try:
-        path.rename(hidden)
-    except FileNotFoundError:
-        return  # the trainer has been faster
-    except OSError as error:
-        if not is_no_space(error):
-            raise
-        hidden = path  # a full quota may refuse even a new name, and takes deletions alone
-    if candidate.step in held_steps(stage):
+    # Out of sight first, then one more look at who needs it: who began to before that look gets it
+    # back, and who does later sees that it is gone. (A run records itself, then sees to its code.)
+    stage, hidden = workspace.layout.stage(candidate.stage_id), atomic.temporary_name(path)
+    is_code = candidate.rank is Rank.CODE
+    is_checkpoint = candidate.rank in (Rank.FINISHED, Rank.OLDER) and candidate.step is not None
+    if not is_code and not is_checkpoint:
+        hidden = path
+    else:
+        try:
+            path.rename(hidden)
+        except FileNotFoundError:
+            return  # the trainer has been faster
+        except OSError as error:
+            if is_code or not is_no_space(error):
+                raise
+            hidden = path  # a full quota may refuse even a new name, and takes deletions alone
+    needed = is_code and path.name not in idle_code(workspace) and not path.exists()
+    if needed or (is_checkpoint and candidate.step in held_steps(stage)):
         if hidden != path:
             hidden.rename(path)
         return
-    # Marker first: a deletion that is cut short leaves no complete-looking remains.
-    atomic.remove_quietly(hidden / MARKER)
+    if is_checkpoint:  # marker first: a deletion that is cut short leaves no whole-looking remains
+        atomic.remove_quietly(hidden / MARKER)
     atomic.remove_tree(hidden)
 
 
@@ -358,9 +316,3 @@ def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look:
     )
     for file in weights.files:
         (weights.folder / file.path).unlink(missing_ok=True)
-
-
-def _is_gone(candidate: Candidate) -> bool:
-    if candidate.weights is not None:
-        return not any((candidate.path / f.path).exists() for f in candidate.weights.files)
-    return not candidate.path.exists()

@@ -11,8 +11,10 @@ folder that nothing marks as a cache.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -46,7 +48,7 @@ _OF_ATTEMPT = re.compile(re.escape(atomic.TEMPORARY) + r"step-\d+-a(\d+)")
 
 
 class Size(NamedTuple):
-    """What something takes, and what deleting it alone would give back (``gain``, bytes): a file
+    """Disk use of a thing, and what deleting it alone would give back (``gain``, bytes): a file
     that is linked from elsewhere gives nothing back."""
 
     bytes: int = 0
@@ -74,44 +76,33 @@ Seen = set[tuple[int, int]]
 
 
 def size_of(path: Path, seen: Seen | None = None) -> Size:
-    """What a file or folder takes on the disk, itself included; nothing if it is not there."""
+    """Disk use of a file or folder, itself included; nothing if it is not there."""
     seen = set() if seen is None else seen
     try:
         status = again(path.lstat)
     except OSError:
         return Size()
     total = _size(status, seen)
-    if not _is_folder(status):
-        return total
-    stack = [str(path)]
+    stack = [str(path)] if stat.S_ISDIR(status.st_mode) else []
     while stack:
-        try:
-            with again(os.scandir, stack.pop()) as entries:
-                for entry in entries:
-                    try:
-                        total = total.plus(_size(entry.stat(follow_symlinks=False), seen))
-                    except FileNotFoundError:
-                        continue
+        with contextlib.suppress(OSError), again(os.scandir, stack.pop()) as entries:
+            for entry in entries:  # what is gone meanwhile, or closed to us, is left out
+                with contextlib.suppress(FileNotFoundError):
+                    total = total.plus(_size(entry.stat(follow_symlinks=False), seen))
                     if entry.is_dir(follow_symlinks=False):
                         stack.append(entry.path)
-        except OSError:  # gone meanwhile, or closed to us
-            continue
     return total
 
 
 def _size(status: os.stat_result, seen: Seen) -> Size:
     used = status.st_blocks * _BLOCK
-    if status.st_nlink > 1 and not _is_folder(status):
+    if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
         key = (status.st_dev, status.st_ino)
         if key in seen:
             return Size()
         seen.add(key)
         return Size(used, 1, 0)
     return Size(used, 1, used)
-
-
-def _is_folder(status: os.stat_result) -> bool:
-    return (status.st_mode & 0o170000) == 0o040000
 
 
 def measure(layout: Layout) -> Size:
@@ -127,48 +118,40 @@ def take_stock(layout: Layout) -> list[Item]:
     """Everything in a workspace, told apart. A missing workspace has nothing."""
     seen: Seen = set()
     found: list[Item] = []
-    for stage_id in _stage_ids(layout):
+    for stage_id in sorted({p.name for p in _folders(layout.stages, layout.data / "stages")}):
         found += _of_stage(layout.stage(stage_id), stage_id, seen)
     found += [Item(p, "code", size_of(p, seen)) for p in _folders(layout.code)]
     found += [Item(p, "published", size_of(p, seen)) for p in _entries(layout.published)]
     found += [Item(p, "judgements", size_of(p, seen)) for p in _by_age(layout.judgements)]
-    roots = dict.fromkeys((layout.control, layout.data))
     skip = {layout.stages, layout.code, layout.published, layout.judgements}
     skip.add(layout.data / "stages")
-    for root in roots:
-        for path in _entries(root):
-            if path not in skip:
-                kind: Kind = "temporary" if _is_temporary(path) else "records"
-                found.append(Item(path, kind, size_of(path, seen)))
+    for path in _entries(layout.control, layout.data):
+        if path not in skip:
+            kind: Kind = "temporary" if _is_temporary(path) else "records"
+            found.append(Item(path, kind, size_of(path, seen)))
     return found
 
 
 def stock_of(layout: Layout, stage_ids: Iterable[str]) -> list[Item]:
-    """What lies in the folders of some stages, told apart."""
+    """Items in the folders of some stages."""
     seen: Seen = set()
     return [i for name in stage_ids for i in _of_stage(layout.stage(name), name, seen)]
 
 
 def _of_stage(stage: StagePaths, stage_id: str, seen: Seen) -> Iterator[Item]:
     for path in _entries(stage.checkpoints):
-        if match := _OF_ATTEMPT.fullmatch(path.name):
-            yield Item(path, "temporary", size_of(path, seen), stage_id, int(match.group(1)))
-        elif _is_temporary(path):
-            yield Item(path, "temporary", size_of(path, seen), stage_id)
-        else:
-            step = _STEP.fullmatch(path.name)
-            number = int(step.group(1)) if step else None
-            yield Item(path, "checkpoints", size_of(path, seen), stage_id, 0, number)
-    for number in _attempt_numbers(stage):
-        yield from _of_attempt(stage.attempt(number), stage_id, number, seen)
-    known = {"checkpoints", "attempts"}
-    for root in dict.fromkeys((stage.control, stage.data)):
-        for path in _entries(root):
-            if path.name == WORK:
-                yield Item(path, "checkpoints", size_of(path, seen), stage_id)
-            elif path.name not in known:
-                kind: Kind = "temporary" if _is_temporary(path) else "records"
-                yield Item(path, kind, size_of(path, seen), stage_id)
+        match, step = _OF_ATTEMPT.fullmatch(path.name), _STEP.fullmatch(path.name)
+        kind: Kind = "temporary" if _is_temporary(path) else "checkpoints"
+        attempt, number = int(match[1]) if match else 0, int(step[1]) if step else None
+        yield Item(path, kind, size_of(path, seen), stage_id, attempt, number)
+    there = StagePaths(stage.data, stage.data).attempt_numbers()
+    for attempt in sorted({*stage.attempt_numbers(), *there}):
+        yield from _of_attempt(stage.attempt(attempt), stage_id, attempt, seen)
+    for path in _entries(stage.control, stage.data):
+        if path.name not in ("checkpoints", "attempts"):
+            kind = "checkpoints" if path.name == WORK else "records"
+            kind = "temporary" if _is_temporary(path) else kind
+            yield Item(path, kind, size_of(path, seen), stage_id)
 
 
 def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> Iterator[Item]:
@@ -177,50 +160,37 @@ def _of_attempt(paths: AttemptPaths, stage_id: str, number: int, seen: Seen) -> 
         paths.rollouts: "rollouts",
         paths.tracker: "trackers",
     }
-    for root in dict.fromkeys((paths.control, paths.data)):
-        for path in _entries(root):
-            kind: Kind = "temporary" if _is_temporary(path) else known.get(path, "logs")
-            yield Item(path, kind, size_of(path, seen), stage_id, number)
-
-
-def _attempt_numbers(stage: StagePaths) -> list[int]:
-    both = StagePaths(stage.data, stage.data).attempt_numbers()
-    return sorted({*stage.attempt_numbers(), *both})
-
-
-def _stage_ids(layout: Layout) -> list[str]:
-    roots = dict.fromkeys((layout.stages, layout.data / "stages"))
-    return sorted({p.name for root in roots for p in _folders(root)})
+    for path in _entries(paths.control, paths.data):
+        kind: Kind = "temporary" if _is_temporary(path) else known.get(path, "logs")
+        yield Item(path, kind, size_of(path, seen), stage_id, number)
 
 
 def _is_temporary(path: Path) -> bool:
     return path.name.startswith(atomic.TEMPORARY)
 
 
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return [folder / name for name in names_in(folder)]
-    except OSError:
-        return []
+def _entries(*folders: Path) -> Iterator[Path]:
+    """Entries of folders, each looked into once; one that cannot be read has nothing."""
+    for folder in dict.fromkeys(folders):
+        with contextlib.suppress(OSError):
+            yield from [folder / name for name in names_in(folder)]
 
 
 def _by_age(folder: Path) -> list[Path]:
     """Entries of a folder, oldest first."""
     found = []
     for path in _entries(folder):
-        try:
+        with contextlib.suppress(OSError):  # gone meanwhile
             found.append((path.lstat().st_mtime_ns, path))
-        except OSError:  # gone meanwhile
-            continue
     return [path for _, path in sorted(found)]
 
 
-def _folders(folder: Path) -> list[Path]:
-    return [p for p in _entries(folder) if p.is_dir() and not _is_temporary(p)]
+def _folders(*folders: Path) -> list[Path]:
+    return [p for p in _entries(*folders) if p.is_dir() and not _is_temporary(p)]
 
 
 class Row(NamedTuple):
-    """What one run (or nobody's stages) uses of one kind."""
+    """Disk use of one run (or of nobody's stages), of one kind."""
 
     run: str
     kind: Kind
@@ -247,17 +217,20 @@ _TAG = "CACHEDIR.TAG"
 
 
 def find_caches(names: Iterable[str], layout: Layout) -> list[Item]:
-    """What lies in the caches that are watched."""
+    """Items in the caches that are watched."""
     found: dict[Path, Item] = {}
     for name in names:
         text = os.environ.get(name, "") if _VARIABLE.fullmatch(name) else name
         if not text:
             continue
         folder = Path(text).expanduser().absolute()
-        if not folder.is_dir() or _is_too_much(folder, layout):
+        # One that holds more than a cache: the home, this folder, a workspace, or one above.
+        kept = (Path.home(), Path.cwd(), layout.control, layout.data)
+        if not folder.is_dir() or any(path.is_relative_to(folder) for path in kept):
             continue
-        for path in _parts(name, folder):
-            found[path] = Item(path, "caches", size_of(path))
+        if folder.is_relative_to(layout.stages):
+            continue
+        found |= {path: Item(path, "caches", size_of(path)) for path in _parts(name, folder)}
     return list(found.values())
 
 
@@ -270,11 +243,3 @@ def _parts(name: str, folder: Path) -> Iterator[Path]:
             yield mark.parent
     elif "cache" in folder.name.lower() or name.endswith("_CACHE_DIR") or (folder / _TAG).exists():
         yield from sorted(folder.iterdir())
-
-
-def _is_too_much(folder: Path, layout: Layout) -> bool:
-    """A folder that holds more than a cache: the home, this folder, a workspace, or one above."""
-    for kept in (Path.home(), Path.cwd(), layout.control, layout.data):
-        if kept.is_relative_to(folder) or folder.is_relative_to(layout.stages):
-            return True
-    return False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, Used, run_tool
+from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, run_tool
 from infra.disk.usage import size_of
 from infra.doctor.check import Check, Finding, Look, ask, doubtful, gib, scratch_in
 from infra.host.files import existing, mount_of
@@ -237,12 +237,10 @@ def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
             failed[command[0]] = str(error)
             raise
 
-    def measure() -> Used:
-        size = size_of(folder)
-        return Used(size.bytes, size.inodes)
-
     mount = mount_of(folder)
-    room = Prober(folder, look.config.disk, measure=measure, run=run, mount=mount).look()
+    room = Prober(
+        folder, look.config.disk, measure=lambda: size_of(folder), run=run, mount=mount
+    ).look()
     what = _room_text(room) + "".join(f"; {why}" for why in failed.values())
     least = max(1 << 30, int(look.config.disk.margin_gb * 2**30))
     full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from infra.jobs.protocol import (
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig
-from refiner_core.contract.errors import StageFailed
+from refiner_core.contract.errors import RefinerError, StageFailed
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 
@@ -93,7 +92,12 @@ class LocalDispatcher:
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """``live`` while the worker runs on this host, ``dead`` when it is certain that it does
         not, else ``unknown`` (another host, or not submitted yet)."""
-        sights = {a.ref: self._sight(a) for a in attempts}
+        sights: dict[AttemptRef, Sight] = {}
+        for attempt in attempts:
+            known = self._processes(attempt)
+            gone = bool(known) and all(p.here and not p.alive for p in known)
+            lives = any(p.alive for p in known)
+            sights[attempt.ref] = "live" if lives else "dead" if gone else "unknown"
         # Afterwards, so that of whatever was seen dead the exit code is known.
         for ref, child in tuple(self._children.items()):
             if (code := child.poll()) is not None:
@@ -107,19 +111,10 @@ class LocalDispatcher:
             return JobSight(sight, local=here)
         started = attempt.started is not None and not attempt.started.get("void")
         code = max(0, self._codes.get(attempt.ref, 0))  # below 0: by a signal
-        end = classify_silent_end(started, self._printed(attempt.ref), code)
-        return JobSight(sight, local=here, end=end)
-
-    def _sight(self, attempt: OpenAttempt) -> Sight:
-        known = self._processes(attempt)
-        if any(p.alive for p in known):
-            return "live"
-        return "dead" if known and all(p.here for p in known) else "unknown"
-
-    def _printed(self, ref: AttemptRef) -> str:
-        """The end of what the worker printed; earlier versions started it through submitit."""
-        paths = self.workspace.layout.attempt(*ref)
-        return tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
+        # What the worker printed last; earlier versions started it through submitit.
+        paths = self.workspace.layout.attempt(*attempt.ref)
+        printed = tail_of([paths.printed]) or tail_of(sorted(paths.submitit.glob("*_log.err")))
+        return JobSight(sight, local=here, end=classify_silent_end(started, printed, code))
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """SIGTERM to the worker alone, so that it can save."""
@@ -174,8 +169,8 @@ _KINDS = ("fetch", "export", "publish", "card")
 
 
 def gives_way(plan: Plan, stage: PlannedStage) -> bool:
-    """Whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that was
-    exported while training goes on."""
+    """Tell whether a stage's job gives way: it only moves bytes, or it evaluates a checkpoint that
+    was exported while training goes on."""
     if stage.kind in _KINDS:
         return True
     source = plan.by_name.get(stage.inputs.get("weights", ""))
@@ -202,12 +197,10 @@ class Router:
     def __init__(
         self, dispatchers: Mapping[str, Dispatcher], choose: Choice, *, missing: str = ""
     ) -> None:
-        self.dispatchers, self._choose = dict(dispatchers), choose
+        #: The executor of the next attempt at a stage.
+        self.executor_for = choose
+        self.dispatchers = dict(dispatchers)
         self.missing = missing
-
-    def executor_for(self, stage: PlannedStage) -> str:
-        """Where the next attempt at a stage goes."""
-        return self._choose(stage)
 
     def check(self, stages: Iterable[PlannedStage]) -> None:
         """Refuse stages that can never run where they would go; errors as of the dispatchers."""
@@ -223,21 +216,17 @@ class Router:
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, by one look per dispatcher. Jobs of an executor that this call does not
         have are ``unknown``."""
-        groups: dict[str, list[OpenAttempt]] = defaultdict(list)
-        for attempt in attempts:
-            groups[attempt.attempt.executor].append(attempt)
-        seen = {a.ref: self._out_of_sight(a) for a in attempts}
-        for executor, members in groups.items():
+        seen: dict[AttemptRef, JobSight] = {}
+        for executor in dict.fromkeys(a.attempt.executor for a in attempts):
+            members = [a for a in attempts if a.attempt.executor == executor]
+            reason = f"how its job is, only a call with dispatch.executor={executor} can see"
+            if self.missing:
+                reason = f"how its job is cannot be seen from here: {self.missing}"
             if executor in self.dispatchers:
-                seen.update(self.dispatchers[executor].look(members))
+                seen |= self.dispatchers[executor].look(members)
+            else:
+                seen |= {a.ref: JobSight("unknown", reason=reason) for a in members}
         return seen
-
-    def _out_of_sight(self, attempt: OpenAttempt) -> JobSight:
-        executor = attempt.attempt.executor
-        reason = f"how its job is, only a call with dispatch.executor={executor} can see"
-        if self.missing:
-            reason = f"how its job is cannot be seen from here: {self.missing}"
-        return JobSight("unknown", reason=reason)
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """Ask the worker to save and end; False if nobody could be asked."""
@@ -281,8 +270,6 @@ def make_router(config: DispatchConfig, workspace: Workspace, *, adopt: bool = T
 def router_to_look(config: DispatchConfig, workspace: Workspace) -> Router:
     """Like :func:`make_router`, for who only looks (plan, status): never refuses. Where Slurm
     cannot be asked, its jobs are ``unknown``."""
-    from refiner_core.contract.errors import RefinerError
-
     try:
         return make_router(config, workspace, adopt=False)
     except RefinerError as error:

@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what that leads to.
+"""Failures: reasons why attempts end, and what they lead to.
 
 In: the exception that ended a worker, or what a process left behind that ended without a word. Out:
 an :class:`Outcome` of a failure class. One table (:data:`CLASSES`) says for every class what is
@@ -19,28 +19,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from infra.store.atomic import chain_of, is_no_space, says_no_space
+from refiner_core.contract import errors
 from refiner_core.contract.config import RetryConfig
-from refiner_core.contract.errors import (
-    ConfigurationError,
-    DataError,
-    EnvironmentOutage,
-    HealthStop,
-    HubOutage,
-    HubRefused,
-    Interrupted,
-    JudgeOutage,
-    JudgeUnusable,
-    KilledError,
-    LaunchError,
-    NoSpaceError,
-    NotFiniteError,
-    RefinerError,
-    ScriptFailed,
-    StageFailed,
-    SystemOutage,
-    UnsupportedError,
-    WorkspaceError,
-)
 from refiner_core.contract.records import Attempt, Decision, FailureClass, Outcome
 from refiner_core.contract.types import ViewState
 
@@ -58,122 +38,74 @@ Remedy = Literal[
 
 
 class ClassRule(NamedTuple):
-    """What a failure class leads to.
+    """Consequences of a failure class.
 
     ``exhausted`` is how the stage looks when no attempt of this call is left: ``interrupted`` where
     the world has to change first and the same command then goes on, ``failed`` where somebody
-    should look. ``seen_as`` says by what it is recognised.
+    should look.
     """
 
     remedy: Remedy
     exit_code: int
     exhausted: ViewState
-    seen_as: str
 
     @property
     def decision(self) -> Decision:
-        """What the outcome of an attempt records."""
+        """Decision that the outcome of an attempt records."""
         if self.remedy == "nothing":
             return "finish"
         return "stop" if self.remedy == "stop" else "resume"
 
     @property
     def avoids_node(self) -> bool:
-        """Whether the node is not asked again for this stage."""
+        """Tell whether the node is not asked again for this stage."""
         return self.remedy == "resume elsewhere"
 
 
+#: By what each is recognised stands in the table of `infra/README.md`.
 CLASSES: dict[FailureClass, ClassRule] = {
-    "none": ClassRule("nothing", 0, "failed", "it finished"),
-    "interrupted": ClassRule(
-        "resume", 6, "interrupted", "SIGTERM or SIGINT that this call, or nobody known, has sent"
-    ),
-    "cancelled": ClassRule("stop", 6, "interrupted", "`refiner cancel`; Slurm CANCELLED"),
-    "preempted": ClassRule(
-        "resume", 6, "interrupted", "Slurm PREEMPTED, PreemptTime, or a requeue with no goodbye"
-    ),
-    "time_limit": ClassRule(
-        "resume", 6, "interrupted", "Slurm TIMEOUT or DEADLINE, or its signal ahead of the limit"
-    ),
-    "node_failure": ClassRule("resume elsewhere", 1, "failed", "Slurm NODE_FAIL"),
-    "launch_failure": ClassRule(
-        "pause, then resume",
-        1,
-        "failed",
-        "Slurm BOOT_FAIL, `launch failed requeued held`, exit code 0:53; refused by sbatch",
-    ),
-    "system_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "no Slurm controller for sbatch; EIO, ESTALE or EROFS of the file system",
-    ),
-    "killed": ClassRule("resume", 1, "failed", "the process is gone and left no word"),
-    "out_of_memory": ClassRule(
-        "resume", 1, "failed", "Slurm OUT_OF_MEMORY (job or step); MemoryError"
-    ),
-    "gpu_out_of_memory": ClassRule("resume", 1, "failed", "torch OutOfMemoryError; cuBLAS alloc"),
-    "gpu_error": ClassRule(
-        "resume elsewhere", 1, "failed", "CUDA, cuDNN, NCCL or ECC error in the traceback"
-    ),
-    "disk_full": ClassRule(
-        "make room, then resume",
-        5,
-        "interrupted",
-        "EDQUOT or ENOSPC by number, text or a probe; silence of who had no room",
-    ),
-    "hung": ClassRule("resume", 1, "failed", "no heartbeat, or a heartbeat without progress"),
-    "judge_outage": ClassRule(
-        "pause, then resume", 7, "interrupted", "JudgeOutage: too many judgements failed"
-    ),
-    "judge_unusable": ClassRule(
-        "resume", 7, "failed", "JudgeUnusable: most of the failed judgements were answered"
-    ),
-    "environment_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "EnvironmentOutage: tools or the user failed in too many episodes",
-    ),
-    "hub_outage": ClassRule(
-        "pause, then resume",
-        7,
-        "interrupted",
-        "HubOutage: no network, 5xx or 429 for longer than `publish.patience_s`",
-    ),
-    "hub_refused": ClassRule(
-        "stop", 9, "interrupted", "HubRefused: 401, 403, a taken name, a full storage"
-    ),
-    "not_finite": ClassRule("stop", 1, "failed", "NaN or infinity in loss, norm or reward"),
-    "unhealthy": ClassRule(
-        "stop", 1, "failed", "HealthStop: a health check whose policy is `stop`"
-    ),
-    "bad_configuration": ClassRule("stop", 2, "failed", "ConfigurationError; exit code 2"),
-    "bad_data": ClassRule("stop", 3, "failed", "DataError; exit code 3"),
-    "unsupported": ClassRule("stop", 8, "failed", "UnsupportedError; exit code 8"),
-    "bug": ClassRule(
-        "resume",
-        70,
-        "failed",
-        "any other exception; before the first step, or the same traceback twice at one step: stop",
-    ),
+    "none": ClassRule("nothing", 0, "failed"),
+    "interrupted": ClassRule("resume", 6, "interrupted"),
+    "cancelled": ClassRule("stop", 6, "interrupted"),
+    "preempted": ClassRule("resume", 6, "interrupted"),
+    "time_limit": ClassRule("resume", 6, "interrupted"),
+    "node_failure": ClassRule("resume elsewhere", 1, "failed"),
+    "launch_failure": ClassRule("pause, then resume", 1, "failed"),
+    "system_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "killed": ClassRule("resume", 1, "failed"),
+    "out_of_memory": ClassRule("resume", 1, "failed"),
+    "gpu_out_of_memory": ClassRule("resume", 1, "failed"),
+    "gpu_error": ClassRule("resume elsewhere", 1, "failed"),
+    "disk_full": ClassRule("make room, then resume", 5, "interrupted"),
+    "hung": ClassRule("resume", 1, "failed"),
+    "judge_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "judge_unusable": ClassRule("resume", 7, "failed"),
+    "environment_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_outage": ClassRule("pause, then resume", 7, "interrupted"),
+    "hub_refused": ClassRule("stop", 9, "interrupted"),
+    "not_finite": ClassRule("stop", 1, "failed"),
+    "unhealthy": ClassRule("stop", 1, "failed"),
+    "bad_configuration": ClassRule("stop", 2, "failed"),
+    "bad_data": ClassRule("stop", 3, "failed"),
+    "unsupported": ClassRule("stop", 8, "failed"),
+    "bug": ClassRule("resume", 70, "failed"),
 }
 _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
-    (NoSpaceError, "disk_full"),
-    (Interrupted, "interrupted"),
-    (JudgeUnusable, "judge_unusable"),
-    (JudgeOutage, "judge_outage"),
-    (EnvironmentOutage, "environment_outage"),
-    (HubOutage, "hub_outage"),
-    (HubRefused, "hub_refused"),
-    (LaunchError, "launch_failure"),
-    (SystemOutage, "system_outage"),
-    (KilledError, "killed"),
-    (UnsupportedError, "unsupported"),
-    (ConfigurationError, "bad_configuration"),
-    (DataError, "bad_data"),
-    (NotFiniteError, "not_finite"),
-    (HealthStop, "unhealthy"),
+    (errors.NoSpaceError, "disk_full"),
+    (errors.Interrupted, "interrupted"),
+    (errors.JudgeUnusable, "judge_unusable"),
+    (errors.JudgeOutage, "judge_outage"),
+    (errors.EnvironmentOutage, "environment_outage"),
+    (errors.HubOutage, "hub_outage"),
+    (errors.HubRefused, "hub_refused"),
+    (errors.LaunchError, "launch_failure"),
+    (errors.SystemOutage, "system_outage"),
+    (errors.KilledError, "killed"),
+    (errors.UnsupportedError, "unsupported"),
+    (errors.ConfigurationError, "bad_configuration"),
+    (errors.DataError, "bad_data"),
+    (errors.NotFiniteError, "not_finite"),
+    (errors.HealthStop, "unhealthy"),
     (KeyboardInterrupt, "interrupted"),
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),
@@ -190,23 +122,35 @@ _BY_EXIT_CODE: dict[int, FailureClass] = {
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 #: A file system that fails over is read-only, or answers nothing, for a while.
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)
-_AWAY_TEXTS = (
-    *("input/output error", "stale file handle", "read-only file system"),
-    *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
-)
 #: Errors that another attempt can only repeat, however far this one had come.
 _STATIC = (ImportError, SyntaxError, NameError)
-_GPU_MEMORY = (
-    *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
-    *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+#: In the order in which they are looked for.
+_BY_TEXT: tuple[tuple[FailureClass, tuple[str, ...]], ...] = (
+    (
+        "gpu_out_of_memory",
+        (
+            *("cuda out of memory", "hip out of memory", "cublas_status_alloc_failed"),
+            *("cuda error: out of memory", "cudnn_status_alloc_failed"),
+        ),
+    ),
+    (
+        "gpu_error",
+        (
+            *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
+            *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
+            *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
+            *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
+        ),
+    ),
+    (
+        "system_outage",
+        (
+            *("input/output error", "stale file handle", "read-only file system"),
+            *("(os error 5)", "(os error 116)", "(os error 30)"),  # as Rust libraries say it
+        ),
+    ),
+    ("out_of_memory", ("out of memory", "can't allocate memory", "cannot allocate memory")),
 )
-_GPU_ERROR = (
-    *("cuda error", "cudaerror", "cuda driver error", "cudnn_status", "cublas_status"),
-    *("nccl error", "ncclsystemerror", "ncclinternalerror", "ncclremoteerror"),
-    *("nccl watchdog", "nccl communicator was aborted", "uncorrectable ecc", "xid ("),
-    *("no cuda gpus are available", "hip error", "unable to determine the device handle"),
-)
-_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _EXIT_STATUS = re.compile(r"returned non-zero exit status (\d+)")
 
 
@@ -231,12 +175,22 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
     if isinstance(error, OSError) and error.errno in _AWAY:
         return outcome_of("system_outage", _message(error))
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
-        return Outcome("bug", "stop", _message(_not_allowed(error)), WorkspaceError.exit_code)
-    if spoken := _by_text(error):
+        error = errors.WorkspaceError(
+            f"The system refused: {error.strerror or error}: "
+            f"{error.filename or '(it names no file)'}.",
+            expected="to be allowed to read and write there",
+            fix="correct the permissions, or name another place, and run the same command again",
+        )
+        return Outcome("bug", "stop", _message(error), errors.WorkspaceError.exit_code)
+    # What libraries say only in words: by the name of the class, and by the message.
+    named: FailureClass | None = (
+        "gpu_out_of_memory" if type(error).__name__ == "OutOfMemoryError" else None
+    )
+    if spoken := named or class_of_text(str(error)):
         return outcome_of(spoken, _message(error))
-    if isinstance(error, ScriptFailed):
+    if isinstance(error, errors.ScriptFailed):
         return outcome_of("bug", _message(error), error.exit_code)
-    if isinstance(error, StageFailed | WorkspaceError):
+    if isinstance(error, errors.StageFailed | errors.WorkspaceError):
         return Outcome("bug", "stop", _message(error), error.exit_code)
     if isinstance(error, _STATIC):
         return replace(outcome_of("bug", _message(error)), decision="stop")
@@ -244,18 +198,11 @@ def classify(error: BaseException, folder: Path | None = None) -> Outcome:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error says only that something could not be asked or done just now: it is tried
-    again, and nothing follows from it. A damaged file is none; it would be found so again."""
-    if isinstance(error, SystemOutage | NoSpaceError):
+    """Tell whether an error says only that something could not be asked or done just now: it is
+    tried again, and nothing follows from it. A damaged file is none; it would be found so again."""
+    if isinstance(error, errors.SystemOutage | errors.NoSpaceError):
         return True
     return isinstance(error, OSError) and error.errno is not None
-
-
-def _by_text(error: BaseException) -> FailureClass | None:
-    """What libraries say only in words: by the name of the class, and by the message."""
-    if type(error).__name__ == "OutOfMemoryError":
-        return "gpu_out_of_memory"
-    return class_of_text(str(error))
 
 
 def class_of_text(text: str) -> FailureClass | None:
@@ -263,13 +210,7 @@ def class_of_text(text: str) -> FailureClass | None:
     lowered = text.lower()
     if says_no_space(lowered):
         return "disk_full"
-    if any(t in lowered for t in _GPU_MEMORY):
-        return "gpu_out_of_memory"
-    if any(t in lowered for t in _GPU_ERROR):
-        return "gpu_error"
-    if any(t in lowered for t in _AWAY_TEXTS):
-        return "system_outage"
-    return "out_of_memory" if any(t in lowered for t in _OUT_OF_MEMORY) else None
+    return next((kind for kind, texts in _BY_TEXT if any(t in lowered for t in texts)), None)
 
 
 def detailed(outcome: Outcome, error: BaseException, step: int | None) -> Outcome:
@@ -302,7 +243,7 @@ def traceback_signature(error: BaseException) -> str:
 
 
 def without_progress(attempts: Sequence[Attempt], failure: FailureClass) -> int:
-    """How many of the newest attempts ended in ``failure`` since one got further.
+    """Number of the newest attempts that ended in ``failure`` since one got further.
 
     An attempt got further when a later one went on from a later checkpoint than it had itself. One
     that died before it could go on from any is taken to have got nowhere.
@@ -328,11 +269,15 @@ def _began_at(attempt: Attempt) -> int | None:
 
 
 def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
-    """Whether another attempt may follow ``attempts``, the last of which has ended resumably."""
+    """Tell whether another attempt may follow ``attempts``, the last of which has ended
+    resumably."""
     outcome = attempts[-1].outcome
     if outcome is None:
         return True
-    if outcome.failure == "bug" and any(_same_bug(outcome, a.outcome) for a in attempts[:-1]):
+    known = outcome.failure == "bug" and bool(outcome.signature)
+    earlier = (a.outcome for a in attempts[:-1] if a.outcome and a.outcome.failure == "bug")
+    bug = (outcome.step, outcome.signature)
+    if known and any((o.step, o.signature) == bug for o in earlier):
         return False
     # A stop that nobody here asked for is as good as a kill.
     budget = getattr(retries, outcome.failure, retries.killed)
@@ -342,23 +287,6 @@ def budget_left(attempts: Sequence[Attempt], retries: RetryConfig) -> bool:
     else:
         spent = without_progress(attempts, outcome.failure)
     return budget < 0 or spent <= budget
-
-
-def _same_bug(one: Outcome, other: Outcome | None) -> bool:
-    return (
-        other is not None
-        and other.failure == "bug"
-        and (one.step, one.signature) == (other.step, other.signature)
-        and bool(one.signature)
-    )
-
-
-def _not_allowed(error: OSError) -> WorkspaceError:
-    return WorkspaceError(
-        f"The system refused: {error.strerror or error}: {error.filename or '(it names no file)'}.",
-        expected="to be allowed to read and write there",
-        fix="correct the permissions, or name another place, and run the same command again",
-    )
 
 
 def classify_silent_end(started: bool, printed: str, exit_code: int | None = None) -> Outcome:
@@ -383,7 +311,7 @@ def classify_silent_end(started: bool, printed: str, exit_code: int | None = Non
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, RefinerError):
+    if isinstance(error, errors.RefinerError):
         return error.paragraph()
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -392,11 +320,11 @@ def _message(error: BaseException) -> str:
 def _last_line(text: str) -> str:
     """The line that names the error: the last one that looks like ``SomeError: …``."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [
+    named = [
         line
         for line in lines
         if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)
         and "FailedJobError" not in line
         and "CalledProcessError" not in line
     ]
-    return (errors or lines or ["(it printed nothing)"])[-1]
+    return (named or lines or ["(it printed nothing)"])[-1]

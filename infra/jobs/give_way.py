@@ -28,15 +28,11 @@ def give_way(nice: int) -> None:
     What this system or user may not do is told in the log, and nothing worse: a job that is not
     lowered is still a job.
     """
-    for lower in (_lower_processor, _lower_session, _lower_disk):
+    for lower in (os.nice, _lower_session, _lower_disk):
         try:
             lower(nice)
         except (OSError, ValueError, psutil.Error) as error:
             log.warning("this job gives way less than it should: %s", error)
-
-
-def _lower_processor(nice: int) -> None:
-    os.nice(nice)
 
 
 def _lower_session(nice: int) -> None:

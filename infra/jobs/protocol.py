@@ -12,6 +12,7 @@ be seen; secrets only in the environment that a job inherits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class AttemptRef(NamedTuple):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What to run for one attempt.
+    """Request to run one attempt.
 
     ``comment`` is the attempt's unique mark; ``code`` the folder that the job imports our packages
     from (none: those of this process); ``threads`` the compute threads of one process.
@@ -120,7 +121,7 @@ class OpenAttempt:
 
 
 class Dispatcher(Protocol):
-    """Where jobs run."""
+    """Dispatcher of jobs."""
 
     executor: str
 
@@ -132,31 +133,25 @@ class Dispatcher(Protocol):
         RefinerError
             Says what it asks for, and what there is.
         """
-        ...
 
     def submit(self, requests: Sequence[JobRequest]) -> Mapping[AttemptRef, Exception]:
         """Start jobs, as one array where that saves the scheduler work, and record each one's id
         beside its attempt (``job.json``). Returns what went wrong, for those that did not start.
         """
-        ...
 
     def look(self, attempts: Sequence[OpenAttempt]) -> Mapping[AttemptRef, JobSight]:
-        """How these jobs are now, by one query for all of them. Never raises for a scheduler that
-        does not answer: such jobs are ``unknown``."""
-        ...
+        """Look at these jobs, by one query for all of them. Never raises for a scheduler that does
+        not answer: such jobs are ``unknown``."""
 
     def stop(self, attempt: OpenAttempt) -> bool:
         """Ask the worker to save and end. False: there is nothing to ask yet, or any more."""
-        ...
 
     def kill(self, attempt: OpenAttempt) -> bool:
         """End the job and all it has started, now; one that queues is withdrawn. False: the order
         did not get through, and the job may go on."""
-        ...
 
     def release(self, attempt: OpenAttempt) -> None:
         """Let a held job start again."""
-        ...
 
 
 #: Settings of a job that must not look for the internet.
@@ -165,7 +160,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFL
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """How workers are called.
+    """Command line of workers.
 
     ``module`` is followed by ``--workspace ROOT STAGE_ID ATTEMPT``; ``python`` is the interpreter.
     """
@@ -210,14 +205,9 @@ def job_settings(threads: int, code: Path | None) -> dict[str, str]:
 
 def tail_of(files: Sequence[Path], size: int = 20_000) -> str:
     """The end of what was printed into these files."""
-    return "\n".join(_tail(f, size) for f in files)
-
-
-def _tail(path: Path, size: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size))
-            return file.read().decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+    texts = [""] * len(files)
+    for number, path in enumerate(files):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            texts[number] = file.read().decode(errors="replace")
+    return "\n".join(texts)

@@ -45,7 +45,7 @@ _NO_TIME = (None, "", "None", "Unknown", "N/A")
 
 
 class Why(NamedTuple):
-    """Why a job was asked to stop, or ended.
+    """Reason why a job was asked to stop, or ended.
 
     ``comes_back``: the scheduler has put the job into its queue again, and it will go on by itself.
     """
@@ -90,7 +90,7 @@ class SlurmJob:
         )
 
     def is_called(self, name: object) -> bool:
-        """Whether ``name`` means this job."""
+        """Tell whether ``name`` means this job."""
         return bool(name) and str(name) in (self.id, self.array_id)
 
 
@@ -122,15 +122,11 @@ Ask = Callable[[Sequence[str]], str]
 
 
 def ask_scheduler(command: Sequence[str]) -> str:
-    """What a command of the scheduler prints; empty, and a line in the log, if it fails."""
+    """Output of a command of the scheduler; empty, and a line in the log, if it fails."""
+    quiet = subprocess.DEVNULL
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=ASK_TIMEOUT_S,
-            stdin=subprocess.DEVNULL,
-            check=False,
+            command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, stdin=quiet, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("%s does not answer: %s", command[0], error)
@@ -146,7 +142,7 @@ def why_stopped(
     asked: Mapping[str, Any] | None,
     ask: Ask = ask_scheduler,
 ) -> Why:
-    """Why a worker that ends on request was asked to.
+    """Reason why a worker that ends on request was asked to.
 
     Parameters
     ----------
@@ -160,10 +156,9 @@ def why_stopped(
         How Slurm's commands are called.
     """
     if asked is not None:
-        failure: FailureClass = (
-            "cancelled" if asked.get("failure") == "cancelled" else "interrupted"
-        )
-        return Why(failure, str(asked.get("reason", "stopped on request")))
+        cancelled = asked.get("failure") == "cancelled"
+        reason = str(asked.get("reason", "stopped on request"))
+        return Why("cancelled" if cancelled else "interrupted", reason)
     name = signal.Signals(number).name if number is not None else "a request"
     if job is None:
         return Why("interrupted", f"stopped by {name}")
@@ -241,7 +236,7 @@ _ENDS: Mapping[str, Why] = {
 
 
 def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
-    """Why the scheduler has started this job again: what accounting says of its last start.
+    """Reason why the scheduler has started this job again: what accounting says of its last start.
 
     Where accounting is off nobody knows any more; then it counts as a preemption.
     """
@@ -250,8 +245,8 @@ def why_restarted(job: SlurmJob, ask: Ask = ask_scheduler) -> Why:
 
 
 def _end_of_start(job: SlurmJob, start: int, ask: Ask) -> Why | None:
-    """How the job's start number ``start`` (from 0) ended; None where accounting does not say, or
-    not yet. It keeps one line for each, oldest first."""
+    """End of the job's start number ``start`` (from 0); None where accounting does not say, or not
+    yet. It keeps one line for each, oldest first."""
     name = job.array_id or job.id
     printed = ask(("sacct", "-D", "-X", "-n", "-P", "-j", name, "-o", "State"))
     states = [line.split()[0] for line in printed.splitlines() if line.strip()]
@@ -302,14 +297,23 @@ def attempt_to_run(
     newest = max(workspace.layout.stage(stage_id).attempt_numbers(), default=number)
     if workspace.read_result(stage_id) is not None:
         raise _nothing_to_do(stage_id, newest, "it is done")
-    _refuse_other_job(workspace, stage_id, newest, job)
-    started = workspace.read_control(workspace.layout.attempt(stage_id, newest).started)
+    paths = workspace.layout.attempt(stage_id, newest)
+    started = workspace.read_control(paths.started)
+    # Only the job of the newest attempt may go on with it.
+    said = (started or {}, workspace.read_control(paths.job) or {})
+    if not any(job.is_called(file.get("job_id")) for file in said):
+        raise _nothing_to_do(stage_id, newest, "it is another job's")
     attempt = workspace.read_attempt(stage_id, newest)
     if started is not None and started.get("void"):
         raise _nothing_to_do(stage_id, newest, "an orchestrator gave it up")
     if attempt is not None and attempt.outcome is None and started is None:
         return newest  # an earlier restart claimed it and came no further
-    if attempt is None or (attempt.outcome is None and _holder_lives(started or {}, job)):
+    # Slurm starts a job again only when it has ended all of its last start, so a lower count of
+    # restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
+    restarted = int((started or {}).get("restart") or 0) < job.restart
+    holder = None if restarted or not started else ProcessId.parse(str(started["process"]))
+    lives = holder is not None and (not holder.here or holder.alive)
+    if attempt is None or (attempt.outcome is None and lives):
         raise _nothing_to_do(stage_id, newest, "another process of this job works on it")
     if workspace.stop_asked(stage_id, newest) is not None:
         raise _nothing_to_do(stage_id, newest, "it was asked to stop")
@@ -325,26 +329,6 @@ def attempt_to_run(
         raise _nothing_to_do(stage_id, newest, "somebody else was faster to go on with it")
     log.info("restart %d of job %s: attempt %d", job.restart, job.id, claimed.number)
     return claimed.number
-
-
-def _refuse_other_job(workspace: Workspace, stage_id: str, number: int, job: SlurmJob) -> None:
-    """Only the job of the newest attempt may go on with it."""
-    paths = workspace.layout.attempt(stage_id, number)
-    files = (workspace.read_control(path) or {} for path in (paths.started, paths.job))
-    if not any(job.is_called(file.get("job_id")) for file in files):
-        raise _nothing_to_do(stage_id, number, "it is another job's")
-
-
-def _holder_lives(started: Mapping[str, Any], job: SlurmJob) -> bool:
-    """Whether the process that holds the attempt may still be at work.
-
-    Slurm starts a job again only when it has ended all of its last start, so a lower count of
-    restarts says that the holder is gone, or so nearly that its fence keeps it from harm.
-    """
-    if int(started.get("restart") or 0) < job.restart:
-        return False
-    holder = ProcessId.parse(str(started["process"]))
-    return not holder.here or holder.alive
 
 
 def _close(workspace: Workspace, stage_id: str, number: int, job: SlurmJob, ask: Ask) -> None:

@@ -25,7 +25,7 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Saved(NamedTuple):
         return Saved(*(a + b for a, b in zip(self, other, strict=True)))
 
     def minus(self, other: Saved) -> Saved:
-        """What has come since ``other``."""
+        """Difference to ``other``."""
         return Saved(*(a - b for a, b in zip(self, other, strict=True)))
 
 
@@ -78,12 +78,12 @@ class Segment(NamedTuple):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether nothing more will come."""
+        """Tell whether nothing more will come."""
         return self.path.suffix == SEALED
 
 
 class Summary(NamedTuple):
-    """What a store holds: files, bytes, judgements (the same one may be there twice)."""
+    """Contents of a store: files, bytes, judgements (the same one may be there twice)."""
 
     files: int = 0
     bytes: int = 0
@@ -108,7 +108,7 @@ def encode_saved(saved: Saved) -> bytes:
 
 
 def decode_header(raw: bytes) -> Saved:
-    """What was saved, as a header says; nothing where that part is being written.
+    """Read what was saved from a header; nothing where that part is being written.
 
     Raises
     ------
@@ -161,19 +161,18 @@ def stem_of(name: str) -> str | None:
 def list_segments(folder: Path) -> list[Segment]:
     """All segments, oldest first; none where the folder is missing or closed to us."""
     found = []
-    for entry in _entries(folder):
-        if stem_of(entry.name) is None:
-            continue
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except OSError:  # gone meanwhile
-            continue
-        found.append(Segment(Path(entry.path), status.st_size, status.st_mtime_ns, status.st_uid))
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if stem_of(path.name) is not None:
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    status = path.lstat()
+                    segment = Segment(path, status.st_size, status.st_mtime_ns, status.st_uid)
+                    found.append(segment)
     return sorted(found, key=lambda s: (s.changed_ns, s.path.name))
 
 
 def summarise(folder: Path) -> Summary:
-    """What the store in a folder holds, from sizes and headers alone."""
+    """Contents of the store in a folder, from sizes and headers alone."""
     total = Summary()
     for segment in list_segments(folder):
         records = max(0, segment.size - HEADER_BYTES) // RECORD_BYTES
@@ -191,14 +190,6 @@ def summarise(folder: Path) -> Summary:
             total.saved.plus(saved),
         )
     return total
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from entries
-    except OSError:
-        return
 
 
 #: A segment that its writer has left alone for so long is not written to again (seconds).
@@ -246,10 +237,7 @@ class SegmentWriter:
         """
         at = 0
         while at < len(records):
-            if self._file is not None and not self._can_go_on():
-                self.seal()
-            if self._file is None:
-                self._open()
+            self._make_ready()
             room = max(1, (self._largest - self._size) // RECORD_BYTES) * RECORD_BYTES
             part = records[at : at + room]
             self._write(self._size, part)
@@ -264,15 +252,11 @@ class SegmentWriter:
         OSError
             It was not noted.
         """
-        if saved == self._noted_before.plus(self._noted):
-            return
-        if self._file is not None and not self._can_go_on():
-            self.seal()
-        here = saved.minus(self._noted_before)
-        if self._file is None:
-            self._open()
-        self._write(SAVED_AT, encode_saved(here))
-        self._noted = here
+        if saved != self._noted_before.plus(self._noted):
+            self._make_ready()
+            here = saved.minus(self._noted_before)
+            self._write(SAVED_AT, encode_saved(here))
+            self._noted = here
 
     def sync(self) -> None:
         """Have the disk take everything.
@@ -305,14 +289,14 @@ class SegmentWriter:
             self._path.rename(self._path.with_suffix(SEALED))
         self._noted_before, self._noted = self._noted_before.plus(self._noted), Saved()
 
-    def _can_go_on(self) -> bool:
-        if self._size + RECORD_BYTES > self._largest:
-            return False
-        if time.monotonic() - self._wrote_at > LONGEST_PAUSE_S:
-            return False
-        return self._path.exists()  # others may have deleted it to make room
-
-    def _open(self) -> None:
+    def _make_ready(self) -> None:
+        """See to it that there is a segment that may be written to."""
+        full = self._size + RECORD_BYTES > self._largest
+        late = time.monotonic() - self._wrote_at > LONGEST_PAUSE_S
+        if full or late or not self._path.exists():  # others may have deleted it to make room
+            self.seal()
+        if self._file is not None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         self._count += 1
         path = self._folder / f"{self._name}-{self._count:04d}{LIVE}"
@@ -323,7 +307,12 @@ class SegmentWriter:
         try:
             self._write(0, encode_header())
         except OSError:
-            self._discard()
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    os.close(self._file)
+                self._file = None
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
             raise
         self._size = HEADER_BYTES
         self._on_new(path)
@@ -337,23 +326,9 @@ class SegmentWriter:
             while rest:
                 rest = rest[os.write(self._file, rest) :]
         except OSError:
-            self._take_back()
+            try:  # cut off what was written in part, or leave the segment for good
+                os.ftruncate(self._file, self._size)
+            except OSError:
+                self.seal()
             raise
         self._wrote_at = time.monotonic()
-
-    def _take_back(self) -> None:
-        """Cut off what was written in part; if that is refused, leave the segment for good."""
-        assert self._file is not None
-        try:
-            os.ftruncate(self._file, self._size)
-        except OSError:
-            self.seal()
-
-    def _discard(self) -> None:
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            os.close(self._file)
-        self._file = None
-        with contextlib.suppress(OSError):
-            self._path.unlink()

@@ -19,6 +19,7 @@ that a judgement is there twice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -26,7 +27,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -44,8 +44,9 @@ from infra.judgements.segments import (
     encode_record,
     list_segments,
 )
-from infra.judgements.table import Array, Complaints, Reader, Table, decode, distinct
+from infra.judgements.table import Array, Reader, Table, decode, distinct
 from infra.store import atomic
+from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
 
 log = logging.getLogger(__name__)
@@ -81,17 +82,14 @@ def _make_room(new: Path, now_ns: int, most_bytes: int) -> list[Segment]:
     total = sum(s.size for s in segments)
     stay = []
     for segment in segments:
-        if segment.path == new or not _is_finished(segment, now_ns):
+        left_alone = now_ns - segment.changed_ns > _LEFT_ALONE_NS
+        if segment.path == new or not (segment.is_sealed or left_alone):
             continue
         if total > most_bytes and _removed(segment.path):
             total -= segment.size
         else:
             stay.append(segment)
     return stay
-
-
-def _is_finished(segment: Segment, now_ns: int) -> bool:
-    return segment.is_sealed or now_ns - segment.changed_ns > _LEFT_ALONE_NS
 
 
 def _removed(path: Path) -> bool:
@@ -136,26 +134,17 @@ def _merge(group: list[Segment]) -> None:
     atomic.write_bytes(target, data)
     os.utime(target, ns=(newest.changed_ns, newest.changed_ns))  # as old as what is in it
     for segment in read:
-        if _size(segment.path) == segment.size:
-            _removed(segment.path)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+        with contextlib.suppress(FileNotFoundError):
+            if segment.path.stat().st_size == segment.size:
+                _removed(segment.path)
 
 
 def _remove_remains(folder: Path, now_ns: int) -> None:
     """Of those who were killed while they merged."""
     for path in folder.glob(f"{atomic.TEMPORARY}*"):
-        try:
-            old = now_ns - path.stat().st_mtime_ns > _LEFT_ALONE_NS
-        except FileNotFoundError:
-            continue
-        if old:
-            _removed(path)
+        with contextlib.suppress(FileNotFoundError):
+            if now_ns - path.stat().st_mtime_ns > _LEFT_ALONE_NS:
+                _removed(path)
 
 
 _BATCH, _LONGEST_WAIT_S = 256, 0.2
@@ -188,7 +177,11 @@ class WorkspaceStore:
         self._folder, self._limit = folder, limit_bytes
         self._segment = min(max(segment, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
         self._complaints = Complaints()
-        self._writer = SegmentWriter(folder, writer, self._segment, self._on_new)
+
+        def on_new(path: Path) -> None:
+            keep_small(path, limit_bytes, self._segment, self._complaints)
+
+        self._writer = SegmentWriter(folder, writer, self._segment, on_new)
         self._reader = self._new_reader()
         self._table, self._waiting = Table(), bytearray()
         self._saved = Saved()
@@ -203,29 +196,20 @@ class WorkspaceStore:
     def __enter__(self) -> WorkspaceStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------ the protocol
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order; also what others have put, about a second after they did."""
+        """Known judgements, in order; also what others have put, about a second after they did."""
         self._look()
         with self._lock:
             found = self._table.get(keys)
             known = [f for f in found if f is not None]
-            self._saved = self._saved.plus(
-                Saved(
-                    len(known),
-                    sum(k.prompt_tokens for k in known),
-                    sum(k.completion_tokens for k in known),
-                )
-            )
+            prompt = sum(k.prompt_tokens for k in known)
+            completion = sum(k.completion_tokens for k in known)
+            self._saved = self._saved.plus(Saved(len(known), prompt, completion))
         return found
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
@@ -318,9 +302,6 @@ class WorkspaceStore:
             self._folder,
             error,
         )
-
-    def _on_new(self, path: Path) -> None:
-        keep_small(path, self._limit, self._segment, self._complaints)
 
     # ------------------------------------------------------------ reading
 

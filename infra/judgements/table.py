@@ -1,9 +1,8 @@
-"""Judgements in memory: what is new in the files, and sorted arrays of all that is known.
+"""Judgements in memory: what is new in the files, and a sorted index of all that is known.
 
-Records come one by one or as the bytes of a file: 32 bytes each, arrays sorted by the first half of
-the key, of which a large one is followed by smaller ones (what was read later); those that have
-grown alike are merged. Thousands of keys are looked up at once. What was put one by one waits in a
-dictionary until it is worth an array.
+Records come one by one or as the bytes of a file. The index is one array, sorted by the first
+half of the key, in which thousands of keys are looked up at once; what is few waits in a dictionary
+until there is enough of it to be sorted in.
 
 :class:`Reader` gives sound records that were not given before, whoever has written them. How far
 each segment was read is remembered by its name, so that only what has been added is read again; a
@@ -14,7 +13,6 @@ damaged) is skipped, with one line in the log for each sort of trouble.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +32,16 @@ from infra.judgements.segments import (
     encode_record,
     stem_of,
 )
+from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
 
 Array = npt.NDArray[Any]
 
-_VALUES = (("low", "<u8"), ("score", "<f8"), ("prompt", "<u4"), ("completion", "<u4"))
+_KEY = (("high", "<u8"), ("low", "<u8"))
+_ENTRY = np.dtype([*_KEY, ("score", "<f8"), ("prompt", "<u4"), ("completion", "<u4")])
+_NAMES = list(_ENTRY.names or ())
 #: One record as it stands in a file.
-RECORD = np.dtype([("high", "<u8"), *_VALUES, ("crc", "<u4")])
-_KEPT = np.dtype(list(_VALUES))
+RECORD = np.dtype([*_ENTRY.descr, ("crc", "<u4")])
 _CHECKED_BYTES = RECORD_BYTES - 4
 _CHUNK = 1 << 16  # records whose CRC is computed at a time
 _MOST_RECENT = 1 << 16  # that wait in the dictionary
@@ -74,100 +74,79 @@ def distinct(records: Array) -> Array:
     return records if first.all() else records[first]
 
 
-class _Run(NamedTuple):
-    """Records sorted by ``high``; ``kept`` is the rest of them."""
-
-    high: Array
-    kept: Array
-
-    def find(self, high: Array, low: Array) -> Array:
-        """Where keys stand; -1: nowhere."""
-        found = np.full(len(high), -1, np.int64)
-        open_ = np.arange(len(high))
-        at = self.high.searchsorted(high)
-        while len(open_):
-            inside = at < len(self.high)
-            open_, at = open_[inside], at[inside]
-            alike = self.high[at] == high[open_]
-            open_, at = open_[alike], at[alike]
-            hit = self.kept["low"][at] == low[open_]
-            found[open_[hit]] = at[hit]
-            open_, at = open_[~hit], at[~hit] + 1
-        return found
-
-    def joined(self, other: _Run) -> _Run:
-        """Both; nothing of one is in the other."""
-        whole = len(self.high) + len(other.high)
-        theirs = self.high.searchsorted(other.high) + np.arange(len(other.high))
-        mine = np.ones(whole, bool)
-        mine[theirs] = False
-        high, kept = np.empty(whole, self.high.dtype), np.empty(whole, _KEPT)
-        high[mine], high[theirs] = self.high, other.high
-        kept[mine], kept[theirs] = self.kept, other.kept
-        return _Run(high, kept)
-
-
 class Table:
     """All that is known. Not for several threads at once."""
 
     def __init__(self) -> None:
-        self._runs: list[_Run] = []
+        self._index = np.empty(0, _ENTRY)
+        self._high = np.empty(0, "<u8")
+        self._pending: list[Array] = []
         self._recent: dict[bytes, StoredJudgement] = {}
 
     def __len__(self) -> int:
-        return sum(len(r.high) for r in self._runs) + len(self._recent)
+        self._merge()
+        return len(self._high) + len(self._recent)
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order."""
+        """Known judgements, in order."""
+        self._merge()
         found = [self._recent.get(key) for key in keys]
         missing = [
             i for i, known in enumerate(found) if known is None and len(keys[i]) == KEY_BYTES
         ]
-        if not missing or not self._runs:
-            return found
         halves = np.frombuffer(b"".join(keys[i] for i in missing), "<u8").reshape(-1, 2)
-        high, low = (np.ascontiguousarray(halves[:, i]) for i in (0, 1))
-        for run in self._runs:
-            at = run.find(high, low)
-            places = np.flatnonzero(at >= 0)
-            for place, (_, *values) in zip(
-                places.tolist(), run.kept[at[places]].tolist(), strict=True
-            ):
+        high, low = np.ascontiguousarray(halves.T)
+        open_, at = np.arange(len(missing)), self._high.searchsorted(high)
+        while len(open_):
+            inside = at < len(self._high)
+            open_, at = open_[inside], at[inside]
+            alike = self._high[at] == high[open_]
+            open_, at = open_[alike], at[alike]
+            hit = self._index["low"][at] == low[open_]
+            known = self._index[at[hit]].tolist()
+            for place, (_, _, *values) in zip(open_[hit].tolist(), known, strict=True):
                 found[missing[place]] = StoredJudgement(*values)
+            open_, at = open_[~hit], at[~hit] + 1
         return found
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
         """Add one, or replace one that was put lately."""
         self._recent[key] = judgement
         if len(self._recent) >= _MOST_RECENT:
-            self._fold()
+            self._pending.append(decode(encode_all(self._recent)).records[_NAMES].astype(_ENTRY))
+            self._recent = {}
 
     def add(self, records: Array) -> None:
         """Add many; what is known already stays as it is."""
-        records = distinct(records)
-        for run in self._runs:
-            records = records[run.find(records["high"], records["low"]) < 0]
-        if not len(records):
+        if len(records) >= _MOST_RECENT:
+            self._pending.append(records[_NAMES].astype(_ENTRY))
             return
-        kept = np.empty(len(records), _KEPT)
-        for name in _KEPT.names or ():
-            kept[name] = records[name]
-        self._runs.append(_Run(np.ascontiguousarray(records["high"]), kept))
-        while len(self._runs) > 1 and 2 * len(self._runs[-1].high) >= len(self._runs[-2].high):
-            last = self._runs.pop()
-            self._runs.append(self._runs.pop().joined(last))
+        for key, (_, _, *values, _) in zip(_keys(records), records.tolist(), strict=True):
+            if key not in self._recent:
+                self.put(key, StoredJudgement(*values))
 
     def forget_old(self) -> None:
         """Keep only what was put lately."""
-        self._runs.clear()
+        self._index, self._high = self._index[:0].copy(), self._high[:0].copy()
+        self._pending.clear()
 
-    def _fold(self) -> None:
-        recent, self._recent = self._recent, {}
-        self.add(decode(encode_all(recent)).records)
+    def _merge(self) -> None:
+        if self._pending:
+            self._pending.insert(0, self._index)
+            self._index, self._high = self._index[:0].copy(), self._high[:0].copy()
+            whole = [np.concatenate(self._pending)]
+            self._pending.clear()  # before sorting: memory holds all of it once more, not twice
+            self._index = distinct(whole.pop())
+            self._high = np.ascontiguousarray(self._index["high"])
+
+
+def _keys(records: Array) -> list[bytes]:
+    raw = records.tobytes()
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), RECORD_BYTES)]
 
 
 def encode_all(judgements: Mapping[bytes, StoredJudgement]) -> bytes:
-    """Records one behind the other."""
+    """Records, one behind the other."""
     return b"".join(encode_record(key, value) for key, value in judgements.items())
 
 
@@ -204,29 +183,8 @@ def _crc_parts() -> tuple[int, Array]:
 assert RECORD.itemsize == RECORD_BYTES
 
 
-log = logging.getLogger(__name__)
-
 #: Read, checked and given together; small segments are given many at a time.
 _CHUNK_BYTES = RECORD_BYTES << 18
-
-
-class Complaints:
-    """Says each sort of trouble once, until it is over."""
-
-    def __init__(self) -> None:
-        self._said: set[str] = set()
-
-    def say(self, sort: str, text: str, *values: object) -> None:
-        """A warning, if it was not said before."""
-        level = logging.DEBUG if sort in self._said else logging.WARNING
-        self._said.add(sort)
-        log.log(level, text, *values)
-
-    def over(self, sort: str) -> bool:
-        """Whether it had been said; from now on it may be said again."""
-        said = sort in self._said
-        self._said.discard(sort)
-        return said
 
 
 class Reader:
@@ -248,31 +206,27 @@ class Reader:
 
     def fresh(self) -> Iterator[Array]:
         """Records that have come since the last time, in batches."""
+        try:
+            names = sorted(os.listdir(self._folder))  # noqa: PTH208
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            self._complaints.say("folder", "stored judgements cannot be read: %s", error)
+            return
+        stems = {stem: name for name in names if (stem := stem_of(name)) is not None}
         waiting: list[Array] = []
-        here = set()
-        for name, stem in self._names():
-            here.add(stem)
+        for stem, name in stems.items():
             if stem in self._finished or self._is_mine(stem):
                 continue
             for records in self._of(self._folder / name, stem):
                 waiting.append(records)
                 if sum(map(len, waiting)) * RECORD_BYTES >= _CHUNK_BYTES:
-                    yield _together(waiting)
+                    yield np.concatenate(waiting)
                     waiting = []
         if waiting:
-            yield _together(waiting)
-        self._finished &= here
-        self._read_to = {stem: at for stem, at in self._read_to.items() if stem in here}
-
-    def _names(self) -> list[tuple[str, str]]:
-        try:
-            names = sorted(os.listdir(self._folder))  # noqa: PTH208
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            self._complaints.say("folder", "stored judgements cannot be read: %s", error)
-            return []
-        return [(name, stem) for name in names if (stem := stem_of(name)) is not None]
+            yield np.concatenate(waiting)
+        self._finished &= stems.keys()
+        self._read_to = {stem: at for stem, at in self._read_to.items() if stem in stems}
 
     def _of(self, path: Path, stem: str) -> Iterator[Array]:
         try:
@@ -286,46 +240,34 @@ class Reader:
             self._complaints.say(f"read {error.errno}", "stored judgements are skipped: %s", error)
 
     def _added(self, path: Path, stem: str) -> Iterator[Array]:
-        at = self._read_to.get(stem, 0)
-        is_sealed = path.suffix == SEALED
-        if at and path.stat().st_size - at < RECORD_BYTES:
-            if is_sealed:
-                self._finished.add(stem)
-            return
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if not at:
-                if size < HEADER_BYTES and not is_sealed:
-                    return  # it has just been made
-                decode_header(file.read(HEADER_BYTES))
-                at = HEADER_BYTES
-            file.seek(at)
-            while size - at >= RECORD_BYTES:
-                raw = file.read(min(_CHUNK_BYTES, size - at))
-                if len(raw) < RECORD_BYTES:
-                    break
-                found = decode(raw)
-                # On NFS, the end of a file that grows may be seen as zeros at first: that end is
-                # read once more. A damaged place with sound records behind it is passed over.
-                is_end = at + len(raw) + RECORD_BYTES > size
-                keep_end = is_end and not is_sealed
-                passed = found.sound_bytes if keep_end else len(raw) - len(raw) % RECORD_BYTES
-                self._note_damage(path, passed // RECORD_BYTES - len(found.records))
-                at += passed
-                file.seek(at)
-                yield found.records
-                if is_end:
-                    break
-        self._read_to[stem] = at
+        at, is_sealed = self._read_to.get(stem, 0), path.suffix == SEALED
+        if not at or path.stat().st_size - at >= RECORD_BYTES:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if not at:
+                    if size < HEADER_BYTES and not is_sealed:
+                        return  # it has just been made
+                    decode_header(file.read(HEADER_BYTES))
+                    at = HEADER_BYTES
+                while size - at >= RECORD_BYTES:
+                    file.seek(at)
+                    raw = file.read(min(_CHUNK_BYTES, size - at))
+                    if len(raw) < RECORD_BYTES:
+                        break
+                    found = decode(raw)
+                    # On NFS, the end of a file that grows may be seen as zeros at first: that end
+                    # is read once more. A damaged place with sound records behind it is passed.
+                    is_end = at + len(raw) + RECORD_BYTES > size
+                    passed = found.sound_bytes
+                    if is_sealed or not is_end:
+                        passed = len(raw) - len(raw) % RECORD_BYTES
+                    if damaged := passed // RECORD_BYTES - len(found.records):
+                        text = "%d stored judgements in %s are damaged and skipped"
+                        self._complaints.say("damage", text, damaged, path)
+                    at += passed
+                    yield found.records
+                    if is_end:
+                        break
+            self._read_to[stem] = at
         if is_sealed:
             self._finished.add(stem)
-
-    def _note_damage(self, path: Path, damaged: int) -> None:
-        if damaged:
-            self._complaints.say(
-                "damage", "%d stored judgements in %s are damaged and skipped", damaged, path
-            )
-
-
-def _together(parts: list[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts).astype(RECORD, copy=False)

@@ -13,7 +13,7 @@ is left alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.members import Member
 from infra.orchestrator.reconcile import CloseAttempt, Launch, Release, Seen, StopWish
 from infra.orchestrator.waiting import Rooms, Trouble
+from infra.store.atomic import Complaints
 from infra.store.orchestrators import held_by_others, wanted_by_others
 from infra.store.provenance import reads_parts_apart
 from infra.store.workspace import Claim, Workspace
@@ -66,7 +67,7 @@ class Actor:
     _killed: set[AttemptRef] = field(default_factory=set)
     _released: dict[AttemptRef, int] = field(default_factory=dict)
     _unsure: dict[AttemptRef, str] = field(default_factory=dict)
-    _not_kept: set[AttemptRef] = field(default_factory=set)  # ends that were complained of
+    _complaints: Complaints = field(default_factory=Complaints)
 
     def _note(self, stage: PlannedStage, event: str, **more: Any) -> None:
         """A line in the log of the run that begins the stage."""
@@ -79,28 +80,24 @@ class Actor:
                 try:
                     self.workspace.note_scheduler(*ref, sight.facts)
                 except OSError as error:  # tried again in each round, until its outcome is written
-                    if ref not in self._not_kept:
-                        log.warning("what the scheduler says of %s cannot be kept: %s", ref, error)
-                    self._not_kept.add(ref)
+                    text = "what the scheduler says of %s cannot be kept: %s"
+                    self._complaints.say(ref, text, ref, error)
 
     # ------------------------------------------------------------ beginning
 
     def launch(
-        self,
-        actions: Iterable[Launch],
-        records: Mapping[str, StageRecord],
-        errors: Trouble[str],
+        self, actions: Iterable[Launch], records: Mapping[str, StageRecord], errors: Trouble[str]
     ) -> None:
         """Claim an attempt at each stage and submit them, those of one executor together."""
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
         for action in actions:
             with errors.at(action.stage.id):
-                executor = self.router.executor_for(action.stage)
-                # Before the claim: what is claimed is to be submitted.
-                save_s = self.workspace.longest_save_s(action.stage.id)
-                attempt = self._claim(action, executor)
-                if attempt is not None:
-                    request = self._request(attempt, action.stage.id, records, save_s)
+                executor, record = (
+                    self.router.executor_for(action.stage),
+                    records.get(action.stage.id),
+                )
+                request = self._claim(action, executor, record.attempts if record else ())
+                if request is not None:
                     groups.setdefault(executor, []).append((action.stage, request))
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
@@ -112,9 +109,12 @@ class Actor:
                         else:
                             self._note(stage, "submit", attempt=request.attempt)
 
-    def _claim(self, action: Launch, executor: str) -> Attempt | None:
+    def _claim(self, action: Launch, executor: str, before: Sequence[Attempt]) -> JobRequest | None:
+        """Claim an attempt at a stage; the job for it."""
         stage, home = action.stage, self.home(action.stage.id)
         own = home.planned[stage.id]
+        # Before the claim: what is claimed is to be submitted.
+        save_s = self.workspace.longest_save_s(stage.id)
         apart = reads_parts_apart(self.workspace, home.run.code)
         claim = Claim(self.owner, executor, action.after, apart)
         config = home.plan.config_of(own)
@@ -126,32 +126,20 @@ class Actor:
         if attempt is None:
             return None  # another orchestrator was faster; the next look shows its attempt
         self._note(own, "claim", attempt=attempt.number)
-        return attempt
-
-    def _request(
-        self,
-        attempt: Attempt,
-        stage_id: str,
-        records: Mapping[str, StageRecord],
-        save_s: float,
-    ) -> JobRequest:
-        before = records[stage_id].attempts if stage_id in records else ()
-        home = self.home(stage_id)
-        stage = home.planned[stage_id]
         code = self.workspace.layout.code / home.run.code if home.run.code else None
         bad = [a.node for a in before if a.outcome and CLASSES[a.outcome.failure].avoids_node]
         return JobRequest(
             stage_id=stage.id,
             attempt=attempt.number,
             comment=attempt.comment,
-            resources=stage.resources,
-            kind=stage.kind,
-            needs_network=stage.needs_network,
+            resources=own.resources,
+            kind=own.kind,
+            needs_network=own.needs_network,
             code=code,
             threads=home.plan.config.model.cpu_threads,
             save_s=save_s,
             avoid=tuple(dict.fromkeys(node for node in bad if node)),
-            nice=home.plan.config.dispatch.nice if gives_way(home.plan, stage) else 0,
+            nice=home.plan.config.dispatch.nice if gives_way(home.plan, own) else 0,
         )
 
     def _not_submitted(self, stage: PlannedStage, request: JobRequest, error: Exception) -> None:
@@ -227,7 +215,8 @@ class Actor:
     def stop(self, stage: PlannedStage, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         """Ask a live job to save and end, and end it if it takes too long."""
         owner, ref = attempt.attempt.owner, attempt.ref
-        theirs = owner != self.owner and (not ProcessId.parse(owner).here or _alive(owner))
+        process = ProcessId.parse(owner)
+        theirs = owner != self.owner and (not process.here or process.alive)
         if theirs and not wish.everybody:
             self.left_alone[stage.id] = owner
             return
@@ -240,9 +229,7 @@ class Actor:
 
     def _ask_to_stop(self, attempt: OpenAttempt, seen: Seen, wish: StopWish) -> None:
         try:
-            self.workspace.ask_stop(
-                attempt.ref.stage_id, attempt.ref.number, wish.failure, wish.reason
-            )
+            self.workspace.ask_stop(*attempt.ref, wish.failure, wish.reason)
         except OSError as error:  # it only tells the worker why; the signal comes all the same
             log.warning("why %s is to stop could not be noted: %s", attempt.ref, error)
         if attempt.started is not None and self.router.stop(attempt):
@@ -259,10 +246,6 @@ class Actor:
             self.router.kill(attempt)  # its worker has not begun, and now never will
 
 
-def _alive(owner: str) -> bool:
-    return ProcessId.parse(owner).alive
-
-
 class Stopping:
     """Knows who wants what to end.
 
@@ -270,6 +253,8 @@ class Stopping:
     ----------
     workspace, actor
         Where wishes are recorded, and who carries them out.
+    members
+        Those that are worked on, as they come and go.
     grace_s
         How long a job may take to save.
     clock
@@ -282,20 +267,21 @@ class Stopping:
     """
 
     def __init__(
-        self, workspace: Workspace, actor: Actor, grace_s: float, clock: Callable[[], float]
+        self,
+        workspace: Workspace,
+        actor: Actor,
+        members: Sequence[Member],
+        grace_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self.wish: StopWish | None = None
         self.since = 0.0
-        self._workspace, self._actor = workspace, actor
+        self._workspace, self._actor, self._members = workspace, actor, members
         self._grace_s, self._clock = grace_s, clock
         self._spared: dict[str, str] = {}  # stage id -> the run that goes on with it
 
     def request(
-        self,
-        reason: str,
-        failure: Literal["interrupted", "cancelled"],
-        spared: Mapping[str, str],
-        members: Iterable[Member],
+        self, reason: str, failure: Literal["interrupted", "cancelled"], spared: Mapping[str, str]
     ) -> None:
         """All is to end, but for ``spared``; the first wish counts."""
         if self.wish is not None:
@@ -303,17 +289,17 @@ class Stopping:
         self._spared |= spared
         self.since = self._clock()
         self.wish = StopWish(reason, failure, self._grace_s)
-        for member in members:
+        for member in list(self._members):
             member.note({"event": "stop", "reason": reason})
 
-    def hear(self, member: Member, members: Iterable[Member]) -> None:
-        """Whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
+    def hear(self, member: Member) -> None:
+        """Hear whether somebody has cancelled a run, or stages of it, with `refiner cancel`."""
         asked = self._workspace.cancel_asked(member.run.run)
         if asked is None:
             return
         if not asked.get("stages") and not member.cancelled:
             # Who ends a call means its own work; another call goes on with what they share.
-            ours = {m.run.run for m in members}
+            ours = {m.run.run for m in self._members}
             self._spared |= wanted_by_others(self._workspace, ours)
         if member.hear_cancel(asked, self._grace_s):
             self.since = self._clock()
@@ -321,13 +307,12 @@ class Stopping:
     def stop_jobs(
         self,
         due: Iterable[Member],
-        members: Collection[Member],
         seen: Mapping[str, Seen],
         open_attempts: Mapping[str, OpenAttempt],
         errors: Trouble[str],
     ) -> None:
         """Ask live jobs to end that nobody here wants any more."""
-        cancelled = cancelled_of(members)
+        cancelled = cancelled_of(self._members)
         if self.wish is None and not cancelled:
             return
         stages = {i: s for m in due for i, s in m.stages.items()}
@@ -342,24 +327,20 @@ class Stopping:
                     continue
                 if is_service(stage_id):
                     ending = [s for i, s in stages.items() if self.wish or i in cancelled]
-                    if not self._may_end(stage, ending, seen, members):
+                    if not self._may_end(stage, ending, seen):
                         continue
                 if sight.sight in ("live", "hung"):
                     self._actor.stop(stage, attempt, sight, wish)
 
     def _may_end(
-        self,
-        service: PlannedStage,
-        ending: Iterable[PlannedStage],
-        seen: Mapping[str, Seen],
-        members: Collection[Member],
+        self, service: PlannedStage, ending: Iterable[PlannedStage], seen: Mapping[str, Seen]
     ) -> bool:
-        """Whether nobody needs a server any more: not the jobs that are ended here, which may
+        """Tell whether nobody needs a server any more: not the jobs that are ended here, which may
         still wait for answers while they save, nor anybody else."""
         asking = (s.id for s in ending if service.id in s.after)
         if any(i in seen and seen[i].sight != "dead" for i in asking):
             return False
-        ours = {m.run.run for m in members}.union(*(m.ids for m in members))
+        ours = {m.run.run for m in self._members}.union(*(m.ids for m in self._members))
         if other := held_by_others(self._workspace, service.id, ours):
             self._actor.left_alone[service.id] = other
         return not other

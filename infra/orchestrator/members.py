@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import StopWish, stages_by_id
 from infra.orchestrator.waiting import Outage, with_patience
+from infra.store.atomic import Complaints
 from infra.store.checkpoints import Holds
 from infra.store.orchestrators import CallLeases, take_up
 from infra.store.provenance import require_snapshot
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Diary:
-    """Of one call.
+    """The event log of one call, and its orchestrator's file.
 
     Parameters
     ----------
@@ -44,34 +45,25 @@ class Diary:
 
     def __init__(self, workspace: Workspace, run: str, owner: str) -> None:
         self._workspace, self._run, self._owner = workspace, run, owner
-        self._log_works = True
+        self._complaints = Complaints()
 
     def note(self, event: Mapping[str, Any]) -> None:
-        """One line in the run's event log."""
+        """A line in the run's event log, from any thread."""
         path = self._workspace.layout.run(self._run).events
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"at": now_text(), **event}) + "\n")
         except OSError as error:
-            if self._log_works:
-                log.warning("the event log cannot be written: %s", error)
-            self._log_works = False
+            self._complaints.say("log", "the event log cannot be written: %s", error)
 
     def write_orchestrator(self, state: str, exit_code: int | None) -> None:
-        """Who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
-        value = {"process": self._owner, "host": host_name(), "state": state}
+        """Say who works on the run, for `refiner status`, `cancel` and `resume` in other shells."""
+        value = {"process": self._owner, "host": host_name(), "state": state, "at": now_text()}
         try:
-            self._workspace.write_orchestrator(
-                self._run, {**value, "exit_code": exit_code, "at": now_text()}
-            )
+            self._workspace.write_orchestrator(self._run, {**value, "exit_code": exit_code})
         except OSError as error:
             log.warning("who works on the run could not be noted: %s", error)
-
-
-def news_of(view: StageView | None) -> tuple[Any, ...]:
-    """What of a stage's view is news when it changes; progress is not."""
-    return () if view is None else (view.state, view.attempt, view.job_id)
 
 
 def stage_event(view: StageView) -> dict[str, Any]:
@@ -87,7 +79,7 @@ def stage_event(view: StageView) -> dict[str, Any]:
     }
 
 
-class Member:
+class Member(Diary):
     """One of the runs of an orchestrator.
 
     Parameters
@@ -109,6 +101,7 @@ class Member:
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(workspace, run.run, str(ProcessId.of()))
         self.plan, self.run, self.name = plan, run, name
         #: By id: as the plan has them, and with their inputs by id, too.
         self.planned = {stage.id: stage for stage in plan.stages}
@@ -121,7 +114,6 @@ class Member:
         self.done_before: frozenset[str] | None = None
         #: Stages that somebody has cancelled, by id.
         self.cancelled: dict[str, StopWish] = {}
-        self._workspace, self._diary = workspace, Diary(workspace, run.run, str(ProcessId.of()))
         self._views: dict[str, StageView] = {}
         self._lock = threading.Lock()
 
@@ -141,13 +133,10 @@ class Member:
         WorkspaceError
             The run's code is gone, or is not what was pinned.
         """
-        with_patience(self._record)
-        self._diary.write_orchestrator("running", None)
-
-    def _record(self) -> None:
-        self._workspace.keep_run(self.run)
+        with_patience(lambda: self._workspace.keep_run(self.run))
         if self.run.code:  # after the record, which keeps it from being reclaimed
-            require_snapshot(self._workspace, self.run.code)
+            with_patience(lambda: require_snapshot(self._workspace, self.run.code))
+        self.write_orchestrator("running", None)
 
     def end(self) -> None:
         """Say that every stage is in a terminal state."""
@@ -162,11 +151,7 @@ class Member:
             self.leases.keep(())
         except OSError as trouble:
             log.warning("leases of servers are not given back: %s", trouble)
-        self._diary.write_orchestrator("ended", exit_code)
-
-    def note(self, event: Mapping[str, Any]) -> None:
-        """A line in the run's event log, from any thread."""
-        self._diary.note(event)
+        self.write_orchestrator("ended", exit_code)
 
     def views(self) -> dict[str, StageView]:
         """All stages by name, in the plan's order."""
@@ -178,7 +163,8 @@ class Member:
         with self._lock:
             before, self._views = self._views, views
         for name, view in views.items():
-            if news_of(view) != news_of(before.get(name)):
+            old = before.get(name, StageView("", "", "", "waiting", -1))  # progress is no news
+            if (old.state, old.attempt, old.job_id) != (view.state, view.attempt, view.job_id):
                 self.note(stage_event(view))
         return all(view.terminal for view in views.values())
 
@@ -188,12 +174,11 @@ class Member:
         wish = StopWish(reason, "cancelled", grace_s, everybody=True)
         names = asked.get("stages") or list(self.plan.by_name)
         wanted = [s for s in self.plan.stages if s.name in names or s.id in names]
-        new = [s for s in wanted if s.id not in self.cancelled]
-        self.cancelled |= {s.id: wish for s in new}
+        new = {s.id: s.name for s in wanted if s.id not in self.cancelled}
+        self.cancelled |= dict.fromkeys(new, wish)
         if new:
-            named = [s.name for s in new]
-            self.note({"event": "cancel", "reason": reason, "stages": named})
-        return [s.name for s in new]
+            self.note({"event": "cancel", "reason": reason, "stages": list(new.values())})
+        return list(new.values())
 
 
 class RequestStop(Protocol):
@@ -206,7 +191,6 @@ class RequestStop(Protocol):
         spared: Mapping[str, str] | None = None,
     ) -> None:
         """Ask what runs to save and end."""
-        ...
 
 
 class Source(Protocol):
@@ -223,27 +207,21 @@ class Source(Protocol):
     @property
     def shown(self) -> Collection[Member]:
         """Members whose stages are to be seen now."""
-        ...
 
     def begin(self) -> None:
         """Called once, before anything else."""
-        ...
 
     def admit(self, stopping: bool) -> Sequence[Member]:
         """Members that begin now; asked after each round."""
-        ...
 
     def ended(self, member: Member, error: Exception | None) -> None:
         """Hear that every stage of a member is in a terminal state, or what broke it."""
-        ...
 
     def end(self, error: BaseException | None) -> None:
         """Hear that nothing is left to do, or what ended the orchestrator."""
-        ...
 
     def note(self, event: Mapping[str, Any]) -> None:
         """A line in the call's event log, from any thread."""
-        ...
 
 
 class Given:

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import errno
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -41,20 +41,13 @@ from refiner_core.contract.services import is_service
 
 @dataclass(frozen=True)
 class Patience:
-    """How long silence is borne, seconds: without any heartbeat, and without any progress."""
+    """Limits of silence, seconds: without any heartbeat, and without any progress."""
 
     heartbeat_s: float = 900.0
     progress_s: float = 7200.0
     #: For how long a heartbeat speaks against a scheduler that knows no such job: file systems of
     #: clusters show a change to other nodes up to a minute late.
     lost_s: float = 180.0
-
-
-class _Sign(NamedTuple):
-    """The newest sign of life of an attempt, and when this process first saw it."""
-
-    value: tuple[Any, ...]
-    since: float
 
 
 class Observer:
@@ -70,7 +63,8 @@ class Observer:
     ) -> None:
         self.workspace, self.router = workspace, router
         self.patience, self._clock = patience or Patience(), clock
-        self._signs: dict[tuple[AttemptRef, str], _Sign] = {}
+        #: The newest sign of life of an attempt, and when this process first saw it.
+        self._signs: dict[tuple[AttemptRef, str], tuple[tuple[Any, ...], float]] = {}
         self._done: dict[str, StageRecord] = {}  # a result never changes
         self._last: dict[str, StageRecord] = {}
         self._ready: set[tuple[str, int]] = set()
@@ -104,10 +98,8 @@ class Observer:
                     if (found := self.open_attempt(stage_id, record)) is not None:
                         self.open[stage_id] = found
         self.sights = {}
-        by_executor: dict[str, list[OpenAttempt]] = defaultdict(list)
-        for attempt in self.open.values():
-            by_executor[attempt.attempt.executor].append(attempt)
-        for attempts in by_executor.values():
+        for executor in dict.fromkeys(a.attempt.executor for a in self.open.values()):
+            attempts = [a for a in self.open.values() if a.attempt.executor == executor]
             with errors.at(*(a.ref.stage_id for a in attempts)):
                 self.sights |= self.router.look(attempts)
         seen: dict[str, Seen] = {}
@@ -118,22 +110,18 @@ class Observer:
                 look = self._see(attempt, self.sights[attempt.ref])
                 if look.sight != "live":
                     records[stage_id] = self._read(stage_id) or records[stage_id]
-                if _open_number(records[stage_id]) == attempt.ref.number:
+                record = records[stage_id]
+                if record.state == "claimed" and record.attempts[-1].number == attempt.ref.number:
                     seen[stage_id] = look
         for stage_id, record in records.items():
             if record.result is not None and stage_id not in errors:
                 self._done[stage_id] = record
-            if is_service(stage_id):
+            for attempt_ in record.attempts if is_service(stage_id) else ():
+                ref = AttemptRef(stage_id, attempt_.number)
                 with errors.at(stage_id):
-                    self._note_ready(stage_id, record)
+                    if ref in self._ready or self.workspace.layout.attempt(*ref).endpoint.exists():
+                        self._ready.add(ref)
         return records, Observed(seen, ready=frozenset(self._ready))
-
-    def _note_ready(self, stage_id: str, record: StageRecord) -> None:
-        for attempt in record.attempts:
-            if (stage_id, attempt.number) not in self._ready:
-                paths = self.workspace.layout.attempt(stage_id, attempt.number)
-                if paths.endpoint.exists():
-                    self._ready.add((stage_id, attempt.number))
 
     def forget(self, stage_ids: Collection[str]) -> None:
         """Let go of what nobody will ask about any more."""
@@ -155,22 +143,19 @@ class Observer:
 
     def open_attempt(self, stage_id: str, record: StageRecord) -> OpenAttempt | None:
         """The newest attempt, if it has neither outcome nor result."""
-        number = _open_number(record)
-        if number is None:
+        if record.state != "claimed":
             return None
-        started = self.workspace.read_or_set_aside(
-            self.workspace.layout.attempt(stage_id, number).started
-        )
         last = record.attempts[-1]
+        path = self.workspace.layout.attempt(stage_id, last.number).started
+        started = self.workspace.read_or_set_aside(path)
         if started is None and last.started_at is not None:
-            raise _vanished(self.workspace.layout.attempt(stage_id, number).started)
-        return OpenAttempt(AttemptRef(stage_id, number), last, started)
+            raise _vanished(path)
+        return OpenAttempt(AttemptRef(stage_id, last.number), last, started)
 
     def _see(self, attempt: OpenAttempt, job: JobSight) -> Seen:
         number, started = attempt.ref.number, attempt.started
-        note = (
-            f"{job.state} ({job.reason})" if job.state and job.reason else job.state or job.reason
-        )
+        both = job.state and job.reason
+        note = f"{job.state} ({job.reason})" if both else job.state or job.reason
         if started is not None and started.get("void"):
             return Seen(number, "dead", job.local, job.end, note)
         sight = self._sight(attempt, job)
@@ -191,28 +176,23 @@ class Observer:
             if job.sight == "unknown" and attempt.attempt.executor == "local":
                 return "dead"  # claimed, and whoever did died, or failed, before it was submitted
         if job.sight == "dead":
-            return "unknown" if job.lost and self._shows_life(attempt) else "dead"
+            # A worker that has begun may be alive, whatever the scheduler knows of its job.
+            silent = (
+                self._silent_s(attempt) if job.lost and attempt.started is not None else (inf, inf)
+            )
+            return "unknown" if silent is None or silent[0] < self.patience.lost_s else "dead"
         if job.sight == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue, and who cannot be asked cannot end it either
         if job.sight == "live" and not job.running:
-            self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
+            for name in ("heart", "progress"):  # it queues, or is suspended: it owes no sign
+                self._signs.pop((attempt.ref, name), None)
             return "live"
-        return "hung" if self._silent_for_too_long(attempt) else "live"
+        heart, progress = self._silent_s(attempt) or (0.0, 0.0)
+        hangs = heart > self.patience.heartbeat_s or progress > self.patience.progress_s
+        return "hung" if hangs else "live"
 
     def _is_mine(self, attempt: OpenAttempt) -> bool:
         return attempt.attempt.owner == str(ProcessId.of())
-
-    def _silent_for_too_long(self, attempt: OpenAttempt) -> bool:
-        silent = self._silent_s(attempt)
-        heart, progress = (0.0, 0.0) if silent is None else silent
-        return heart > self.patience.heartbeat_s or progress > self.patience.progress_s
-
-    def _shows_life(self, attempt: OpenAttempt) -> bool:
-        """Whether a worker that has begun may be alive, whatever the scheduler knows of its job."""
-        if attempt.started is None:
-            return False
-        silent = self._silent_s(attempt)
-        return silent is None or silent[0] < self.patience.lost_s
 
     def _silent_s(self, attempt: OpenAttempt) -> tuple[float, float] | None:
         """For how long there was neither heartbeat nor progress; None if that cannot be read."""
@@ -229,15 +209,12 @@ class Observer:
 
     def _unchanged_s(self, ref: AttemptRef, name: str, value: tuple[Any, ...]) -> float:
         """For how long, as far as this process knows, a sign of life has not changed."""
-        now, sign = self._clock(), self._signs.get((ref, name))
-        if sign is None or sign.value != value:
-            self._signs[ref, name] = _Sign(value, now)
-            return 0.0
-        return now - sign.since
-
-    def _forget(self, ref: AttemptRef) -> None:
-        for name in ("heart", "progress"):
-            self._signs.pop((ref, name), None)
+        now = self._clock()
+        before, since = self._signs.get((ref, name), (None, now))
+        if before != value:
+            since = now
+        self._signs[ref, name] = (value, since)
+        return now - since
 
 
 def _vanished(path: Path) -> WorkspaceError:
@@ -252,7 +229,7 @@ def _vanished(path: Path) -> WorkspaceError:
 
 
 def _lacks(record: StageRecord, before: StageRecord) -> bool:
-    """Whether something is missing that was recorded before."""
+    """Tell whether something is missing that was recorded before."""
     if len(record.attempts) < len(before.attempts) or (before.result and not record.result):
         return True
     return any(
@@ -262,18 +239,11 @@ def _lacks(record: StageRecord, before: StageRecord) -> bool:
     )
 
 
-def _open_number(record: StageRecord) -> int | None:
-    if record.result is not None or not record.attempts:
-        return None
-    last = record.attempts[-1]
-    return last.number if last.outcome is None else None
-
-
 PlannedAction = Literal["run", "skip", "reattach"]
 
 
 class StageForecast(NamedTuple):
-    """What a run would do about a stage."""
+    """Forecast of a run's action on a stage."""
 
     stage: PlannedStage
     action: PlannedAction
@@ -283,7 +253,7 @@ class StageForecast(NamedTuple):
 def observe_actions(
     plan: Plan, workspace: Workspace, router: Router | None = None
 ) -> list[StageForecast]:
-    """What a run of the plan would do now, stage by stage. Writes nothing."""
+    """Forecast a run of the plan, stage by stage. Writes nothing."""
     found = observe_stages([plan], workspace, router)
     return [found[stage.id] for stage in plan.stages]
 
@@ -291,7 +261,7 @@ def observe_actions(
 def observe_stages(
     plans: Sequence[Plan], workspace: Workspace, router: Router | None = None
 ) -> dict[str, StageForecast]:
-    """What runs of several plans would do now, each stage once: by id. Writes nothing.
+    """Forecast runs of several plans, each stage once, by id. Writes nothing.
 
     Of many plans the reasons of stages that were never run do not say which recorded stage is the
     nearest: that takes a look at all of them for each.
@@ -319,32 +289,20 @@ def observe_stages(
         elif not is_service(stage.id):
             why = _why_run(stage, record, workspace, compare=len(plans) == 1)
             found[stage.id] = StageForecast(stage, "run", why)
-    for service in (s for s in stages.values() if s.id not in found):
-        found[service.id] = _service_forecast(service, _asking(service, plans, found))
+    for service in [s for s in stages.values() if s.id not in found]:
+        # A server runs while somebody asks it.
+        asking = (
+            found[stage.id]
+            for plan in plans
+            for stage in plan.stages
+            if any(plan.by_name[name].id == service.id for name in stage.after)
+        )
+        names = dict.fromkeys(f.stage.name for f in asking if f.action != "skip")
+        action: PlannedAction = "run" if names else "skip"
+        reason = f"serves {service.identity['serve.model']} to {', '.join(names)}"
+        reason = reason if names else "nobody asks it: all that would is done"
+        found[service.id] = StageForecast(service, action, reason)
     return found
-
-
-def _asking(
-    service: PlannedStage, plans: Sequence[Plan], found: Mapping[str, StageForecast]
-) -> list[StageForecast]:
-    """The stages that wait for a server, each once."""
-    asking = {
-        stage.id: found[stage.id]
-        for plan in plans
-        for stage in plan.stages
-        if any(plan.by_name[name].id == service.id for name in stage.after)
-    }
-    return list(asking.values())
-
-
-def _service_forecast(stage: PlannedStage, asking: list[StageForecast]) -> StageForecast:
-    """A server runs while somebody asks it."""
-    names = list(dict.fromkeys(f.stage.name for f in asking if f.action != "skip"))
-    if not names:
-        return StageForecast(stage, "skip", "nobody asks it: all that would is done")
-    return StageForecast(
-        stage, "run", f"serves {stage.identity['serve.model']} to {', '.join(names)}"
-    )
 
 
 def explain_difference(stage: PlannedStage, workspace: Workspace) -> list[str]:
@@ -386,23 +344,14 @@ def differences(old: StageSpec, new: PlannedStage) -> list[str]:
         why = stage_changes(new.kind, new.version, since=old.stage_version)
         said = f" ({why})" if why else ""
         lines.append(f"stage version: {old.stage_version} → {new.version}{said}")
-    lines += _changed("", old.identity, new.identity)
-    lines += _changed("source ", old.sources, new.sources, short=True)
-    lines += _changed("input ", old.input_fingerprints, new.input_fingerprints, short=True)
+    sides: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any], int | None], ...] = (
+        ("", old.identity, new.identity, None),
+        ("source ", old.sources, new.sources, 12),
+        ("input ", old.input_fingerprints, new.input_fingerprints, 12),
+    )
+    for prefix, before, after, longest in sides:
+        for key in dict.fromkeys([*before, *after]):
+            if before.get(key) != after.get(key):
+                was, now = (str(v.get(key, "(default)"))[:longest] for v in (before, after))
+                lines.append(f"{prefix}{key}: {was} → {now}")
     return lines
-
-
-def _changed(
-    prefix: str, old: Mapping[str, Any], new: Mapping[str, Any], *, short: bool = False
-) -> list[str]:
-    def text(values: Mapping[str, Any], key: str) -> str:
-        if key not in values:
-            return "(default)"
-        return str(values[key])[:12] if short else str(values[key])
-
-    keys = dict.fromkeys([*old, *new])
-    return [
-        f"{prefix}{key}: {text(old, key)} → {text(new, key)}"
-        for key in keys
-        if old.get(key) != new.get(key)
-    ]

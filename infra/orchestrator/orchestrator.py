@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from infra.host.processes import ProcessId, wait_for
 from infra.jobs.dispatch import Router
@@ -52,22 +52,15 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageRecord, all_malformed, from_json
+from refiner_core.contract.records import Attempt, StageRecord, all_malformed, from_json
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import Progress, StageView, ViewState
-
-
-class _State(NamedTuple):
-    state: ViewState
-    message: str = ""
-    exit_code: int = 0
 
 
 def view_of(
     action: Action,
     record: StageRecord | None,
     workspace: Workspace,
-    *,
     owner: str,
     ended_before: int = 0,
     done_before: bool = False,
@@ -78,30 +71,36 @@ def view_of(
     began, whose time does not count; ``done_before`` whether it was done by then.
     """
     stage = action.stage
-    last = record.attempts[-1] if record is not None and record.attempts else None
+    attempts = record.attempts if record is not None else ()
+    result = record.result if record is not None else None
+    last = attempts[-1] if attempts else None
     if isinstance(action, Rest):
         done_before = last is None or last.number <= ended_before
-    now = _state_of(action, record, owner, done_before)
-    shown = last.number if last is not None else 0
-    if record is not None and record.result is not None:
-        shown = record.result.attempt
-    job_id = (
-        next((a.job_id for a in record.attempts if a.number == shown), None) if record else None
-    )
-    report = record.result.report if record is not None and record.result is not None else {}
-    doubt = all_malformed(report) if now.state in ("done", "skipped") else ""
+    report = {} if result is None else result.report
+    state, message, exit_code = _state_of(action, report, last, owner, done_before)
+    if (doubt := all_malformed(report)) and state in ("done", "skipped"):
+        message = f"warning: {doubt}"
+    shown = result.attempt if result is not None else last.number if last is not None else 0
+    beat = (workspace.read_heartbeat(stage.id, shown) if shown else None) or {}
+    progress = beat.get("progress")
+    seconds = 0.0  # of work by the attempts of this call, by each worker's own clock
+    for attempt in (a for a in attempts if a.number > ended_before):
+        found = attempt.seconds
+        if found is None:
+            found = (workspace.read_heartbeat(stage.id, attempt.number) or {}).get("seconds")
+        seconds += float(found or 0.0)
     return StageView(
         name=stage.name,
         kind=stage.kind,
         fingerprint=stage.fingerprint,
-        state=now.state,
+        state=state,
         attempt=shown,
-        job_id=job_id,
-        progress=_progress(workspace, stage.id, shown),
-        seconds=_seconds(workspace, stage.id, record, ended_before),
-        message=f"warning: {doubt}" if doubt else now.message,
+        job_id=next((a.job_id for a in attempts if a.number == shown), None),
+        progress=None if progress is None else from_json(Progress, progress),
+        seconds=seconds,
+        message=message,
         log=str(workspace.layout.attempt(stage.id, shown).log) if shown else "",
-        exit_code=now.exit_code,
+        exit_code=exit_code,
         report=report,
     )
 
@@ -128,57 +127,36 @@ def views_in_outage(
     return shown
 
 
-def _state_of(action: Action, record: StageRecord | None, owner: str, done_before: bool) -> _State:
-    if isinstance(action, Done):
-        result = None if record is None else record.result
-        remark = "" if result is None else str(result.report.get("remark", ""))
-        return _State("skipped" if done_before else "done", remark)
-    if isinstance(action, Rest):
-        message = "nobody needs it now; it ends by itself" if action.live else ""
-        return _State("skipped" if done_before else "done", message)
-    if isinstance(action, Fail):
-        return _State(action.state, action.outcome.message, action.outcome.exit_code or 1)
-    if isinstance(action, Block):
-        return _State(action.state, f"needs {action.by}", 6 if action.state == "interrupted" else 1)
-    if isinstance(action, Pause) or (isinstance(action, Wait) and action.short):
-        return _State("paused", action.reason)
-    if isinstance(action, Release):
-        return _State("queued", action.reason)
-    if isinstance(action, Wait) and (action.attempt == 0 or action.queued):
-        return _State("queued" if action.queued else "waiting", action.reason)
-    if isinstance(action, Launch):
-        last = record.attempts[-1].outcome if record is not None and record.attempts else None
-        after = f" again: {first_line(last.message)}" if last is not None and last.message else ""
-        return _State("waiting", f"is being submitted{after}")
-    if isinstance(action, CloseAttempt) and action.outcome.failure == "disk_full":
-        return _State("paused", action.outcome.message)  # its outcome is not written yet
-    running = record is not None and record.attempts and record.attempts[-1].owner == owner
+def _state_of(
+    action: Action, report: Mapping[str, Any], last: Attempt | None, owner: str, done_before: bool
+) -> tuple[ViewState, str, int]:
+    """State, message and exit code."""
+    over: ViewState = "skipped" if done_before else "done"
+    match action:
+        case Done():
+            return over, str(report.get("remark", "")), 0
+        case Rest():
+            return over, "nobody needs it now; it ends by itself" if action.live else "", 0
+        case Fail():
+            return action.state, action.outcome.message, action.outcome.exit_code or 1
+        case Block():
+            return action.state, f"needs {action.by}", 6 if action.state == "interrupted" else 1
+        case Pause() | Wait(short=True):
+            return "paused", action.reason, 0
+        case Release() | Wait(queued=True):
+            return "queued", action.reason, 0
+        case Wait(attempt=0):
+            return "waiting", action.reason, 0
+        case Launch():
+            before = last.outcome.message if last is not None and last.outcome else ""
+            after = f" again: {first_line(before)}" if before else ""
+            return "waiting", f"is being submitted{after}", 0
+        case CloseAttempt() if action.outcome.failure == "disk_full":
+            return "paused", action.outcome.message, 0  # its outcome is not written yet
     message = action.outcome.message if isinstance(action, CloseAttempt) else ""
     if isinstance(action, Wait) and action.unseen:
         message = action.reason
-    return _State("running" if running else "reattached", message)
-
-
-def _progress(workspace: Workspace, stage_id: str, number: int) -> Progress | None:
-    beat: Mapping[str, Any] = (number and workspace.read_heartbeat(stage_id, number)) or {}
-    found = beat.get("progress")
-    return None if found is None else from_json(Progress, found)
-
-
-def _seconds(
-    workspace: Workspace, stage_id: str, record: StageRecord | None, ended_before: int
-) -> float:
-    """Of work by the attempts of this call, by each worker's own clock."""
-    total = 0.0
-    for attempt in record.attempts if record is not None else ():
-        if attempt.number <= ended_before:
-            continue
-        seconds = attempt.seconds
-        if seconds is None:
-            beat = workspace.read_heartbeat(stage_id, attempt.number) or {}
-            seconds = beat.get("seconds")
-        total += float(seconds or 0.0)
-    return total
+    return "running" if last is not None and last.owner == owner else "reattached", message, 0
 
 
 log = logging.getLogger(__name__)
@@ -224,16 +202,20 @@ class Orchestrator:
         self._observer = Observer(workspace, router, patience, clock=clock)
         self._keeper = keeper or ProbingKeeper(workspace)
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
-        self._actor = Actor(workspace, router, self.owner, self._home, self._rooms, clock)
-        self._backoff = Backoff(self._settings.backoff_s, clock)
+        # The member that begins a stage, and in whose log that is told: the first that has it.
         self._homes: dict[str, Member] = {}
+        home = self._homes.__getitem__
+        self._actor = Actor(workspace, router, self.owner, home, self._rooms, clock)
+        self._backoff = Backoff(self._settings.backoff_s, clock)
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
         self._ready: frozenset[tuple[str, int]] = frozenset()
         #: Stage id -> the newest attempt that had ended when its first member began.
         self._ended_before: dict[str, int] = {}
-        self._stopping = Stopping(workspace, self._actor, self._settings.grace_s, clock)
+        self._stopping = Stopping(
+            workspace, self._actor, self.members, self._settings.grace_s, clock
+        )
         self._look_s = 0.0
         self._error: BaseException | None = None
         self._wake, self._ended = threading.Event(), threading.Event()
@@ -270,7 +252,7 @@ class Orchestrator:
             The code of a run is gone, or is not what was pinned.
         """
         self.source.begin()
-        self._admit()
+        self.members += self.source.admit(self._stopping.wish is not None)
         self._round(act=False)
 
     def work(self, wait: Callable[[float], None]) -> None:
@@ -287,7 +269,7 @@ class Orchestrator:
     def step(self) -> bool:
         """One round: look, decide, act. True when nothing is left to do."""
         self._round()
-        self._admit()
+        self.members += self.source.admit(self._stopping.wish is not None)  # those that may begin
         over = not self.members and not self.source.more
         if over:
             self.source.end(None)
@@ -323,11 +305,11 @@ class Orchestrator:
         ``spared`` stages (id -> the run that goes on with them): after a job that was cancelled,
         nobody begins another.
         """
-        self._stopping.request(reason, failure, spared or {}, list(self.members))
+        self._stopping.request(reason, failure, spared or {})
         self._wake.set()
 
     def next_save_bytes(self) -> int:
-        """What the largest save that runs now, or is about to, will need; 0 when nothing runs."""
+        """Need of the largest save that runs now, or is about to; 0 when nothing runs."""
         return max((self._keeper.need_of(i) for i in list(self._open)), default=0)
 
     # ------------------------------------------------------------ the loop
@@ -344,10 +326,6 @@ class Orchestrator:
             self._error = error
         self._ended.set()
 
-    def _admit(self) -> None:
-        """Take in members that may begin now."""
-        self.members += self.source.admit(self._stopping.wish is not None)
-
     def _round(self, act: bool = True) -> None:
         """Look, decide, act and show once for all members that are not in an outage's pause."""
         stops = self._stopping.wish is not None
@@ -356,12 +334,13 @@ class Orchestrator:
         began, self._look_s = time.thread_time(), 0.0
         for member in due:
             with trouble.at(member):
-                self._stopping.hear(member, self.members)
+                self._stopping.hear(member)
         with trouble.at(*due):
             self._look(due, trouble)
         sound = [m for m in due if m not in trouble]
-        self._homes = {i: m for m in reversed(self.members) for i in m.ids}
-        self._homes |= {i: m for m in reversed(sound) for i in m.stages}
+        self._homes.clear()
+        self._homes.update({i: m for m in reversed(self.members) for i in m.ids})
+        self._homes.update({i: m for m in reversed(sound) for i in m.stages})
         actions: dict[str, Action] = {}
         with trouble.at(*sound):
             actions = self._decide(sound, trouble)
@@ -369,7 +348,7 @@ class Orchestrator:
             if act:
                 self._act(actions, sound, trouble)
             errors = Trouble[str]()
-            self._stopping.stop_jobs(due, self.members, self._seen, self._open, errors)
+            self._stopping.stop_jobs(due, self._seen, self._open, errors)
             _add_by_stage(errors, due, trouble)
         began = time.thread_time()
         shown: dict[tuple[str, bool], StageView] = {}
@@ -398,15 +377,14 @@ class Orchestrator:
                 self._note_beginning(member)
 
     def _note_beginning(self, member: Member) -> None:
-        """What had ended when a member began is history: it neither counts nor fails it. What is
-        shared has begun with the first of them."""
+        """Note what had ended when a member began: that is history, and neither counts nor fails
+        it. What is shared has begun with the first of them."""
         if member.done_before is not None:
             return
         known = {i: r for i in member.ids if (r := self._records.get(i)) is not None}
         member.done_before = frozenset(i for i, r in known.items() if r.result is not None)
         for stage_id in member.ids:
-            record = known.get(stage_id)
-            if record is None or not record.attempts:
+            if (record := known.get(stage_id)) is None or not record.attempts:
                 self._ended_before.setdefault(stage_id, 0)
                 continue
             last, seen = record.attempts[-1], self._seen.get(stage_id)
@@ -430,12 +408,7 @@ class Orchestrator:
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
         )
-        union = Union.of((m.stages, m.given) for m in sound)
-        return reconcile(union, self._records, observed, self._policy())
-
-    def _policy(self) -> Policy:
-        return Policy(
-            owner=self.owner,
+        policy = Policy(
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
             stopping=self._stopping.wish is not None,
@@ -447,10 +420,8 @@ class Orchestrator:
             gave_up=self._rooms.gave_up(),
             runs_local=lambda stage: self.router.executor_for(stage) == "local",
         )
-
-    def _home(self, stage_id: str) -> Member:
-        """The member that begins a stage, and in whose log that is told: the first that has it."""
-        return self._homes[stage_id]
+        union = Union.of((m.stages, m.given) for m in sound)
+        return reconcile(union, self._records, observed, policy)
 
     def _note_of_room(self, event: Mapping[str, Any]) -> None:
         for member in self.members:
@@ -460,10 +431,7 @@ class Orchestrator:
     # ------------------------------------------------------------ acting
 
     def _act(
-        self,
-        actions: Mapping[str, Action],
-        sound: Collection[Member],
-        trouble: Trouble[Member],
+        self, actions: Mapping[str, Action], sound: Collection[Member], trouble: Trouble[Member]
     ) -> None:
         errors = Trouble[str]()
         wanted = {i for i, a in actions.items() if isinstance(a, Serve) and a.wanted}
@@ -514,7 +482,7 @@ class Orchestrator:
     def _has_asked(
         self, member: Member, service: PlannedStage, views: Mapping[str, StageView]
     ) -> bool:
-        """Whether a member has had all from a server that it wanted, whoever else needs it."""
+        """Tell whether a member has had all from a server that it wanted, whoever else needs it."""
         if self._stopping.wish is not None or service.id in member.cancelled:
             return False
         asking = [views[s.name] for s in member.plan.stages if service.name in s.after]
@@ -522,14 +490,9 @@ class Orchestrator:
 
     def _view(self, action: Action, *, done_before: bool) -> StageView:
         stage_id = action.stage.id
-        view = view_of(
-            action,
-            self._records.get(stage_id),
-            self.workspace,
-            owner=self.owner,
-            ended_before=self._ended_before.get(stage_id, 0),
-            done_before=done_before,
-        )
+        before = self._ended_before.get(stage_id, 0)
+        record = self._records.get(stage_id)
+        view = view_of(action, record, self.workspace, self.owner, before, done_before)
         if stage_id not in self._actor.left_alone or view.terminal:
             return view
         return left_to(view, self._actor.left_alone[stage_id])
@@ -562,11 +525,9 @@ class Orchestrator:
 
 
 def _add_by_stage(
-    errors: Mapping[str, Exception],
-    members: Iterable[Member],
-    trouble: Trouble[Member],
+    errors: Mapping[str, Exception], members: Iterable[Member], trouble: Trouble[Member]
 ) -> None:
-    """What went wrong with a stage is the trouble of the members that have it."""
+    """Add what went wrong with a stage to the trouble of the members that have it."""
     for member in members if errors else ():
         found = next((e for i, e in errors.items() if i in member.ids), None)
         if found is not None:

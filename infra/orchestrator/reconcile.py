@@ -68,28 +68,31 @@ class Union:
 
 
 @dataclass(frozen=True)
-class Done:
-    """The stage has its result."""
+class Action:
+    """Decision about a stage."""
 
     stage: PlannedStage
 
 
 @dataclass(frozen=True)
-class Launch:
+class Done(Action):
+    """The stage has its result."""
+
+
+@dataclass(frozen=True)
+class Launch(Action):
     """Claim the attempt after ``after`` and submit it."""
 
-    stage: PlannedStage
     after: int
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(Action):
     """For an attempt that runs (``attempt`` > 0) or queues, for inputs, or for a free slot.
 
     ``unseen``: nobody can say just now how the attempt is; ``short``: its worker waits for room.
     """
 
-    stage: PlannedStage
     reason: str
     attempt: int = 0
     queued: bool = False
@@ -107,64 +110,55 @@ class Serve(Wait):
 
 
 @dataclass(frozen=True)
-class Rest:
+class Rest(Action):
     """Nobody in this call needs the service any more; ``live``: it still runs, and ends by itself
     when nobody else needs it either."""
 
-    stage: PlannedStage
     live: bool
 
 
 @dataclass(frozen=True)
-class CloseAttempt:
+class CloseAttempt(Action):
     """Write the outcome of an attempt that ended without one; a hung one is killed first."""
 
-    stage: PlannedStage
     attempt: int
     outcome: Outcome
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Action):
     """Let an attempt's job go on that the scheduler holds back after a failed start."""
 
-    stage: PlannedStage
     attempt: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pause(Action):
     """Wait for room: nothing is lost, and it goes on by itself."""
 
-    stage: PlannedStage
     reason: str
 
 
 @dataclass(frozen=True)
-class Fail:
+class Fail(Action):
     """Nothing more happens to the stage in this call; ``state`` is how it ends."""
 
-    stage: PlannedStage
     outcome: Outcome
     state: ViewState
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(Action):
     """An input cannot be had in this call."""
 
-    stage: PlannedStage
     by: str
     state: ViewState
 
 
-Action = Done | Launch | Wait | CloseAttempt | Release | Pause | Fail | Block | Rest
-
-
 @dataclass(frozen=True)
 class StopWish:
-    """Who wants a job to end, and how.
+    """Wish that a job ends.
 
     ``everybody``: also jobs that another call has started.
     """
@@ -211,8 +205,8 @@ class Policy:
 
     Attributes
     ----------
-    owner, max_parallel, retries
-        Who decides, how many local jobs may run at a time, how often each class may come.
+    max_parallel, retries
+        How many local jobs may run at a time, how often each class may come.
     stopping, cancelled
         Begin nothing more at all, or of these stages (by id).
     ended_before
@@ -228,7 +222,6 @@ class Policy:
         Whether a stage's next attempt takes a local slot.
     """
 
-    owner: str
     max_parallel: int = 2
     retries: RetryConfig = field(default_factory=RetryConfig)
     stopping: bool = False
@@ -273,7 +266,7 @@ def reconcile(
             step.decide(stage)
     for stage in union.stages.values():
         if is_service(stage.id):
-            step.decide_service(stage)
+            step.actions[stage.id] = step.service_action(stage)
     return {stage_id: step.actions[stage_id] for stage_id in union.stages}
 
 
@@ -281,23 +274,18 @@ class _Step:
     """One pass over the union; knows what was decided for the stages before."""
 
     def __init__(
-        self,
-        union: Union,
-        records: Mapping[str, StageRecord],
-        observed: Observed,
-        policy: Policy,
+        self, union: Union, records: Mapping[str, StageRecord], observed: Observed, policy: Policy
     ) -> None:
         self.union = union
         self.records, self.observed, self.policy = records, observed, policy
         self.actions: dict[str, Action] = {}
-        self.given = {i: self._given(stage) for i, stage in union.given.items()}
         self.wanted: set[str] = set()
         self.services: dict[str, Action] = {}
         busy = [
             is_light(stage_id)
             for stage_id, seen in observed.attempts.items()
-            if seen.local and seen.sight in ("live", "hung") and not _ended(records.get(stage_id))
-            if not is_service(stage_id)
+            if seen.local and seen.sight in ("live", "hung") and not is_service(stage_id)
+            if (record := records.get(stage_id)) is not None and record.state == "claimed"
         ]
         #: Free local slots: of stages that work, and of those that only move bytes.
         self.slots = {
@@ -305,34 +293,28 @@ class _Step:
             True: max(2, policy.max_parallel) - busy.count(True),
         }
 
-    def _given(self, stage: PlannedStage) -> Done | Fail:
-        """A stage that this call is not about: it is done, or cannot be had."""
-        record = self.records.get(stage.id)
+    def _before(self, stage_id: str) -> Action:
+        """Decision about an input."""
+        if stage_id in self.union.stages:
+            self.decide(self.union[stage_id])  # it may be of a later plan than who reads it
+            return self.actions[stage_id]
+        # A stage that this call is not about: it is done, or cannot be had.
+        record, stage = self.records.get(stage_id), self.union[stage_id]
         if record is not None and record.result is not None:
             return Done(stage)
         why = f"{stage.name} ({stage.id}) is not done, and this call does not begin it"
         return Fail(stage, outcome_of("bad_configuration", why), "failed")
 
-    def _before(self, stage_id: str) -> Action:
-        """What is decided about an input."""
-        if stage_id in self.given:
-            return self.given[stage_id]
-        if stage_id not in self.actions:  # the stage of a later plan, which an earlier one is given
-            self.decide(self.union[stage_id])
-        return self.actions[stage_id]
-
     def decide(self, stage: PlannedStage) -> None:
+        """Decide about a stage, once, and note which services it needs."""
         if stage.id in self.actions:
             return
         self.actions[stage.id] = action = self._action(stage)
         if isinstance(action, Launch) or (isinstance(action, Wait) and action.attempt > 0):
             self.wanted.update(service.id for service in self._services_of(stage))
 
-    def decide_service(self, stage: PlannedStage) -> None:
-        """After the others, for it follows from what they need."""
-        self.actions[stage.id] = self._service_action(stage)
-
-    def _service_action(self, stage: PlannedStage) -> Action:
+    def service_action(self, stage: PlannedStage) -> Action:
+        """Decide about a service: after the others, for it follows from what they need."""
         asking = [a for a in self.actions.values() if stage.id in a.stage.after]
         over = all(isinstance(a, _OVER) for a in asking)
         now = self._service(stage)
@@ -342,14 +324,13 @@ class _Step:
             return replace(now, wanted=stage.id in self.wanted)
         if stage.id in self.wanted or isinstance(now, CloseAttempt | Release):
             return now
-        if isinstance(now, Fail) and any(
-            isinstance(a, Block) and a.by == stage.name for a in asking
-        ):
+        blocks = any(isinstance(a, Block) and a.by == stage.name for a in asking)
+        if isinstance(now, Fail) and blocks:
             return now
         return Rest(stage, live=False) if over else Wait(stage, "nobody needs it yet")
 
     def _service(self, stage: PlannedStage) -> Action:
-        """What a service does if it is wanted."""
+        """Action of a service if it is wanted."""
         if stage.id not in self.services:
             action = self._action(stage)
             if isinstance(action, Wait) and action.attempt > 0:
@@ -364,11 +345,11 @@ class _Step:
         return [self.union[i] for i in stage.after if is_service(i)]
 
     def _served(self, stage: PlannedStage) -> Action | None:
-        """What a stage does whose service is not ready; None if it is, or it needs none."""
+        """Action of a stage whose service is not ready; None if it is, or it needs none."""
         for service in self._services_of(stage):
             now = self._service(service)
             if isinstance(now, Fail | Block):
-                return Block(stage, service.name, "interrupted" if _resumable(now) else "blocked")
+                return replace(_blocked(stage, now), by=service.name)
             self.wanted.add(service.id)
             if not (isinstance(now, Serve) and now.ready):
                 return Wait(stage, f"waits until {service.name} answers")
@@ -416,7 +397,7 @@ class _Step:
     def _after_end(
         self, stage: PlannedStage, record: StageRecord, outcome: Outcome
     ) -> Action | None:
-        """What an ended attempt means for this call; None if another one may begin."""
+        """Consequence of an ended attempt for this call; None if another one may begin."""
         last = record.attempts[-1]
         before = self.policy.ended_before.get(stage.id, 0)
         if last.number <= before or outcome.decision == "finish":
@@ -440,10 +421,10 @@ class _Step:
 
     def _stopped(self, stage: PlannedStage, message: str) -> Fail:
         """Asked to end, whatever had happened to it before."""
-        cancelled = stage.id in self.policy.cancelled
-        return Fail(
-            stage, outcome_of("cancelled" if cancelled else "interrupted", message), "interrupted"
-        )
+        failure: FailureClass = "interrupted"
+        if stage.id in self.policy.cancelled:
+            failure = "cancelled"
+        return Fail(stage, outcome_of(failure, message), "interrupted")
 
     def _pause(self, stage: PlannedStage) -> Action | None:
         """Wait for room, if that is what the stage lacks."""
@@ -467,12 +448,10 @@ class _Step:
         for stage_id in needed:
             before = self._before(stage_id)
             if isinstance(before, Fail | Block):
-                by = before.by if isinstance(before, Block) else before.stage.name
-                return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
-        if stage.id in self.policy.cancelled:
-            return Fail(stage, outcome_of("cancelled", "not begun: cancelled"), "interrupted")
-        if self.policy.stopping:
-            return Fail(stage, outcome_of("interrupted", "not begun: asked to stop"), "interrupted")
+                return _blocked(stage, before)
+        if self._stopping(stage):
+            why = "cancelled" if stage.id in self.policy.cancelled else "asked to stop"
+            return self._stopped(stage, f"not begun: {why}")
         waiting = [self.union[i].name for i in needed if not isinstance(self._before(i), Done)]
         if waiting:
             return Wait(stage, f"waits for {', '.join(waiting)}")
@@ -496,13 +475,12 @@ class _Step:
         return Launch(stage, 0 if last is None else last.number)
 
     def _checkpoint(self, stage: PlannedStage, source: str, step: int) -> Action | None:
-        """What a stage does that reads the checkpoint of ``step``; None if that is there."""
+        """Action of a stage that reads the checkpoint of ``step``; None if that is there."""
         before, name = self._before(source), self.union[source].name
         if (before.stage.id, step) in self.observed.checkpoints:
             return None
         if isinstance(before, Fail | Block):
-            by = before.by if isinstance(before, Block) else name
-            return Block(stage, by, "interrupted" if _resumable(before) else "blocked")
+            return _blocked(stage, before)
         if isinstance(before, Done):
             why = (
                 f"The checkpoint of step {step} of {name} ({before.stage.id}) is not there: "
@@ -524,22 +502,14 @@ def paused_after(message: str) -> str:
 
 
 def is_light(stage_id: str) -> bool:
-    """Whether a stage only moves bytes: it takes no slot from those that compute, nor waits for
-    one of theirs."""
+    """Tell whether a stage only moves bytes: it takes no slot from those that compute, nor waits
+    for one of theirs."""
     return stage_id.partition("-")[0] in ("fetch", "export", "publish", "card")
 
 
-def _ended(record: StageRecord | None) -> bool:
-    return (
-        record is None
-        or record.result is not None
-        or not record.attempts
-        or record.attempts[-1].outcome is not None
-    )
-
-
-def _resumable(action: Fail | Block) -> bool:
-    """Whether what stands in the way was only an interruption on request."""
-    if isinstance(action, Block):
-        return action.state == "interrupted"
-    return action.outcome.failure in ("interrupted", "cancelled")
+def _blocked(stage: PlannedStage, before: Fail | Block) -> Block:
+    """A stage whose input cannot be had; it goes on later where that was only interrupted."""
+    if isinstance(before, Block):
+        return Block(stage, before.by, before.state)
+    asked = before.outcome.failure in ("interrupted", "cancelled")
+    return Block(stage, before.stage.name, "interrupted" if asked else "blocked")

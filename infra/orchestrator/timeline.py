@@ -16,6 +16,7 @@ off by a crash, and a stage that nobody has begun, are left out.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -310,7 +311,7 @@ def _before_any_attempt(stage: StageHistory, events: Sequence[Event]) -> list[In
 
 
 def first_line(text: str, limit: int = 100) -> str:
-    """What a message says first, without the way out of it, cut to ``limit`` characters."""
+    """Beginning of a message, without the way out of it, cut to ``limit`` characters."""
     line = text.strip().partition("\n")[0].partition(" To mend it: ")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
@@ -333,18 +334,19 @@ def seconds_between(before: str | None, after: str | None) -> float | None:
 
 def rough(seconds: float) -> str:
     """``40 s``, ``4 min``, ``2.5 h``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    return " ".join(_in_units(seconds, "s", "min", "h"))
 
 
 def device_time(seconds: float, device: str) -> str:
     """``14 GPU-minutes``, ``40 CPU-seconds``, ``3.2 GPU-hours``."""
+    return f" {device}-".join(_in_units(seconds, "seconds", "minutes", "hours"))
+
+
+def _in_units(seconds: float, *units: str) -> tuple[str, str]:
     if seconds < 90:
-        return f"{seconds:.0f} {device}-seconds"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} {device}-minutes"
-    return f"{seconds / 3600:.1f} {device}-hours"
+        return f"{seconds:.0f}", units[0]
+    minutes = seconds / 60
+    return (f"{minutes:.0f}", units[1]) if seconds < 5400 else (f"{minutes / 60:.1f}", units[2])
 
 
 def size_text(size: int) -> str:
@@ -358,7 +360,7 @@ def size_text(size: int) -> str:
 
 
 def run_incidents(workspace: Workspace, run: RunRecord) -> list[Incident]:
-    """What went wrong in the stages of a run, oldest first."""
+    """Incidents in the stages of a run, oldest first."""
     return incidents_of(run_histories(workspace, run), run_events(workspace, run.run))
 
 
@@ -394,16 +396,10 @@ def run_events(workspace: Workspace, run_id: str) -> list[dict[str, Any]]:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The events of a log, oldest first; none where there is no log."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:  # its writer was killed in the middle of it
-            continue
-        if isinstance(event, dict):
-            found.append(event)
+    found: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # its writer was killed in the middle
+                event = json.loads(line)
+                found += [event] if isinstance(event, dict) else []
     return found

@@ -97,22 +97,16 @@ class Backoff:
             last = record.attempts[-1] if record.attempts else None
             if record.result is not None or last is None or last.outcome is None:
                 continue
-            failure = last.outcome.failure
-            if last.number <= ended_before.get(stage_id, 0):
-                continue
+            failure, remedy = last.outcome.failure, CLASSES[last.outcome.failure].remedy
             count = without_progress(record.attempts, failure)
-            if failure == "disk_full":
-                count -= 1  # room has been looked for; only a second one in a row is strange
-            elif CLASSES[failure].remedy != "pause, then resume":
-                continue
-            if count < 1:
-                continue
-            longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
-            pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
-            ready = self._ready_at.setdefault(
-                AttemptRef(stage_id, last.number), self._clock() + pause_s
-            )
-            found[stage_id] = ready
+            # Room has been looked for: only a second time in a row is strange.
+            count -= remedy == "make room, then resume"
+            pauses = remedy in ("pause, then resume", "make room, then resume") and count > 0
+            if pauses and last.number > ended_before.get(stage_id, 0):
+                longest_s = _LONGEST_BETWEEN_S.get(failure, _ELSE_S)
+                pause_s = min(self._first_s * 2 ** min(count - 1, 16), longest_s)
+                ref, due = AttemptRef(stage_id, last.number), self._clock() + pause_s
+                found[stage_id] = self._ready_at.setdefault(ref, due)
         return found
 
 
@@ -121,7 +115,7 @@ class Trouble(dict[K, Exception]):
 
     @contextlib.contextmanager
     def at(self, *keys: K) -> Iterator[None]:
-        """What goes wrong in the block is the trouble of these; the first error counts."""
+        """Make what goes wrong in the block the trouble of these; the first error counts."""
         try:
             yield
         except Exception as error:
@@ -135,7 +129,7 @@ class Trouble(dict[K, Exception]):
 
 
 def with_patience(action: Callable[[], T]) -> T:
-    """What ``action`` returns, tried again for a second: for what has no round yet."""
+    """Result of ``action``, tried again for a second: for what has no round yet."""
     for _ in range(_TRIES - 1):
         try:
             return action()
@@ -154,20 +148,17 @@ BEGINNING_BYTES = 4 << 20
 
 
 class Keeper(Protocol):
-    """What is asked of the disk; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
+    """Interface of the disk's keeper; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
 
     def need_of(self, stage_id: str) -> int:
         """Bytes that the stage's next save will need."""
-        ...
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
         """Reclaim what the policy allows, if need be; None when it still does not fit, else a
         value with ``bytes`` and ``items`` of what was reclaimed."""
-        ...
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """What a write of ``need_bytes`` waits for, for people: bytes, or inodes."""
-        ...
+        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
 
 
 class ProbingKeeper:
@@ -188,7 +179,7 @@ class ProbingKeeper:
         return SMALL_BYTES
 
     def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
-        """Whether ``need_bytes`` can be written, by writing them."""
+        """Tell whether ``need_bytes`` can be written, by writing them."""
         layout = self._workspace.layout
         fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
         return self.Nothing() if fits else None
@@ -269,13 +260,10 @@ class Rooms:
         """Stages whose newest attempt ended for want of room, and has not been served since."""
         found = dict.fromkeys(self.blocked, 0)
         for stage_id, record in records.items():
-            if record.result is not None or not record.attempts:
-                continue
-            last = record.attempts[-1]
-            if last.outcome is None or last.outcome.failure != "disk_full":
-                continue
-            if self._served.get(stage_id) != last.number:
-                found[stage_id] = last.number
+            for last in record.attempts[-1:] if record.result is None else ():
+                full = last.outcome is not None and last.outcome.failure == "disk_full"
+                if full and self._served.get(stage_id) != last.number:
+                    found[stage_id] = last.number
         return found
 
     def _need(self, stage_id: str, records: Mapping[str, StageRecord]) -> int:
@@ -294,7 +282,7 @@ class Rooms:
         return max(self.keeper.need_of(stage_id), in_vain + margin, SMALL_BYTES)
 
     def _look(self, stage_id: str, number: int, need: int) -> str:
-        """Why it has to wait; empty if there is room now."""
+        """Reason why it has to wait; empty if there is room now."""
         now, waiting = self.clock(), self._waiting.get(stage_id)
         pause_s = min(_RECHECK_S, self.config.watch_s)
         if waiting is not None and now - waiting.looked_at < pause_s:
@@ -335,7 +323,7 @@ def when_there_is_room(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """What ``action`` returns, as soon as the disk takes its small files.
+    """Result of ``action``, as soon as the disk takes its small files.
 
     Room is made as the policy allows, then waited for: an orchestrator that is started on a full
     disk would otherwise leave jobs alone that are about to pause.

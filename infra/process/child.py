@@ -65,15 +65,13 @@ class ChildProcess:
         )
         assert self._process.stdout is not None
         output = self._process.stdout
-        self._reader = threading.Thread(
-            target=self._read, args=(output, read), name="child-output", daemon=True
-        )
-        self._reader.start()
 
-    @staticmethod
-    def _read(output: IO[bytes], read: Callable[[IO[bytes]], None]) -> None:
-        with output:
-            read(output)
+        def read_all() -> None:
+            with output:
+                read(output)
+
+        self._reader = threading.Thread(target=read_all, name="child-output", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -88,7 +86,7 @@ class ChildProcess:
 
     @property
     def is_read(self) -> bool:
-        """Whether all that it has printed was read."""
+        """Tell whether all that it has printed was read."""
         return not self._reader.is_alive()
 
     def wait_read(self) -> None:

@@ -34,9 +34,7 @@ def main(command: str) -> int:
     for number in _STOP_SIGNALS:  # a handler, not SIG_IGN: that would be inherited
         signal.signal(number, lambda n, _frame: asked.append(n))
     child = subprocess.Popen(
-        ["/bin/sh", "-c", command],
-        stdin=subprocess.DEVNULL,
-        preexec_fn=die_with_parent,
+        ["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
     )
     code, ended_at = None, 0.0
     while True:

@@ -9,6 +9,7 @@ may then share it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -18,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import (
@@ -36,17 +37,11 @@ from infra.slurm.scheduler import (
     Patience,
     RealSlurm,
     SchedulerView,
-    SlurmCommands,
     SlurmUnavailable,
     Wanted,
 )
 from infra.slurm.states import lost_end, sight_of
-from infra.slurm.submission import (
-    PerhapsSubmitted,
-    Submission,
-    Submitter,
-    write_missing_pickle,
-)
+from infra.slurm.submission import PerhapsSubmitted, Submission, Submitter, write_missing_pickle
 from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
@@ -56,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class _Batch(NamedTuple):
-    """What ``batch.json`` says: under which name, and where in an array, a job was submitted."""
+    """Contents of ``batch.json``: under which name, and where in an array, a job was submitted."""
 
     name: str
     task: int | None
@@ -98,7 +93,7 @@ class SlurmDispatcher:
         *,
         scheduler_poll_s: float = 10.0,
         worker: WorkerCommand | None = None,
-        commands: SlurmCommands | None = None,
+        commands: RealSlurm | None = None,
         patience: Patience | None = None,
         clock: Callable[[], float] = time.monotonic,
         adopt: bool = True,
@@ -154,14 +149,12 @@ class SlurmDispatcher:
         groups: dict[str, list[JobRequest]] = defaultdict(list)
         for request in requests:
             groups[self._submitter.shape(request)].append(request)
-        size = self.profile.array_size
         for group in groups.values():
-            for start in range(0, len(group), size):
-                members = group[start : start + size]
-                if len(members) < self.profile.array_min:
-                    yield from (self._submission([member]) for member in members)
-                else:
-                    yield self._submission(members)
+            for start in range(0, len(group), self.profile.array_size):
+                members = group[start : start + self.profile.array_size]
+                alone = len(members) < self.profile.array_min
+                for together in [[m] for m in members] if alone else [members]:
+                    yield self._submission(together)
 
     def _submission(self, requests: Sequence[JobRequest]) -> Submission:
         first, layout = requests[0], self.workspace.layout
@@ -183,9 +176,8 @@ class SlurmDispatcher:
 
     def _submit(self, work: Submission) -> None:
         work.folder.mkdir(parents=True, exist_ok=True)
-        tasks: list[int | None] = (
-            [None] if len(work.requests) == 1 else [*range(len(work.requests))]
-        )
+        count = len(work.requests)
+        tasks: list[int | None] = [None] if count == 1 else [*range(count)]
         for request, task, command in zip(work.requests, tasks, work.commands, strict=True):
             note = {
                 "comment": work.name,
@@ -196,19 +188,19 @@ class SlurmDispatcher:
             }
             atomic.write_json(self._paths(request.ref).job, {"batch": note})
             self._batches.pop(request.ref, None)
-        for request, task, job_id in zip(
-            work.requests, tasks, self._submitter.submit(work), strict=True
-        ):
+        ids = self._submitter.submit(work)
+        for request, task, job_id in zip(work.requests, tasks, ids, strict=True):
             self._note_job(request.ref, job_id, request.comment, task)
             self._view.submitted(job_id, work.name)
 
     def _note_job(self, ref: AttemptRef, job_id: str, comment: str, task: int | None) -> None:
-        note = {"job_id": job_id, "executor": self.executor, "comment": comment}
-        extra = {} if task is None else {"array": job_id.partition("_")[0]}
-        user = {"user": str(os.getuid())}
-        batch = self.workspace.part(self._paths(ref), "batch")
-        said = {"batch": batch} if batch else {}
-        atomic.write_json(self._paths(ref).job, {**note, **extra, **user, **said})
+        note: dict[str, Any] = {"job_id": job_id, "executor": self.executor, "comment": comment}
+        note["user"] = str(os.getuid())
+        if task is not None:
+            note["array"] = job_id.partition("_")[0]
+        if batch := self.workspace.part(self._paths(ref), "batch"):
+            note["batch"] = batch
+        atomic.write_json(self._paths(ref).job, note)
 
     # ------------------------------------------------------------ looking
 
@@ -217,7 +209,11 @@ class SlurmDispatcher:
         copied = {a.ref: other for a in attempts if (other := self._original(a.ref))}
         wanted = {a.ref: self._wanted(a) for a in attempts if a.ref not in copied}
         answers = self._view.look(list(wanted.values()))
-        seen = {ref: _of_the_original(other) for ref, other in copied.items()}
+        seen = {}
+        for ref, other in copied.items():
+            why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
+            end = outcome_of("interrupted", why)
+            seen[ref] = JobSight("dead", running=False, state="not ours", reason=why, end=end)
         for attempt in (a for a in attempts if a.ref not in copied):
             answer = answers[wanted[attempt.ref].key]
             if answer.facts is not None and wanted[attempt.ref].job_id is None and self._adopt:
@@ -238,7 +234,10 @@ class SlurmDispatcher:
         if answer.facts is not None:
             job = answer.facts
             sight = sight_of(job, started, lambda: self._printed(attempt.ref, job.job_id))
-            return self._without_blame(sight, job.job_id)
+            if job.job_id not in self._ended_by_us or sight.end is None:
+                return sight
+            # A job that this process has ended was not cancelled by a person.
+            return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
         if answer.lost:
             printed = self._printed(attempt.ref, wanted.job_id) if wanted.job_id else ""
             end = lost_end(wanted.job_id, started, printed)
@@ -247,12 +246,6 @@ class SlurmDispatcher:
                 "dead", running=False, state="unknown to Slurm", reason=why, end=end, lost=True
             )
         return JobSight("unknown", running=started, reason="Slurm has not said yet")
-
-    def _without_blame(self, sight: JobSight, job_id: str) -> JobSight:
-        """A job that this process has ended was not cancelled by a person."""
-        if job_id not in self._ended_by_us or sight.end is None:
-            return sight
-        return replace(sight, end=outcome_of("killed", "refiner has ended the job"))
 
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of what a job has printed outside its worker's log."""
@@ -268,39 +261,29 @@ class SlurmDispatcher:
         if job_id is None:
             return False
         self._view.look([self._wanted(attempt)])
-        found = self._view.known(job_id)
-        if found is None or not found.rule.running:
-            return False
-        try:
-            return self._commands.signal(job_id, "TERM")
-        except SlurmUnavailable as error:
-            log.warning("job %s could not be asked to end: %s", job_id, error)
-            return False
+        found, sent = self._view.known(job_id), False
+        if found is not None and found.rule.running:
+            with _unanswered("job %s could not be asked to end: %s", job_id):
+                sent = self._commands.signal(job_id, "TERM")
+        return sent
 
     def kill(self, attempt: OpenAttempt) -> bool:
         """``scancel``: ends a job that runs, withdraws one that queues."""
         job_id = self._id_of(attempt)
-        if job_id is None:
-            return True
-        self._ended_by_us.add(job_id)
-        try:
-            self._commands.cancel(job_id)
-        except SlurmUnavailable as error:
-            log.warning("job %s could not be ended: %s", job_id, error)
-            return False
-        return True
+        done = job_id is None
+        if job_id is not None:
+            self._ended_by_us.add(job_id)
+            with _unanswered("job %s could not be ended: %s", job_id):
+                self._commands.cancel(job_id)
+                done = True
+        return done
 
     def release(self, attempt: OpenAttempt) -> None:
         """``scontrol release``."""
-        job_id = self._id_of(attempt)
-        if job_id is None:
-            return
-        try:
-            self._commands.release(job_id)
-        except SlurmUnavailable as error:
-            log.warning("job %s could not be released: %s", job_id, error)
-            return
-        self._view.released(job_id)
+        if job_id := self._id_of(attempt):
+            with _unanswered("job %s could not be released: %s", job_id):
+                self._commands.release(job_id)
+                self._view.released(job_id)
 
     def _id_of(self, attempt: OpenAttempt) -> str | None:
         """The id as it was noted, or of the job that bears the name; none of a job that is not
@@ -350,22 +333,24 @@ class SlurmDispatcher:
         return self._submitted_as[ref]
 
     def _batch(self, ref: AttemptRef) -> _Batch | None:
-        known = self._batches.get(ref)
-        if known is not None:
-            return known
-        note = self.workspace.part(self._paths(ref), "batch")
-        if not note:
-            return None
-        folder = self.workspace.layout.control / note["folder"]
-        found = _Batch(note["comment"], note["index"], note["user"], folder, note["command"])
-        self._batches[ref] = found
-        return found
+        if ref not in self._batches:
+            note = self.workspace.part(self._paths(ref), "batch")
+            if not note:
+                return None
+            folder = self.workspace.layout.control / note["folder"]
+            self._batches[ref] = _Batch(
+                note["comment"], note["index"], note["user"], folder, note["command"]
+            )
+        return self._batches[ref]
 
     def _paths(self, ref: AttemptRef) -> AttemptPaths:
         return self.workspace.layout.attempt(*ref)
 
 
-def _of_the_original(other: Path) -> JobSight:
-    why = f"this workspace is a copy of {other}, where its job works; here it begins anew"
-    end = outcome_of("interrupted", why)
-    return JobSight("dead", running=False, state="not ours", reason=why, end=end)
+@contextlib.contextmanager
+def _unanswered(text: str, job_id: str) -> Iterator[None]:
+    """A scheduler that does not answer is a line in the log."""
+    try:
+        yield
+    except SlurmUnavailable as error:
+        log.warning(text, job_id, error)

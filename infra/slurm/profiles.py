@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources as package_files
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.fields import suggest, typed
 from refiner_core.contract.files import yaml_reason
 from refiner_core.contract.planned import PlannedStage
 
@@ -35,22 +35,16 @@ _OURS = {
     **dict.fromkeys(("job-name", "comment"), "jobs are found again by it"),
     **dict.fromkeys(("array", "wait", "parsable", "wrap", "test-only"), "arrays are made here"),
     **dict.fromkeys(("output", "error", "open-mode", "chdir"), "logs are read there"),
-    "signal": "set `signal_lead_s`",
+    **{k: f"set `{k}`" for k in ("partition", "account", "qos", "constraint", "exclude")},
+    **{"nodelist": "set `nodelist`", "signal": "set `signal_lead_s`"},
+    **dict.fromkeys(("requeue", "no-requeue"), "set `requeue`"),
     "time": "stages say it: `resources.time_limit_min`",
-    "requeue": "set `requeue`",
-    "no-requeue": "set `requeue`",
-    "partition": "set `partition`",
-    "account": "set `account`",
-    "qos": "set `qos`",
-    "constraint": "set `constraint`",
-    "exclude": "set `exclude`",
-    "nodelist": "set `nodelist`",
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the cluster jobs go; what is none is left to Slurm.
+    """Place of jobs in the cluster; what is none is left to Slurm.
 
     Attributes
     ----------
@@ -78,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Container:
-    """What jobs run in: ``command`` comes before the interpreter, ``{image}`` is replaced."""
+    """Container of jobs: ``command`` comes before the interpreter, ``{image}`` is replaced."""
 
     image: str = ""
     command: str = "apptainer exec --nv {image}"
@@ -143,7 +137,7 @@ class Profile(Place):
     signal_lead_s: int = 120
 
     def executor_for(self, stage: PlannedStage) -> Literal["local", "slurm"]:
-        """Where a stage's job goes: this machine, or Slurm."""
+        """Executor of a stage's job: this machine, or Slurm."""
         if stage.needs_network and not self.network:
             return "local"
         if stage.resources.gpus == 0 and stage.resources.nodes == 1:
@@ -151,7 +145,7 @@ class Profile(Place):
         return "slurm"
 
     def place_for(self, resources: Resources) -> Place:
-        """Where a job with these resources goes."""
+        """Place of a job with these resources."""
         base = {f.name: getattr(self, f.name) for f in dataclasses.fields(Place)}
         if resources.gpus == 0:
             given = {f.name: getattr(self.cpu, f.name) for f in dataclasses.fields(Place)}
@@ -192,7 +186,7 @@ class Profile(Place):
             )
 
     def lead_s(self, resources: Resources, save_s: float) -> int:
-        """How long before the time limit the job is told, seconds.
+        """Seconds before the time limit at which the job is told.
 
         Twice the longest save so far and half a minute, at least ``signal_lead_s``, and at most
         half of the time limit: a signal that came earlier would leave less time for work than for
@@ -225,24 +219,17 @@ def load_profile(name: str | None = None) -> Profile:
         There is none, a key is unknown, a value is of the wrong type, or a setting looks like a
         secret; the message names what would fit.
     """
-    path = _find(name or DEFAULT_PROFILE)
+    name, shipped = name or DEFAULT_PROFILE, shipped_profiles()
+    path = shipped.get(name) or Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigurationError(
+            f"There is no Slurm profile {name!r}.{suggest(name, shipped)}",
+            expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
+            fix="set dispatch.profile=NAME",
+        )
     profile: Profile = _section(Profile, {"name": path.stem, **_read(path)}, "", path)
     _check_values(profile, path)
     return profile
-
-
-def _find(name: str) -> Path:
-    shipped = shipped_profiles()
-    if name in shipped:
-        return shipped[name]
-    path = Path(name).expanduser()
-    if path.is_file():
-        return path
-    raise ConfigurationError(
-        f"There is no Slurm profile {name!r}.{suggest(name, shipped)}",
-        expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
-        fix="set dispatch.profile=NAME",
-    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -286,31 +273,22 @@ def _typed(kind: Any, value: Any, key: str, path: Path) -> Any:
         if isinstance(value, Mapping) or value is None:
             return _section(kind, value or {}, f"{key}.", path)
         raise _wrong(key, value, "a mapping of fields", path)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and types.NoneType in args:
-            return None
-        for one in (a for a in args if a is not types.NoneType):
-            if type(value) is one:
-                return value
-        return _typed(args[0], value, key, path)
-    if origin is Literal:
-        if value in args:
-            return value
-        raise _wrong(key, value, f"one of {', '.join(args)}.{suggest(str(value), args)}", path)
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise _wrong(key, value, "a list, e.g. [a, b]", path)
-        return tuple(_typed(args[0], v, f"{key}[{i}]", path) for i, v in enumerate(value))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise _wrong(key, value, "a mapping", path)
         return {str(k): _typed(args[1], v, f"{key}.{k}", path) for k, v in value.items()}
-    if kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(args[0], v, f"{key}[{i}]", path) for i, v in enumerate(value))
+    kinds = args if origin in (typing.Union, types.UnionType) else (kind,)
+    if type(value) in kinds:
+        return value
+    if str in kinds and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)  # `account: 12345` is a name
-    if type(value) is not kind:
-        names = {int: "a whole number", bool: "true or false", str: "text"}
-        raise _wrong(key, value, names.get(kind, str(kind)), path)
-    return value
+    try:
+        return typed(kind, value, key)
+    except ConfigurationError as error:
+        near = suggest(str(value), args) if origin is Literal else ""
+        raise _wrong(key, value, f"{error.expected}{near and f'.{near}'}", path) from error
 
 
 def _wrong(key: str, value: Any, expected: str, path: Path) -> ConfigurationError:
@@ -329,7 +307,11 @@ def _check_values(profile: Profile, path: Path) -> None:
                     expected="options of sbatch that refiner does not set itself",
                     fix=f"leave it out ({_OURS[name]})",
                 )
-    for secret in _secrets(profile):
+    options = map(str, (*profile.sbatch.values(), *profile.cpu.sbatch.values()))
+    secrets = [name for name in profile.env if is_secret_name(name)]
+    for line in (*profile.setup, profile.container.command, *options):
+        secrets += [found.name for found in given_secrets(line) if found.is_set]
+    for secret in secrets:
         raise ConfigurationError(
             f"Profile {path} sets {secret}, which looks like a secret",
             expected="no secrets in files: a profile is read by others and kept in records",
@@ -340,10 +322,3 @@ def _check_values(profile: Profile, path: Path) -> None:
             raise _wrong(key, getattr(profile, key), f"at least {least}", path)
     if profile.container.image and "{image}" not in profile.container.command:
         raise _wrong("container.command", profile.container.command, "text with {image}", path)
-
-
-def _secrets(profile: Profile) -> Iterable[str]:
-    yield from (name for name in profile.env if is_secret_name(name))
-    options = map(str, (*profile.sbatch.values(), *profile.cpu.sbatch.values()))
-    for line in (*profile.setup, profile.container.command, *options):
-        yield from (found.name for found in given_secrets(line) if found.is_set)

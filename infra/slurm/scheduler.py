@@ -23,7 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from infra.host.processes import environment
 from infra.slurm.states import JobFacts, facts_of, facts_of_accounts
@@ -31,14 +31,7 @@ from refiner_core.contract.errors import SystemOutage, UnsupportedError
 
 #: ASCII "unit separator".
 _PART = "\x1f"
-_QUEUE = {
-    "id": "%i",
-    "state": "%T",
-    "reason": "%r",
-    "node": "%N",
-    "user": "%U",
-    "name": "%j",
-}
+_QUEUE = {"id": "%i", "state": "%T", "reason": "%r", "node": "%N", "user": "%U", "name": "%j"}
 _ACCOUNT = {
     "id": "JobID",
     "state": "State",
@@ -83,46 +76,8 @@ class SlurmUnavailable(SystemOutage):
     started to ask it. A state, not a failure."""
 
 
-@dataclass(frozen=True)
-class Accounts:
-    """What sacct knows; ``available`` is False where accounting is off or does not answer."""
-
-    available: bool
-    rows: tuple[Row, ...] = ()
-
-
-class SlurmCommands(Protocol):
-    """What is asked of a scheduler; every method may raise :class:`SlurmUnavailable`."""
-
-    def queue(self, users: Iterable[str]) -> list[Row]:
-        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
-        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
-        ...
-
-    def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """What the controller still knows of these jobs, over or not, some minutes long: as above,
-        and ``restarts``, ``exit_code``, ``preempted_at``."""
-        ...
-
-    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
-        """What accounting knows of jobs and their steps, by id or by name."""
-        ...
-
-    def cancel(self, job_id: str) -> None:
-        """End a job; one that is over already is no error."""
-        ...
-
-    def signal(self, job_id: str, name: str) -> bool:
-        """Send a signal to the processes of a running job's steps; False if it runs none."""
-        ...
-
-    def release(self, job_id: str) -> None:
-        """Let a held job start."""
-        ...
-
-
 class RealSlurm:
-    """The commands of this machine; see :class:`SlurmCommands`.
+    """The commands of this machine; every method may raise :class:`SlurmUnavailable`.
 
     Raises
     ------
@@ -132,77 +87,75 @@ class RealSlurm:
 
     def __init__(self, timeout_s: float = 30.0) -> None:
         self._timeout_s = timeout_s
-        self._accounting = _found("sacct")
-        absent = [c for c in ("sbatch", "srun", "squeue", "scontrol", "scancel") if not _found(c)]
+        needed = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+        absent = [f"`{command}`" for command in needed if shutil.which(command) is None]
         if absent:
             raise UnsupportedError(
-                f"This machine has no {', '.join(f'`{c}`' for c in absent)}",
+                f"This machine has no {', '.join(absent)}",
                 expected="Slurm's commands on PATH, as on a login node",
                 fix="run refiner on a login node of the cluster, or set dispatch.executor=local",
             )
 
     def queue(self, users: Iterable[str]) -> list[Row]:
-        """Live jobs; see :class:`SlurmCommands`."""
-        printed = self._answer(
+        """Jobs of these users (numbers) that are not over, one row per task of an array: ``id``,
+        ``state``, ``reason``, ``node``, ``user`` (a number), ``name``."""
+        done = self._run(
             *("squeue", "--noheader", "--array", "--all", f"--user={','.join(sorted(users))}"),
             f"--format={_PART.join(_QUEUE.values())}",
         )
-        return _rows(printed, _QUEUE)
+        return _rows(done.stdout, _QUEUE)
 
     def shown(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row]:
-        """Jobs that the controller remembers; see :class:`SlurmCommands`."""
+        """Memory of the controller of these jobs, over or not, some minutes long: as above, and
+        ``restarts``, ``exit_code``, ``preempted_at``."""
         # `scontrol` takes one id, or prints all jobs.
         one = ids[:1] if len(ids) == 1 and not names else ()
-        code, printed, said = self._run("scontrol", "--oneliner", "show", "job", *one)
-        if code and not _NO_JOB.search(said):
-            raise _unavailable("scontrol", said)
-        found = (_control_row(line) for line in printed.splitlines() if line.startswith("JobId="))
+        done = self._run("scontrol", "--oneliner", "show", "job", *one, passing=_NO_JOB)
+        lines = (line for line in done.stdout.splitlines() if line.startswith("JobId="))
+        found = map(_control_row, lines)
         wanted_ids, wanted_names = set(ids), set(names)
         return [r for r in found if r["id"] in wanted_ids or r["name"] in wanted_names]
 
-    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
-        """What sacct prints; see :class:`SlurmCommands`."""
-        if not self._accounting:
-            return Accounts(False)
+    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row] | None:
+        """Accounting of jobs and their steps, by id or by name; None where it is off."""
+        if shutil.which("sacct") is None:
+            return None
         rows: list[Row] = []
-        for select in _selections(ids, names):
-            code, printed, said = self._run(
+        # In commands of a length that every system takes.
+        parts = [("jobs", ids[n : n + 500]) for n in range(0, len(ids), 500)]
+        parts += [("name", names[n : n + 500]) for n in range(0, len(names), 500)]
+        for option, part in parts:
+            done = self._run(
                 *("sacct", "--noheader", "--parsable2", f"--delimiter={_PART}", "--allusers"),
-                *(f"--format={','.join(_ACCOUNT.values())}", *select),
+                f"--format={','.join(_ACCOUNT.values())}",
+                f"--{option}={','.join(part)}",
+                *([f"--starttime={_SINCE}"] if option == "name" else []),
+                passing=_NO_ACCOUNTING,
             )
-            if code and _NO_ACCOUNTING.search(said):
-                return Accounts(False)
-            if code:
-                raise _unavailable("sacct", said)
-            rows += _rows(printed, _ACCOUNT)
-        return Accounts(True, tuple(rows))
+            if done.returncode:
+                return None
+            rows += _rows(done.stdout, _ACCOUNT)
+        return rows
 
     def cancel(self, job_id: str) -> None:
-        """``scancel``."""
-        code, _, said = self._run("scancel", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scancel", said)
+        """End a job; one that is over already is no error."""
+        self._run("scancel", job_id, passing=_NOT_THERE)
 
     def signal(self, job_id: str, name: str) -> bool:
-        """``scancel --signal``: to the steps, not to the batch script."""
-        code, _, said = self._run("scancel", "--verbose", f"--signal={name}", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scancel", said)
-        return code == 0 and not _NOT_THERE.search(said)
+        """Send a signal to the processes of a running job's steps, not to the batch script; False
+        if it runs none."""
+        command = ("scancel", "--verbose", f"--signal={name}", job_id)
+        done = self._run(*command, passing=_NOT_THERE)
+        return done.returncode == 0 and not _NOT_THERE.search(done.stderr)
 
     def release(self, job_id: str) -> None:
-        """``scontrol release``."""
-        code, _, said = self._run("scontrol", "release", job_id)
-        if code and not _NOT_THERE.search(said):
-            raise _unavailable("scontrol", said)
+        """Let a held job start."""
+        self._run("scontrol", "release", job_id, passing=_NOT_THERE)
 
-    def _answer(self, *command: str) -> str:
-        code, printed, said = self._run(*command)
-        if code:
-            raise _unavailable(command[0], said)
-        return printed
-
-    def _run(self, *command: str) -> tuple[int, str, str]:
+    def _run(
+        self, *command: str, passing: re.Pattern[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command; a failure that says what is ``passing`` is none."""
         # Site settings of these would change what is printed.
         prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
         env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
@@ -221,11 +174,9 @@ class RealSlurm:
             raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
         except OSError as error:  # not there for a moment, or no more processes may be started
             raise _unavailable(command[0], str(error)) from error
-        return done.returncode, done.stdout, done.stderr.strip()
-
-
-def _found(command: str) -> bool:
-    return shutil.which(command) is not None
+        if done.returncode and not (passing and passing.search(done.stderr)):
+            raise _unavailable(command[0], done.stderr.strip())
+        return done
 
 
 def _unavailable(command: str, said: str) -> SlurmUnavailable:
@@ -258,14 +209,6 @@ def _control_row(line: str) -> Row:
     return row
 
 
-def _selections(ids: Sequence[str], names: Sequence[str]) -> Iterable[list[str]]:
-    """Arguments of `sacct`, in commands of a length that every system takes."""
-    for start in range(0, len(ids), 500):
-        yield [f"--jobs={','.join(ids[start : start + 500])}"]
-    for start in range(0, len(names), 500):
-        yield [f"--name={','.join(names[start : start + 500])}", f"--starttime={_SINCE}"]
-
-
 log = logging.getLogger(__name__)
 
 #: A scheduler that does not answer is asked at most this rarely, seconds.
@@ -293,7 +236,7 @@ class Wanted(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is known of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
+    """Knowledge of a job: ``facts``, or that it is certainly ``lost``, or nothing."""
 
     facts: JobFacts | None = None
     lost: bool = False
@@ -301,15 +244,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Patience:
-    """When a job that nobody knows is lost: after so many answers, over so many seconds."""
+    """Patience with a job that nobody knows: it is lost after so many answers, over so many
+    seconds."""
 
     answers: int = 3
     seconds: float = 15.0
-
-
-class _Missing(NamedTuple):
-    since: float
-    answers: int
 
 
 class SchedulerView:
@@ -327,7 +266,7 @@ class SchedulerView:
 
     def __init__(
         self,
-        commands: SlurmCommands,
+        commands: RealSlurm,
         poll_s: float = 10.0,
         *,
         patience: Patience | None = None,
@@ -336,10 +275,10 @@ class SchedulerView:
         self._commands, self._poll_s, self._clock = commands, poll_s, clock
         self._patience = patience or Patience()
         self._live: dict[str, JobFacts] = {}
-        self._by_name: dict[str, list[JobFacts]] = {}
         self._over: dict[Hashable, JobFacts] = {}
         self._lost: set[Hashable] = set()
-        self._missing: dict[Hashable, _Missing] = {}
+        #: Since when a job that nobody knows has been asked for, and after how many answers.
+        self._missing: dict[Hashable, tuple[float, int]] = {}
         self._new: dict[str, JobFacts] = {}
         self._next_at = float("-inf")
         self._failures = 0
@@ -357,7 +296,7 @@ class SchedulerView:
             self._live[job_id] = replace(self._live[job_id], reason="released")
 
     def look(self, wanted: Sequence[Wanted]) -> dict[Hashable, Answer]:
-        """What is known of each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
+        """Answers to each, by :attr:`Wanted.key`; asks the scheduler if it is time to."""
         if wanted and self._clock() >= self._next_at:
             self._ask(wanted)
         return {w.key: self._answer(w) for w in wanted}
@@ -379,7 +318,7 @@ class SchedulerView:
     def _in_queue(self, wanted: Wanted) -> JobFacts | None:
         if wanted.job_id is not None:
             return self._live.get(wanted.job_id)
-        return _one_of(self._by_name.get(wanted.name, ()), wanted)
+        return _pick(self._live.values(), wanted)
 
     # ------------------------------------------------------------ one round of queries
 
@@ -389,44 +328,35 @@ class SchedulerView:
             rows = self._commands.queue({w.user for w in wanted})
             jobs = [facts_of(row, "squeue") for row in rows]
             self._live = {j.job_id: j for j in jobs if not j.rule.over}
-            self._by_name = {}
-            for job in self._live.values():
-                self._by_name.setdefault(job.name, []).append(job)
             self._new.clear()
             self._ask_for_the_rest(wanted)
         except SlurmUnavailable as error:
-            self._pause(error)
+            self._failures += 1
+            pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
+            self._next_at = self._clock() + pause
+            if self._failures == 1:
+                log.warning("%s Jobs go on; how they are is not known until it answers.", error)
             return
         if self._failures:
             log.info("Slurm answers again")
         self._failures, self._next_at = 0, asked_at + self._poll_s
 
-    def _pause(self, error: SlurmUnavailable) -> None:
-        self._failures += 1
-        pause = min(self._poll_s * 2**self._failures, max(LONGEST_PAUSE_S, self._poll_s))
-        self._next_at = self._clock() + pause
-        if self._failures == 1:
-            log.warning("%s Jobs go on; how they are is not known until it answers.", error)
-
     def _ask_for_the_rest(self, wanted: Sequence[Wanted]) -> None:
         """Ended jobs, and those that nobody has noted."""
+        open_ = []
         for w in wanted:
             if self._in_queue(w) is not None:  # an ended job may be put back by hand
                 self._over.pop(w.key, None)
                 self._lost.discard(w.key)
                 self._missing.pop(w.key, None)
-        open_ = [
-            w
-            for w in wanted
-            if self._in_queue(w) is None and w.key not in self._over and w.key not in self._lost
-        ]
+            elif w.key not in self._over and w.key not in self._lost:
+                open_.append(w)
         if not open_:
             return
         ids = [w.job_id for w in open_ if w.job_id is not None]
         names = sorted({w.name for w in open_ if w.job_id is None})
         remembered = [facts_of(r, "scontrol") for r in self._commands.shown(ids, names)]
-        accounts = self._accounts(ids, names)
-        recorded = list(facts_of_accounts(accounts.rows).values())
+        recorded = list(facts_of_accounts(self._accounts(ids, names)).values())
         for w in open_:
             self._settle(w, _pick(remembered, w), _pick(recorded, w))
 
@@ -442,40 +372,33 @@ class SchedulerView:
                 self._over[wanted.key] = found
             else:  # it came back between two queries
                 self._live[found.job_id] = found
-                self._by_name.setdefault(found.name, []).append(found)
             return
-        since, answers = self._missing.get(wanted.key, _Missing(self._clock(), 0))
-        self._missing[wanted.key] = _Missing(since, answers + 1)
+        since, answers = self._missing.get(wanted.key, (self._clock(), 0))
+        self._missing[wanted.key] = (since, answers + 1)
         enough = answers + 1 >= self._patience.answers
         if enough and self._clock() - since >= self._patience.seconds:
             del self._missing[wanted.key]
             self._lost.add(wanted.key)
 
-    def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> Accounts:
+    def _accounts(self, ids: Sequence[str], names: Sequence[str]) -> list[Row]:
         if self._clock() < self._accounting_at:
-            return Accounts(False)
+            return []
         try:
             found = self._commands.accounts(ids, names)
         except SlurmUnavailable as error:
             log.debug("%s", error)
-            return Accounts(False)
-        if not found.available:
+            return []
+        if found is None:
             log.debug("accounting is off; the controller's memory must do")
             self._accounting_at = self._clock() + _ACCOUNTING_AGAIN_S
-        return found
+        return found or []
 
 
 def _pick(jobs: Iterable[JobFacts], wanted: Wanted) -> JobFacts | None:
-    if wanted.job_id is not None:
-        return next((j for j in jobs if j.job_id == wanted.job_id), None)
-    return _one_of([j for j in jobs if j.name == wanted.name], wanted)
-
-
-def _one_of(jobs: Sequence[JobFacts], wanted: Wanted) -> JobFacts | None:
     """The job itself, or the task of an array. Names are for all to see and to take, so it must be
     a job of the same user."""
-    for job in jobs:
-        _, _, number = job.job_id.partition("_")
-        if job.user == wanted.user and number == ("" if wanted.task is None else str(wanted.task)):
-            return job
-    return None
+    if wanted.job_id is not None:
+        return next((j for j in jobs if j.job_id == wanted.job_id), None)
+    number = "" if wanted.task is None else str(wanted.task)
+    named = (wanted.name, wanted.user, number)
+    return next((j for j in jobs if (j.name, j.user, j.job_id.partition("_")[2]) == named), None)

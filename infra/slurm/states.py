@@ -1,4 +1,4 @@
-"""What Slurm's words mean: one table of states, one of reasons, and how a job's end is named.
+"""Meaning of Slurm's words: one table of states, one of reasons, and how a job's end is named.
 
 In: rows that Slurm's commands print. Out: :class:`JobFacts`, and from these
 :class:`~infra.jobs.protocol.JobSight` values. Pure: asks nobody, remembers nothing.
@@ -11,6 +11,7 @@ and last from what the job has printed.
 
 from __future__ import annotations
 
+import contextlib
 import pwd
 import re
 import signal
@@ -24,7 +25,7 @@ from refiner_core.contract.records import FailureClass, Outcome
 
 
 class StateRule(NamedTuple):
-    """What one of Slurm's job states means.
+    """Meaning of one of Slurm's job states.
 
     ``over``: nothing of the job runs any more, and Slurm will not start it again by itself.
     ``running``: its processes make progress. ``failure``: the class of such an end; none where it
@@ -137,12 +138,12 @@ class JobFacts:
 
     @property
     def rule(self) -> StateRule:
-        """What its state means."""
+        """Rule of its state."""
         return STATES.get(self.state, _UNKNOWN_STATE)
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it, or a step of it (often only that says so), ran out of host memory."""
+        """Tell whether it, or a step of it (often only that says so), ran out of host memory."""
         return "OUT_OF_MEMORY" in (self.state, *(self.steps or {}).values())
 
     def as_text(self) -> dict[str, str]:
@@ -167,7 +168,7 @@ class JobFacts:
 
 def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
     """A job from one row of squeue, scontrol or sacct."""
-    code, number = _exit_code(row.get("exit_code", ""))
+    code, _, number = row.get("exit_code", "").partition(":")
     by = _CANCELLED_BY.search(row["state"])
     return JobFacts(
         job_id=row["id"],
@@ -176,8 +177,8 @@ def facts_of(row: Mapping[str, str], source: str) -> JobFacts:
         node=row.get("node", "").replace("None assigned", ""),
         name=row.get("name", ""),
         user=row.get("user", ""),
-        exit_code=code,
-        signal=number,
+        exit_code=int(code) if code.isdigit() else 0,
+        signal=int(number) if number.isdigit() else 0,
         restarts=int(row.get("restarts") or 0),
         preempted=bool(row.get("preempted_at")),
         by=by[1] if by else "",
@@ -204,11 +205,6 @@ def _state(text: str) -> str:
     return words[0].rstrip("+").upper() if words else ""
 
 
-def _exit_code(text: str) -> tuple[int, int]:
-    code, _, number = text.partition(":")
-    return int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0
-
-
 # ---------------------------------------------------------------- judging
 
 
@@ -219,28 +215,18 @@ def sight_of(job: JobFacts, started: bool, printed: Callable[[], str]) -> JobSig
     printed, and is called for ended jobs only.
     """
     if job.rule.over:
-        return JobSight(
-            "dead",
-            running=False,
-            state=job.state,
-            reason=job.reason,
-            end=end_of(job, started, printed()),
-            facts=job.as_text(),
-            node=job.node,
-        )
-    return JobSight(
-        "live",
-        running=job.rule.running,
-        state=job.state,
-        reason=waiting_for(job),
-        held=bool(_LAUNCH_HELD.search(job.reason)),
-        node=job.node,
-    )
+        end, facts = end_of(job, started, printed()), job.as_text()
+        sight = JobSight("dead", running=False, reason=job.reason, end=end, facts=facts)
+    else:
+        held = bool(_LAUNCH_HELD.search(job.reason))
+        running = job.rule.running
+        sight = JobSight("live", running=running, reason=waiting_for(job), held=held)
+    return replace(sight, state=job.state, node=job.node)
 
 
 def waiting_for(job: JobFacts) -> str:
-    """Why a live job does not run, in Slurm's word and, where that does not pass by itself, what to
-    do about it."""
+    """Reason why a live job does not run, in Slurm's word and, where that does not pass by itself,
+    what to do about it."""
     key = job.reason.split(",")[0]
     if job.rule.running or _LAUNCH_HELD.search(job.reason):
         return key
@@ -250,7 +236,7 @@ def waiting_for(job: JobFacts) -> str:
 
 
 def _group_hint(reason: str) -> str:
-    """What a limit of a whole account or QOS means for a job that waits for it."""
+    """Meaning of a limit of a whole account or QOS for a job that waits for it."""
     found = _GROUP.fullmatch(reason)
     if found is None:
         return ""
@@ -264,7 +250,7 @@ def _group_hint(reason: str) -> str:
 
 
 def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
-    """Why a job ended whose worker left no word."""
+    """End of a job whose worker left no word."""
     where = f" on {job.node}" if job.node else ""
     told = f"Slurm says {job.state}{where}"
     if job.out_of_memory:
@@ -272,7 +258,12 @@ def end_of(job: JobFacts, started: bool, printed: str) -> Outcome:
     if job.preempted and job.state != "TIMEOUT":
         return outcome_of("preempted", f"{told}: it had to make room for another job")
     if job.rule.failure == "cancelled":
-        return outcome_of("cancelled", f"{told}: cancelled{_by_whom(job.by)}")
+        whom = "somebody"
+        if job.by:
+            whom = f"user {job.by}"
+            with contextlib.suppress(KeyError, OverflowError):
+                whom = pwd.getpwuid(int(job.by)).pw_name
+        return outcome_of("cancelled", f"{told}: cancelled by {whom}")
     if job.rule.failure is not None:
         return outcome_of(job.rule.failure, f"{told}: it {job.rule.words}")
     return _end_by_trace(job, started, printed, told)
@@ -286,49 +277,36 @@ def _end_by_trace(job: JobFacts, started: bool, printed: str, told: str) -> Outc
         return outcome_of("launch_failure", f"{told} ({code[0]}:{code[1]}): {why}")
     if _NODE_REASON.search(job.reason):
         return outcome_of("node_failure", f"{told}: {job.reason}")
-    if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"{told}; it printed as much")
-    silent = classify_silent_end(started, printed)
-    if silent.failure != "killed":
-        return silent
-    return outcome_of("killed", f"{told} ({_ending(*code)}), and the worker left no word")
+    silent = f"{told} ({_ending(*code)}), and the worker left no word"
+    return _end_by_print(started, printed, told, silent)
 
 
 def lost_end(job_id: str | None, started: bool, printed: str) -> Outcome:
-    """Why a job ended that nobody knows any more, or that never came to be."""
+    """End of a job that nobody knows any more, or that never came to be."""
     if job_id is None:
         why = "Slurm knows no such job: it was never submitted, for sbatch gave no answer"
         return outcome_of("system_outage", why)
+    silent = f"Slurm does not know job {job_id} any more; it left no word"
+    return _end_by_print(started, printed, f"job {job_id} is gone", silent)
+
+
+def _end_by_print(started: bool, printed: str, told: str, silent: str) -> Outcome:
     if (spoken := printed_end(printed)) is not None:
-        return outcome_of(spoken, f"job {job_id} is gone; it printed as much")
-    silent = classify_silent_end(started, printed)
-    if silent.failure != "killed":
-        return silent
-    return outcome_of("killed", f"Slurm does not know job {job_id} any more; it left no word")
+        return outcome_of(spoken, f"{told}; it printed as much")
+    end = classify_silent_end(started, printed)
+    return end if end.failure != "killed" else outcome_of("killed", silent)
 
 
 def printed_end(printed: str) -> FailureClass | None:
-    """What Slurm's own lines in the job's log say of its end; the last one counts, because a
-    requeued job appends to it."""
+    """Class of a job's end by Slurm's own lines in its log; the last one counts, because a requeued
+    job appends to it."""
     hits = [(m.start(), kind) for pattern, kind in _PRINTED for m in pattern.finditer(printed)]
     return max(hits)[1] if hits else None
-
-
-def _by_whom(number: str) -> str:
-    if not number:
-        return " by somebody"
-    try:
-        return f" by {pwd.getpwuid(int(number)).pw_name}"
-    except (KeyError, OverflowError):
-        return f" by user {number}"
 
 
 def _ending(code: int, number: int) -> str:
     if not number and code > 128:
         number = code - 128
-    if number:
-        try:
-            return f"signal {signal.Signals(number).name}"
-        except ValueError:
-            return f"signal {number}"
-    return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"signal {number}" if number else f"exit code {code}"

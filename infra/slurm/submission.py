@@ -21,7 +21,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,24 +117,26 @@ class Submitter:
         """
         try:
             return self._submit(work, avoid=True)
-        except _Refused as error:
-            if any(r.avoid for r in work.requests) and _NO_SUCH_NODES.search(error.what):
-                # Nothing is left without the nodes that failed before: better these than none.
-                with _told_apart():
-                    return self._submit(work, avoid=False)
-            raise ConfigurationError(error.what, expected=error.expected, fix=error.fix) from error
+        except ConfigurationError as error:
+            avoids = any(r.avoid for r in work.requests)
+            if not (avoids and _NO_SUCH_NODES.search(error.what)):
+                raise
+        # Nothing is left without the nodes that failed before: better these than none.
+        return self._submit(work, avoid=False)
 
     def _submit(self, work: Submission, *, avoid: bool) -> list[str]:
         import submitit
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        with _errors_told(work.requests[0].stage_id, self.profile.name), _own_environment():
-            executor = self._executor(work, avoid=avoid)
-            tasks = [submitit.helpers.CommandFunction(c, verbose=False) for c in work.commands]
-            if len(tasks) == 1:
-                return [str(executor.submit(tasks[0]).job_id)]
-            with executor.batch():
-                jobs = [executor.submit(task) for task in tasks]
-            return [str(job.job_id) for job in jobs]
+        tasks = [submitit.helpers.CommandFunction(c, verbose=False) for c in work.commands]
+        try:
+            with _own_environment():
+                executor = self._executor(work, avoid=avoid)
+                with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
+                    jobs = [executor.submit(task) for task in tasks]
+        except (FailedJobError, FailedSubmissionError) as error:  # what sbatch has printed
+            raise self._refusal(work, " ".join(str(error).split())) from error
+        return [str(job.job_id) for job in jobs]
 
     def test_only(self, work: Submission, timeout_s: float) -> str:
         """Ask Slurm when and where such a job would start; nothing is submitted. What it says.
@@ -168,34 +170,57 @@ class Submitter:
             ) from error
         said = " ".join((done.stderr + done.stdout).replace("sbatch: ", "").split())
         if done.returncode:
-            with _told_apart():
-                raise _refusal(
-                    work.requests[0].stage_id, self.profile.name, said or "it printed nothing"
-                )
+            raise self._refusal(work, said)
         return said
+
+    def _refusal(self, work: Submission, said: str) -> RefinerError:
+        """Error that sbatch means by what it has printed."""
+        said = said or "it printed nothing"
+        what = f"sbatch did not take the job of {work.requests[0].stage_id}: {said}"
+        if _REFUSED.search(said):
+            return ConfigurationError(
+                what,
+                expected=f"what profile {self.profile.name!r} asks for to exist on this cluster",
+                fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
+            )
+        if _PERHAPS.search(said):
+            return PerhapsSubmitted(
+                what,
+                expected="an answer that names the job",
+                fix="nothing: the queue is asked whether it has the job before it is tried again",
+            )
+        if _AWAY.search(said):
+            return SlurmUnavailable(
+                what,
+                expected="a controller that answers",
+                fix="nothing: it is tried until there is one; `scontrol ping` shows how Slurm is",
+            )
+        return LaunchError(
+            what,
+            expected="a scheduler that takes jobs",
+            fix="nothing: it is tried again a few times; `sinfo` and `scontrol ping` show how "
+            "Slurm is",
+        )
 
     def _executor(self, work: Submission, *, avoid: bool) -> Any:
         import submitit
 
-        executor = submitit.SlurmExecutor(
-            folder=work.folder, max_num_timeout=0, python=self._interpreter()
-        )
-        executor.update_parameters(**self.parameters(work, avoid=avoid))
-        return executor
-
-    def _interpreter(self) -> str:
-        """What starts submitit on the node: nothing in the working directory may shadow it."""
+        # What starts it on the node: nothing in the working directory may shadow it.
         path = os.environ.get("PYTHONPATH", "")
         kept = [p for p in path.split(os.pathsep) if p and Path(p).is_absolute()]
         settings = ["PYTHONSAFEPATH=1", *([f"PYTHONPATH={os.pathsep.join(kept)}"] if path else [])]
         words = shlex.join(["env", *settings, self.python, "-P"])
-        return " ".join(filter(None, (self.profile.container.prefix, words)))
+        python = " ".join(filter(None, (self.profile.container.prefix, words)))
+        executor = submitit.SlurmExecutor(folder=work.folder, max_num_timeout=0, python=python)
+        executor.update_parameters(**self.parameters(work, avoid=avoid))
+        return executor
 
     def parameters(self, work: Submission, *, avoid: bool = True) -> dict[str, Any]:
-        """What submitit is told; see its `SlurmExecutor`."""
+        """Parameters for submitit; see its `SlurmExecutor`."""
         profile, first = self.profile, work.requests[0]
         place, wanted = profile.place_for(first.resources), first.resources
         lead = profile.lead_s(wanted, max(r.save_s for r in work.requests))
+        modules = [f"module load {shlex.quote(m)}" for m in profile.modules]
         exclude = dict.fromkeys((*place.exclude, *(first.avoid if avoid else ())))
         parameters: dict[str, Any] = {
             "job_name": work.name,
@@ -211,16 +236,23 @@ class Submitter:
             "constraint": place.constraint,
             "nodelist": place.nodelist,
             "exclude": ",".join(exclude) or None,
-            "setup": _setup_lines(profile) or None,
+            "setup": [*profile.setup, *modules] or None,
             "wckey": None,  # submitit's default is one that a site with such keys does not know
             "array_parallelism": profile.array_limit,
             "srun_args": [*_tasks(first), f"--cpus-per-task={wanted.cpus}"],
         }
-        more: dict[str, Any] = {"signal": f"TERM@{lead}", **_gpus(profile, wanted.gpus)}
+        more: dict[str, Any] = {"signal": f"TERM@{lead}"}
+        if wanted.gpus:
+            what = f"{profile.gpu_type}:{wanted.gpus}" if profile.gpu_type else str(wanted.gpus)
+            more |= (
+                {"gres": f"gpu:{what}"} if profile.gpu_option == "gres" else {"gpus_per_node": what}
+            )
         more["requeue" if profile.requeue else "no_requeue"] = True
         if place.reservation:
             more["reservation"] = place.reservation
-        for name, value in _options(place.sbatch):
+        for option, value in place.sbatch.items():
+            # As submitit spells them, so that one of the same name is replaced, not doubled.
+            name = option.lstrip("-").replace("-", "_")
             if value is None or value is False:
                 parameters[name] = None
                 more.pop(name, None)
@@ -231,8 +263,8 @@ class Submitter:
 
 
 def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> None:
-    """What a job needs on its node, where a crash came between sbatch and submitit's putting it
-    there: the job waits for it for a minute."""
+    """Write what a job needs on its node, where a crash came between sbatch and submitit's putting
+    it there: the job waits for it for a minute."""
     target = folder / f"{job_id}_submitted.pkl"
     if target.exists():
         return
@@ -245,7 +277,7 @@ def write_missing_pickle(folder: Path, job_id: str, command: Sequence[str]) -> N
 
 
 def _tasks(request: JobRequest) -> list[str]:
-    """How the step of a job is started. Since 22.05 it does not inherit `--cpus-per-task`.
+    """Arguments that start the step of a job. Since 22.05 it does not inherit `--cpus-per-task`.
 
     One worker per attempt, on the first node. Where a training stage has several, the same command
     on the others waits for its word (:mod:`infra.ranks.nodes`): an `srun` inside a step would be no
@@ -264,77 +296,6 @@ def _tasks(request: JobRequest) -> list[str]:
 
 def _on_all_nodes(request: JobRequest) -> bool:
     return request.resources.nodes > 1 and request.kind in TRAINING_STAGES
-
-
-def _setup_lines(profile: Profile) -> list[str]:
-    return [*profile.setup, *(f"module load {shlex.quote(m)}" for m in profile.modules)]
-
-
-def _gpus(profile: Profile, number: int) -> dict[str, str]:
-    if not number:
-        return {}
-    what = f"{profile.gpu_type}:{number}" if profile.gpu_type else str(number)
-    if profile.gpu_option == "gres":
-        return {"gres": f"gpu:{what}"}
-    return {"gpus_per_node": what}
-
-
-def _options(sbatch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """As submitit spells them, so that one of the same name is replaced, not doubled."""
-    for name, value in sbatch.items():
-        yield name.lstrip("-").replace("-", "_"), value
-
-
-class _Refused(ConfigurationError):
-    """Slurm's final word on a job as it was asked for."""
-
-
-@contextlib.contextmanager
-def _told_apart() -> Iterator[None]:
-    try:
-        yield
-    except _Refused as error:
-        raise ConfigurationError(error.what, expected=error.expected, fix=error.fix) from error
-
-
-@contextlib.contextmanager
-def _errors_told(stage_id: str, profile: str) -> Iterator[None]:
-    """submitit raises what sbatch has printed; say what it means."""
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-    try:
-        yield
-    except (FailedJobError, FailedSubmissionError) as error:
-        said = " ".join(str(error).split()) or "it printed nothing"
-        raise _refusal(stage_id, profile, said) from error
-
-
-def _refusal(stage_id: str, profile: str, said: str) -> RefinerError:
-    """What sbatch means by what it has printed."""
-    what = f"sbatch did not take the job of {stage_id}: {said}"
-    if _REFUSED.search(said):
-        return _Refused(
-            what,
-            expected=f"what profile {profile!r} asks for to exist on this cluster",
-            fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
-        )
-    if _PERHAPS.search(said):
-        return PerhapsSubmitted(
-            what,
-            expected="an answer that names the job",
-            fix="nothing: the queue is asked whether it has the job before it is tried again",
-        )
-    if _AWAY.search(said):
-        return SlurmUnavailable(
-            what,
-            expected="a controller that answers",
-            fix="nothing: it is tried until there is one; `scontrol ping` shows how Slurm is",
-        )
-    return LaunchError(
-        what,
-        expected="a scheduler that takes jobs",
-        fix="nothing: it is tried again a few times; `sinfo` and `scontrol ping` show how Slurm is",
-    )
 
 
 @contextlib.contextmanager

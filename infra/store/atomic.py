@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infra.host.files import again, walk
+from infra.host.files import again, names_in, walk
 from refiner_core.contract.errors import NoSpaceError
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,25 @@ LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP,
 _TRIES = 4
 _HALF_WRITTEN_S = 0.05
 _SYNC_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+class Complaints:
+    """Warnings of which each sort is said once, until it is over; again only for who debugs."""
+
+    def __init__(self) -> None:
+        self._said: set[object] = set()
+
+    def say(self, sort: object, text: str, *values: object, exc_info: bool = False) -> None:
+        """A warning, if it was not said before."""
+        level = logging.DEBUG if sort in self._said else logging.WARNING
+        self._said.add(sort)
+        log.log(level, text, *values, exc_info=exc_info)
+
+    def over(self, sort: object) -> bool:
+        """Let it be said again; True if it had been said."""
+        said = sort in self._said
+        self._said.discard(sort)
+        return said
 
 
 def temporary_name(target: Path) -> Path:
@@ -132,6 +151,11 @@ def read_json(path: Path) -> Any | None:
                 raise
             time.sleep(_HALF_WRITTEN_S)
     return None
+
+
+def json_files(folder: Path) -> list[Path]:
+    """Whole JSON files in a folder, by name; none where it is not there."""
+    return [folder / n for n in names_in(folder) if n.endswith(".json") and n[0] != "."]
 
 
 def finite(value: Any) -> Any:
@@ -285,16 +309,15 @@ def _exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-_NUMBERS = (errno.ENOSPC, errno.EDQUOT)
-_TEXTS = (
-    "no space left on device",
-    "disk quota exceeded",  # and not only "quota exceeded": paid services say that of themselves
-    "os error 28",  # Rust libraries (safetensors)
-    "os error 122",
-    "errno 28",
-    "errno 122",
-)
-_READ_ONLY_TEXTS = ("read-only file system", "os error 30")
+#: What libraries say of a full disk or quota, and of one that takes no writes at all. Of a quota
+#: with its whole name: paid services say "quota exceeded" of themselves; Rust libraries (such as
+#: safetensors) give the number as "os error".
+_TEXTS = {
+    errno.EDQUOT: ("disk quota exceeded", "os error 122", "errno 122"),
+    errno.EROFS: ("read-only file system", "os error 30"),
+    errno.ENOSPC: ("no space left on device", "os error 28", "errno 28"),
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: torch and others say only that a write went wrong; then a probe decides.
 _WRITE_TROUBLE = (
     "pytorchstreamwriter failed",
@@ -308,43 +331,47 @@ PROBE_BYTES = 1 << 20
 _FEW_INODES = 16
 
 
+def _said(text: str) -> list[int]:
+    lowered = text.lower()
+    return [number for number, texts in _TEXTS.items() if any(t in lowered for t in texts)]
+
+
+def _numbers_of(error: BaseException) -> list[int]:
+    """Numbers (EDQUOT, EROFS, ENOSPC) that an error speaks of: by number, else in words."""
+    links = list(chain_of(error))
+    numbers = [e.errno for e in links if isinstance(e, OSError) and e.errno in _TEXTS]
+    return [n for n in numbers if n is not None] + _said("\n".join(map(str, links)))
+
+
 def is_read_only(error: BaseException) -> bool:
-    """Whether ``error`` comes from a file system that takes no writes at all."""
-    return any(
-        (isinstance(link, OSError) and link.errno == errno.EROFS)
-        or any(t in str(link).lower() for t in _READ_ONLY_TEXTS)
-        for link in chain_of(error)
-    )
+    """Tell whether ``error`` comes from a file system that takes no writes at all."""
+    return errno.EROFS in _numbers_of(error)
 
 
 def says_no_space(text: str) -> bool:
-    """Whether a message speaks of a full disk or quota."""
-    lowered = text.lower()
-    return any(t in lowered for t in _TEXTS)
+    """Tell whether a message speaks of a full disk or quota."""
+    return not {*_said(text)}.isdisjoint(_FULL)
 
 
 def is_no_space(error: BaseException, folder: Path | None = None) -> bool:
-    """Whether ``error`` comes from a full disk or quota.
+    """Tell whether ``error`` comes from a full disk or quota.
 
     ``folder`` is where the write went; it is probed only where the error itself is about writing
     but does not say why.
     """
-    doubtful = False
-    for link in chain_of(error):
-        if isinstance(link, NoSpaceError):
-            return True
-        if isinstance(link, OSError) and link.errno in _NUMBERS:
-            return True
-        text = f"{type(link).__name__}: {link}"
-        if says_no_space(text):
-            return True
-        doubtful |= isinstance(link, OSError) and link.errno is None
-        doubtful |= any(t in text.lower() for t in _WRITE_TROUBLE)
+    links = list(chain_of(error))
+    if any(isinstance(e, NoSpaceError) for e in links):
+        return True
+    if not {*_numbers_of(error)}.isdisjoint(_FULL):
+        return True
+    text = "\n".join(f"{type(link).__name__}: {link}" for link in links).lower()
+    unsaid = any(isinstance(link, OSError) and link.errno is None for link in links)
+    doubtful = unsaid or any(t in text for t in _WRITE_TROUBLE)
     return doubtful and folder is not None and not has_room(folder)
 
 
 def has_room(folder: Path, size: int = PROBE_BYTES) -> bool:
-    """Whether ``size`` bytes can be written into ``folder`` now: by writing them.
+    """Tell whether ``size`` bytes can be written into ``folder`` now: by writing them.
 
     Free-space figures know nothing of quotas, so they are not asked. Errors other than a lack of
     room count as room: they are somebody else's to report.
@@ -363,29 +390,19 @@ def refusal(folder: Path, size: int = PROBE_BYTES) -> int | None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return error.errno if error.errno in (*_NUMBERS, errno.EROFS) else None
+        return error.errno if error.errno in _TEXTS else None
     finally:
         remove_quietly(probe)
     return None
 
 
-def number_of(error: BaseException, folder: Path) -> int | None:
-    """Which of ENOSPC, EDQUOT and EROFS an error means; a writer that does not say is asked by a
-    probe."""
-    for link in chain_of(error):
-        if isinstance(link, OSError) and link.errno in _NUMBERS:
-            return link.errno
-    text = " ".join(str(link).lower() for link in chain_of(error))
-    if any(t in text for t in ("disk quota exceeded", "os error 122", "errno 122")):
-        return errno.EDQUOT
-    if is_read_only(error):
-        return errno.EROFS
-    return errno.ENOSPC if says_no_space(text) else refusal(folder)
-
-
 def no_space_error(folder: Path, doing: str, error: BaseException | None = None) -> NoSpaceError:
     """The error a user reads when ``doing`` did not fit into ``folder``."""
-    number = None if error is None else number_of(error, folder)
+    # A writer that does not say is asked by a probe.
+    number = None
+    if error is not None:
+        told = _numbers_of(error)
+        number = told[0] if told else refusal(folder)
     try:
         free = f"; {shutil.disk_usage(folder).free / 2**20:.0f} MiB are free there"
         if out_of_inodes(folder):
@@ -410,7 +427,7 @@ def no_space_error(folder: Path, doing: str, error: BaseException | None = None)
 
 
 def out_of_inodes(folder: Path) -> bool:
-    """Whether the file system of ``folder`` takes hardly any more files, however small."""
+    """Tell whether the file system of ``folder`` takes hardly any more files, however small."""
     found = os.statvfs(folder)
     return found.f_files > 0 and found.f_favail < _FEW_INODES
 

@@ -147,14 +147,14 @@ class CheckpointStore:
                 log.warning("checkpoint %s is passed over: %s", folder, error)
                 unread = unread or error
                 continue
-            damage = None if found is None else damage_of(found)
-            if found is not None and damage is None:
+            if found is None:
+                continue
+            if (damage := damage_of(found)) is None:
                 self._whole[folder] = _state_of(folder)
                 return found
-            if found is not None and damage is not None:
-                self._set_aside(found, damage)
-                if not damage.lasting:
-                    unread = unread or OSError(errno.EIO, damage.description, str(folder))
+            self._set_aside(found, damage)
+            if not damage.lasting:
+                unread = unread or OSError(errno.EIO, damage.description, str(folder))
         if unread is not None:
             raise unread
         if folders:
@@ -216,17 +216,13 @@ class CheckpointStore:
                     yield temporary
                     self._commit(step, temporary, target, began)
         finally:
-            self._clear_away(temporary)
+            try:  # trouble with what was not finished never hides why it was not
+                if exists(temporary):
+                    self.lost_bytes = tree_bytes(temporary)
+                    atomic.remove_tree(temporary)
+            except OSError as error:
+                log.warning("could not remove %s: %s", temporary, error)
         self._retain(self.keep, spare=target)
-
-    def _clear_away(self, temporary: Path) -> None:
-        """Remove what was not finished; trouble with that never hides why it was not."""
-        try:
-            if exists(temporary):
-                self.lost_bytes = tree_bytes(temporary)
-                atomic.remove_tree(temporary)
-        except OSError as error:
-            log.warning("could not remove %s: %s", temporary, error)
 
     def _commit(self, step: int, temporary: Path, target: Path, began: float) -> None:
         atomic.sync_tree(temporary)
@@ -272,8 +268,8 @@ class CheckpointStore:
             atomic.remove_tree(old.path)
 
     def _is_whole(self, checkpoint: Complete) -> bool:
-        """Whether it can be gone on from; it is read unless this has been done since anybody has
-        changed it. A damaged one is set aside."""
+        """Tell whether it can be gone on from; it is read unless this has been done since anybody
+        has changed it. A damaged one is set aside."""
         damage: Damage | None
         try:
             now = _state_of(checkpoint.path)
@@ -336,15 +332,15 @@ def _whole(folder: Path, complain: Callable[[str], Any]) -> Complete | None:
 
 
 class Damage(NamedTuple):
-    """What is wrong with a checkpoint that looks complete. ``lasting``: nobody will ever read it,
-    while what the disk refuses to one it may give to the next."""
+    """Damage to a checkpoint that looks complete. ``lasting``: nobody will ever read it, while what
+    the disk refuses to one it may give to the next."""
 
     description: str
     lasting: bool
 
 
 def damage_of(checkpoint: Complete, names: Iterable[str] | None = None) -> Damage | None:
-    """What in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
+    """Find what in a complete checkpoint is not as it was saved; None: all is, or it has no hashes.
 
     ``names`` are the files that matter; none are all of them.
     """
@@ -384,12 +380,12 @@ def checkpoint_to_export(folder: Path, step: int) -> Path:
 
 def hash_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits. Other threads run meanwhile."""
-    return again(_hash_of, path)
 
+    def read() -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return again(read)
 
 
 def _state_of(folder: Path) -> object:
@@ -427,64 +423,50 @@ class Holds:
     def keep(self, done: Collection[str]) -> None:
         """Hold what stages of the plan wait for that are not among ``done`` (stage ids), and let go
         of the rest. What a full disk prevents is done by the next call."""
-        for stage in self._plan.stages:
-            for role, step in stage.at_step.items():
-                path = self._path(stage, role, step)
-                if stage.id in done:
-                    atomic.remove_quietly(path)
-                    self._settled.discard(path)
-                elif path not in self._settled:
-                    self._hold(path, stage)
+        for stage, source, step in self._waited_for():
+            path = self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
+            if stage.id in done:
+                atomic.remove_quietly(path)
+                self._settled.discard(path)
+            elif path not in self._settled:
+                try:
+                    make_folder(path.parent)
+                    atomic.create_json(path, {"for": stage.id, "name": stage.name})
+                    self._settled.add(path)
+                except OSError as error:
+                    log.warning("%s could not be noted yet: %s", path, error)
 
     def there(self, done: Collection[str]) -> frozenset[tuple[str, int]]:
-        """Which of the checkpoints that stages still wait for are complete: (stage id, step)."""
+        """Complete checkpoints among those that stages still wait for: (stage id, step)."""
         found = set()
-        for stage in self._plan.stages:
-            for role, step in stage.at_step.items() if stage.id not in done else ():
-                source = self._plan.by_name[stage.inputs[role]].id
-                if _is_complete(self._layout.stage(source).checkpoints / step_name(step)):
+        for stage, source, step in self._waited_for():
+            if stage.id not in done:
+                # A stage may fail for want of it, so what cannot be read is raised.
+                folder = self._layout.stage(source).checkpoints / step_name(step)
+                if _whole(folder, lambda _: None) is not None:
                     found.add((source, step))
         return frozenset(found)
 
-    def _path(self, stage: PlannedStage, role: str, step: int) -> Path:
-        source = self._plan.by_name[stage.inputs[role]].id
-        return self._layout.stage(source).holds / f"{step_name(step)}-{stage.id}.json"
-
-    def _hold(self, path: Path, stage: PlannedStage) -> None:
-        try:
-            make_folder(path.parent)
-            atomic.create_json(path, {"for": stage.id, "name": stage.name})
-        except OSError as error:
-            log.warning("%s could not be noted yet: %s", path, error)
-            return
-        self._settled.add(path)
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    """Whether it is there. A stage may fail for want of it, so what cannot be read is raised."""
-    if read_checkpoint(checkpoint) is not None:
-        return True
-    try:
-        marked = atomic.read_json(checkpoint / MARKER) is not None
-    except ValueError:
-        return False
-    return marked and read_checkpoint(checkpoint) is not None
+    def _waited_for(self) -> Iterator[tuple[PlannedStage, str, int]]:
+        """Stages that read a checkpoint, of which stage (its id), and of which step."""
+        for stage in self._plan.stages:
+            for role, step in stage.at_step.items():
+                yield stage, self._plan.by_name[stage.inputs[role]].id, step
 
 
 RECLAIMED = "reclaimed.json"
-_ENDING = ".json"
 
 
 def pin(layout: Layout, stage_id: str) -> bool:
     """Keep all of a stage's files; False if it was pinned before."""
     folder = layout.disk / "pins"
     folder.mkdir(parents=True, exist_ok=True)
-    return atomic.create_json(folder / f"{stage_id}{_ENDING}", {"stage_id": stage_id, "at": _now()})
+    return atomic.create_json(folder / f"{stage_id}.json", {"stage_id": stage_id, "at": _now()})
 
 
 def unpin(layout: Layout, stage_id: str) -> bool:
     """Let the policy decide again; False if it was not pinned."""
-    path = layout.disk / "pins" / f"{stage_id}{_ENDING}"
+    path = layout.disk / "pins" / f"{stage_id}.json"
     try:
         path.unlink()
     except FileNotFoundError:
@@ -494,13 +476,11 @@ def unpin(layout: Layout, stage_id: str) -> bool:
 
 def pins(layout: Layout) -> frozenset[str]:
     """Stages that are pinned."""
-    names = names_in(layout.disk / "pins")
-    found = (n.removesuffix(_ENDING) for n in names if n.endswith(_ENDING))
-    return frozenset(n for n in found if not n.startswith(atomic.TEMPORARY))
+    return frozenset(p.stem for p in atomic.json_files(layout.disk / "pins"))
 
 
 class Reason(NamedTuple):
-    """Why output files go, where their copy is, and the command that brings them back."""
+    """Reason why output files go, where their copy is, and the command that brings them back."""
 
     why: str
     copy: str
@@ -514,7 +494,7 @@ def write_reclaimed(stage: StagePaths, files: Sequence[OutputFile], reason: Reas
 
 
 def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:
-    """What was noted when a stage's output was reclaimed; None if it never was.
+    """Note on a stage's output that was reclaimed; None if it never was.
 
     Raises
     ------

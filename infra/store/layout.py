@@ -1,4 +1,4 @@
-"""Where everything lies in a workspace. Pure: makes paths, touches nothing.
+"""Layout of a workspace. Pure: makes paths, touches nothing.
 
     WORKSPACE/
       workspace.json                          format of this folder
@@ -56,6 +56,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infra.host.files import names_in
 
@@ -66,13 +67,13 @@ _SWEEP_CALL = "sweep:"
 
 
 def sweep_call(name: str) -> str:
-    """What the work on a sweep is called where runs are called by their id: orchestrator, turns,
+    """Name of the work on a sweep where runs are called by their id: orchestrator, turns,
     wishes to end and events are kept in the same way."""
     return f"{_SWEEP_CALL}{name}"
 
 
 def is_sweep(call: str) -> bool:
-    """Whether this is what the work on a sweep is called."""
+    """Tell whether this names the work on a sweep."""
     return call.startswith(_SWEEP_CALL)
 
 
@@ -83,6 +84,17 @@ def call_title(call: str) -> str:
     return f"run {call}"
 
 
+class Below:
+    """A path with a fixed name below one of its owner's folders."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def __get__(self, paths: Any, _kind: type) -> Path:
+        folder: Path = getattr(paths, self._folder)
+        return folder / self._name
+
+
 @dataclass(frozen=True)
 class AttemptPaths:
     """The files of one attempt."""
@@ -90,81 +102,37 @@ class AttemptPaths:
     control: Path
     data: Path
 
-    @property
-    def intent(self) -> Path:
-        """The :class:`Attempt` as it was claimed, the whole recipe configuration of the call that
-        claimed it, and its inputs (role -> stage id)."""
-        return self.control / "intent.json"
-
-    @property
-    def job(self) -> Path:
-        """The job's id, and for local jobs its process."""
-        return self.control / "job.json"
-
-    @property
-    def started(self) -> Path:
-        """The token that lets the attempt run: by the worker, or by who gave the attempt up."""
-        return self.control / "started.json"
-
-    @property
-    def heartbeat(self) -> Path:
-        """Counter, progress and times, replaced every few seconds."""
-        return self.control / "heartbeat.json"
-
-    @property
-    def stop(self) -> Path:
-        """Somebody wants it to save and end, and why."""
-        return self.control / "stop.json"
-
-    @property
-    def endpoint(self) -> Path:
-        """Where a server answers, once it does."""
-        return self.control / "endpoint.json"
-
-    @property
-    def room(self) -> Path:
-        """There while its worker has room to write: deleting it works on a full disk, too."""
-        return self.control / "room"
-
-    @property
-    def outcome(self) -> Path:
-        """How it ended."""
-        return self.control / "outcome.json"
-
-    @property
-    def log(self) -> Path:
-        """Everything that the worker printed."""
-        return self.control / "log.txt"
-
-    @property
-    def printed(self) -> Path:
-        """What a local worker prints beside its log."""
-        return self.control / "printed.log"
-
-    @property
-    def submitit(self) -> Path:
-        """submitit's folder."""
-        return self.control / "submitit"
-
-    @property
-    def tracker(self) -> Path:
-        """The tracker's files."""
-        return self.data / "tracking"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON line per logged step."""
-        return self.data / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """One Parquet file per step."""
-        return self.data / "rollouts"
-
-    @property
-    def output(self) -> Path:
-        """What the stage makes for other stages."""
-        return self.data / "output"
+    #: The :class:`Attempt` as it was claimed, the whole recipe configuration of the call that
+    #: claimed it, and its inputs (role -> stage id).
+    intent = Below("control", "intent.json")
+    #: The job's id, and for local jobs its process.
+    job = Below("control", "job.json")
+    #: The token that lets the attempt run: by the worker, or by who gave the attempt up.
+    started = Below("control", "started.json")
+    #: Counter, progress and times, replaced every few seconds.
+    heartbeat = Below("control", "heartbeat.json")
+    #: Somebody wants it to save and end, and why.
+    stop = Below("control", "stop.json")
+    #: Where a server answers, once it does.
+    endpoint = Below("control", "endpoint.json")
+    #: There while its worker has room to write: deleting it works on a full disk, too.
+    room = Below("control", "room")
+    #: How it ended.
+    outcome = Below("control", "outcome.json")
+    #: Everything that the worker printed.
+    log = Below("control", "log.txt")
+    #: What a local worker prints beside its log.
+    printed = Below("control", "printed.log")
+    #: submitit's folder.
+    submitit = Below("control", "submitit")
+    #: The tracker's files.
+    tracker = Below("data", "tracking")
+    #: One JSON line per logged step.
+    metrics = Below("data", "metrics.jsonl")
+    #: One Parquet file per step.
+    rollouts = Below("data", "rollouts")
+    #: What the stage makes for other stages.
+    output = Below("data", "output")
 
 
 @dataclass(frozen=True)
@@ -174,30 +142,16 @@ class StagePaths:
     control: Path
     data: Path
 
-    @property
-    def spec(self) -> Path:
-        """What the stage is."""
-        return self.control / "spec.json"
-
-    @property
-    def result(self) -> Path:
-        """Present exactly when the stage is done."""
-        return self.control / "result.json"
-
-    @property
-    def attempts(self) -> Path:
-        """One folder per attempt."""
-        return self.control / "attempts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Resume checkpoints, shared by all attempts."""
-        return self.data / "checkpoints"
-
-    @property
-    def holds(self) -> Path:
-        """One file per stage that waits for a checkpoint of this one."""
-        return self.control / "holds"
+    #: What the stage is.
+    spec = Below("control", "spec.json")
+    #: Present exactly when the stage is done.
+    result = Below("control", "result.json")
+    #: One folder per attempt.
+    attempts = Below("control", "attempts")
+    #: Resume checkpoints, shared by all attempts.
+    checkpoints = Below("data", "checkpoints")
+    #: One file per stage that waits for a checkpoint of this one.
+    holds = Below("control", "holds")
 
     def attempt(self, number: int) -> AttemptPaths:
         """The files of one attempt, counted from 1."""
@@ -215,45 +169,22 @@ class RunPaths:
 
     folder: Path
 
-    @property
-    def record(self) -> Path:
-        """The :class:`RunRecord`."""
-        return self.folder / "run.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened, one JSON line each."""
-        return self.folder / "events.jsonl"
-
-    @property
-    def orchestrator(self) -> Path:
-        """Which process works on it, with what output, and how it ended."""
-        return self.folder / "orchestrator.json"
-
-    @property
-    def log(self) -> Path:
-        """What the process that works on it in the background prints."""
-        return self.folder / "orchestrator.log"
-
-    @property
-    def job_folder(self) -> Path:
-        """submitit's folder of an orchestrator that is a job itself."""
-        return self.folder / "submitit"
-
-    @property
-    def turns(self) -> Path:
-        """One file for each process that has taken it up, created exclusively."""
-        return self.folder / "turns"
-
-    @property
-    def cancel(self) -> Path:
-        """One file for each time that somebody wanted it, or stages of it, to end."""
-        return self.folder / "cancel"
-
-    @property
-    def diff(self) -> Path:
-        """Uncommitted changes of the code, where it came from a checkout."""
-        return self.folder / "dirty.diff"
+    #: The :class:`RunRecord`.
+    record = Below("folder", "run.json")
+    #: What happened, one JSON line each.
+    events = Below("folder", "events.jsonl")
+    #: Which process works on it, with what output, and how it ended.
+    orchestrator = Below("folder", "orchestrator.json")
+    #: What the process that works on it in the background prints.
+    log = Below("folder", "orchestrator.log")
+    #: submitit's folder of an orchestrator that is a job itself.
+    job_folder = Below("folder", "submitit")
+    #: One file for each process that has taken it up, created exclusively.
+    turns = Below("folder", "turns")
+    #: One file for each time that somebody wanted it, or stages of it, to end.
+    cancel = Below("folder", "cancel")
+    #: Uncommitted changes of the code, where it came from a checkout.
+    diff = Below("folder", "dirty.diff")
 
 
 @dataclass(frozen=True)
@@ -263,75 +194,38 @@ class Layout:
     control: Path
     data: Path
 
-    @property
-    def format_file(self) -> Path:
-        """Says that this is a workspace, and of which format."""
-        return self.control / "workspace.json"
-
-    @property
-    def data_mark(self) -> Path:
-        """Says whose data lie in a data root of its own."""
-        return self.data / "refiner-data.json"
-
-    @property
-    def stages(self) -> Path:
-        """One folder per stage."""
-        return self.control / "stages"
-
-    @property
-    def runs(self) -> Path:
-        """One folder per call."""
-        return self.control / "runs"
-
-    @property
-    def code(self) -> Path:
-        """One folder per code snapshot."""
-        return self.control / "code"
-
-    @property
-    def batches(self) -> Path:
-        """submitit's folders of arrays, one each."""
-        return self.control / "batches"
-
-    @property
-    def disk(self) -> Path:
-        """Reservations and pins."""
-        return self.control / "disk"
-
-    @property
-    def published(self) -> Path:
-        """Folder target of publishing."""
-        return self.data / "published"
-
-    @property
-    def rescores(self) -> Path:
-        """One folder per question that `refiner rescore` was asked."""
-        return self.data / "rescores"
-
-    @property
-    def judge_reports(self) -> Path:
-        """One folder per judge and material that `refiner judge report` has measured."""
-        return self.data / "judge-reports"
-
-    @property
-    def judgements(self) -> Path:
-        """The store of judgements."""
-        return self.data / "judgements"
-
-    @property
-    def sweeps(self) -> Path:
-        """One folder per sweep, by its name."""
-        return self.control / "sweeps"
-
-    @property
-    def reports(self) -> Path:
-        """One folder per report of a sweep."""
-        return self.data / "reports"
-
-    @property
-    def nightly(self) -> Path:
-        """One folder per nightly evaluation."""
-        return self.control / "nightly"
+    #: Says that this is a workspace, and of which format.
+    format_file = Below("control", "workspace.json")
+    #: Says whose data lie in a data root of its own.
+    data_mark = Below("data", "refiner-data.json")
+    #: One folder per stage.
+    stages = Below("control", "stages")
+    #: One folder per call.
+    runs = Below("control", "runs")
+    #: One folder per code snapshot.
+    code = Below("control", "code")
+    #: submitit's folders of arrays, one each.
+    batches = Below("control", "batches")
+    #: Reservations and pins.
+    disk = Below("control", "disk")
+    #: Folder target of publishing.
+    published = Below("data", "published")
+    #: One folder per question that `refiner rescore` was asked.
+    rescores = Below("data", "rescores")
+    #: One folder per judge and material that `refiner judge report` has measured.
+    judge_reports = Below("data", "judge-reports")
+    #: The store of judgements.
+    judgements = Below("data", "judgements")
+    #: One folder per sweep, by its name.
+    sweeps = Below("control", "sweeps")
+    #: One folder per report of a sweep.
+    reports = Below("data", "reports")
+    #: One folder per nightly evaluation.
+    nightly = Below("control", "nightly")
+    #: Workspaces of proofs in progress.
+    proof_scratch = Below("data", "proofs/scratch")
+    #: One folder per server that is shared.
+    services = Below("control", "services")
 
     def proof(self, stage_id: str) -> Path:
         """The newest proof that a stage resumes exactly."""
@@ -340,16 +234,6 @@ class Layout:
     def certificate(self, host: str) -> Path:
         """The newest certificate of a node, by a name that is fit for a file."""
         return self.control / "certificates" / f"{host}.json"
-
-    @property
-    def proof_scratch(self) -> Path:
-        """Workspaces of proofs in progress."""
-        return self.data / "proofs" / "scratch"
-
-    @property
-    def services(self) -> Path:
-        """One folder per server that is shared."""
-        return self.control / "services"
 
     def service(self, service_id: str) -> Path:
         """Key and leases of a server that is shared."""

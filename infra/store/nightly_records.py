@@ -1,4 +1,4 @@
-"""What a workspace remembers of a nightly evaluation: its file, its nights, its history, alerts.
+"""Memory of a nightly evaluation in a workspace: its file, its nights, its history, alerts.
 
 In: values. Out: the same, read from any shell. There are no locks: whatever may be written by two
 at once is a file that one of them creates, so a night that comes late, twice, or while another one
@@ -18,7 +18,7 @@ still runs, can never count double.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,25 +75,21 @@ class NightlyRecords(RecordFiles):
         return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
 
     def worker_of(self, night: str) -> Worker | None:
-        """Who has taken a night up last."""
+        """Process that has taken a night up last."""
         found = _sorted(self._night(night) / "turns", "[0-9]*.json")
         if not found:
             return None
         turn = self.read_control(found[-1]) or {}
         process = ProcessId.parse(str(turn["process"]))
         left = (self._night(night) / "turns" / f"{found[-1].stem}.left").exists()
-        works = not left and (process.alive if process.here else True)
-        return Worker(
-            int(found[-1].stem), str(process), str(turn.get("job", "")), works, process.here
-        )
+        works = not left and (process.alive or not process.here)
+        job, number = str(turn.get("job", "")), int(found[-1].stem)
+        return Worker(number, str(process), job, works, process.here)
 
     def take_night(self, night: str, after: int) -> bool:
         """Take a night up, as the one after turn ``after``; False if somebody was faster."""
-        mine = {
-            "process": str(ProcessId.of()),
-            "job": os.environ.get("SLURM_JOB_ID", ""),
-            "at": now_text(),
-        }
+        job = os.environ.get("SLURM_JOB_ID", "")
+        mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
         return self._create(self._night(night) / "turns" / f"{after + 1:04d}.json", mine)
 
     def leave_night(self, night: str, turn: int) -> None:
@@ -105,11 +101,11 @@ class NightlyRecords(RecordFiles):
         return self._create(self._night(night) / "ended.json", {**value, "at": now_text()})
 
     def ended(self, night: str) -> dict[str, Any] | None:
-        """What was said of a night when nothing was left to do."""
+        """Record of a night's end."""
         return self.read_control(self._night(night) / "ended.json")
 
     def note_run(self, night: str, checkpoint: str, run: str, digest: str) -> None:
-        """Which call evaluates a checkpoint in a night, and of which weights."""
+        """Note which call evaluates a checkpoint in a night, and of which weights."""
         folder = self._night(night) / "runs"
         number = len(_sorted(folder, f"{checkpoint}-[0-9]*.json")) + 1
         value = {"run": run, "digest": digest, "checkpoint": checkpoint}
@@ -146,9 +142,7 @@ class NightlyRecords(RecordFiles):
         WorkspaceError
             A line is damaged, or of a newer version.
         """
-        return list(self._rows())
-
-    def _rows(self) -> Iterator[Row]:
+        found = []
         for path in _sorted(self.folder / "history", "[0-9]*.json"):
             value = self.read_control(path) or {}
             if value.get("version") != ROW_VERSION:
@@ -157,7 +151,8 @@ class NightlyRecords(RecordFiles):
                     expected=f"version {ROW_VERSION}",
                     fix="use the refiner that wrote it, or a newer one",
                 )
-            yield from_json(Row, value)
+            found.append(from_json(Row, value))
+        return found
 
     def keep_values(self, stage: str, protocol: str, values: Mapping[str, Values]) -> None:
         """Keep watched metrics of an evaluation prompt by prompt: outputs may be reclaimed."""
@@ -205,9 +200,7 @@ class NightlyRecords(RecordFiles):
         return self.folder / "nights" / night
 
     def _create(self, path: Path, value: Mapping[str, Any]) -> bool:
-        with no_space_guard(self.root, "recording a nightly evaluation"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return atomic.create_json(path, dict(value))
+        return self.create(path, value, "recording a nightly evaluation")
 
 
 def nightly_names(workspace: Workspace) -> list[str]:

@@ -14,6 +14,7 @@ works, is void whatever its counter does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -24,10 +25,9 @@ from collections.abc import Callable, Collection
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
-from infra.host.files import exists, make_folder, names_in
+from infra.host.files import exists, make_folder
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.layout import call_title
@@ -61,7 +61,7 @@ class Orchestrator:
 
     @property
     def works(self) -> bool:
-        """Whether it works on the run, or may do so."""
+        """Tell whether it works on the run, or may do so."""
         return self.standing in ("running", "elsewhere")
 
     @property
@@ -72,7 +72,7 @@ class Orchestrator:
 
 
 def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
-    """Who works on a run."""
+    """Process that works on a run."""
     number, turn = workspace.newest_turn(run_id)
     said = workspace.read_orchestrator(run_id) or {}
     text = str(turn.get("process") or said.get("process") or "")
@@ -80,16 +80,14 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
         return Orchestrator("none", number)
     process = ProcessId.parse(text)
     own = said if said.get("process") == text else {}
-    standing = _standing(process, own)
-    return Orchestrator(
-        standing,
-        number,
-        process.pid,
-        process.host,
-        str(turn.get("job") or ""),
-        own.get("exit_code"),
-        str(own.get("at") or turn.get("at") or ""),
-    )
+    standing: Standing = "elsewhere"
+    if own.get("state") == "ended":
+        standing = "ended"
+    elif process.here:
+        standing = "running" if process.alive else "gone"
+    job, at = str(turn.get("job") or ""), str(own.get("at") or turn.get("at") or "")
+    code = own.get("exit_code")
+    return Orchestrator(standing, number, process.pid, process.host, job, code, at)
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:
@@ -102,14 +100,6 @@ def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, 
         if other.run not in ours and orchestrator_of(workspace, other.run).standing == "running":
             found |= dict.fromkeys(other.stages.values(), other.run)
     return found
-
-
-def _standing(process: ProcessId, said: dict[str, Any]) -> Standing:
-    if said.get("state") == "ended":
-        return "ended"
-    if process.here:
-        return "running" if process.alive else "gone"
-    return "elsewhere"
 
 
 def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
@@ -125,17 +115,18 @@ def take_up(workspace: Workspace, run_id: str, *, regardless: bool = False) -> N
     ConfigurationError
         Another process works on it.
     """
-    before, job = orchestrator_of(workspace, run_id), os.environ.get("SLURM_JOB_ID", "")
-    requeued = bool(job) and before.job == job  # Slurm has started the same job again
-    if before.standing == "running" or (before.works and not (requeued or regardless)):
-        raise busy_error(run_id, before)
+    job = os.environ.get("SLURM_JOB_ID", "")
+    before = require_idle(workspace, run_id, regardless=regardless, job=job)
     mine = {"process": str(ProcessId.of()), "job": job, "at": now_text()}
     if not workspace.take_turn(run_id, before.turn, mine):
         raise busy_error(run_id, orchestrator_of(workspace, run_id))
 
 
-def require_idle(workspace: Workspace, run_id: str, *, regardless: bool = False) -> None:
-    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`.
+def require_idle(
+    workspace: Workspace, run_id: str, *, regardless: bool = False, job: str = ""
+) -> Orchestrator:
+    """Refuse a call that another process works on; ``regardless`` as for :func:`take_up`. Who has
+    been the Slurm ``job`` that this one is does not: it has been started again.
 
     Raises
     ------
@@ -143,12 +134,14 @@ def require_idle(workspace: Workspace, run_id: str, *, regardless: bool = False)
         Somebody does.
     """
     who = orchestrator_of(workspace, run_id)
-    if who.standing == "running" or (who.works and not regardless):
+    gone = regardless or (bool(job) and who.job == job)
+    if who.standing == "running" or (who.works and not gone):
         raise busy_error(run_id, who)
+    return who
 
 
 def busy_error(run_id: str, who: Orchestrator) -> ConfigurationError:
-    """Why a run cannot be taken up now, and what to do instead."""
+    """Error for a run that cannot be taken up now, and what to do instead."""
     title = call_title(run_id)
     name = title.partition(" ")[2]
     look = f"look with `refiner status {name}`, or end it with `refiner cancel {name}`"
@@ -200,7 +193,7 @@ class Lease:
         self._path = folder / "leases" / f"{holder}.json"
         self._clock, self._counter = clock, 0
         self._renewed_at: float | None = None
-        self._warned = False
+        self._complaints = atomic.Complaints()
 
     def renew(self) -> None:
         """Move the counter, if that is due."""
@@ -212,9 +205,8 @@ class Lease:
             make_folder(self._path.parent)
             atomic.write_json(self._path, {"counter": self._counter}, sync=False)
         except OSError as error:
-            if not self._warned:
-                log.warning("the lease %s cannot be renewed: %s", self._path, error)
-            self._warned = True
+            text = "the lease %s cannot be renewed: %s"
+            self._complaints.say("renew", text, self._path, error)
 
     def release(self) -> None:
         """Give it back; more than once does no harm."""
@@ -222,32 +214,22 @@ class Lease:
             atomic.remove_quietly(self._path)
         self._renewed_at = None
 
-
-class HeldLease:
-    """A lease that a thread renews; a context manager."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease, self._ended = lease, threading.Event()
+    def __enter__(self) -> Lease:
+        """Have a thread renew it."""
+        self.renew()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-
-    def __enter__(self) -> HeldLease:
-        self._lease.renew()
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._lease.release()
+        self.release()
 
     def _run(self) -> None:
         while not self._ended.wait(RENEW_S):
-            self._lease.renew()
+            self.renew()
 
 
 class CallLeases:
@@ -267,29 +249,19 @@ class CallLeases:
         for service_id in [i for i in self._leases if i not in wanted]:
             self._leases.pop(service_id).release()
         for service_id in wanted:
-            if service_id not in self._leases:
-                folder = self._workspace.layout.service(service_id)
-                self._leases[service_id] = Lease(folder, run_holder(self._run_id), self._clock)
-            self._leases[service_id].renew()
-
-
-@dataclass
-class _Sign:
-    counter: int
-    since: float
+            folder = self._workspace.layout.service(service_id)
+            lease = Lease(folder, run_holder(self._run_id), self._clock)
+            self._leases.setdefault(service_id, lease).renew()
 
 
 class LeaseWatch:
     """The server's side: who holds a lease now, and since when nobody does."""
 
     def __init__(
-        self,
-        workspace: Workspace,
-        service_id: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, workspace: Workspace, service_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._workspace, self._service_id, self._clock = workspace, service_id, clock
-        self._signs: dict[str, _Sign] = {}
+        self._signs: dict[str, tuple[int, float]] = {}  # a counter, and since when it stands
         self._idle_since = clock()
 
     def look(self) -> list[str]:
@@ -312,15 +284,15 @@ class LeaseWatch:
 
     def _is_lost(self, holder: str, now: float) -> bool:
         counter = _counter(_path(self._workspace, self._service_id, holder))
-        sign = self._signs.get(holder)
-        if sign is None or sign.counter != counter:
-            self._signs[holder] = _Sign(counter, now)
-            return False
-        return now - sign.since > LOST_AFTER_S
+        before, since = self._signs.get(holder, (None, now))
+        if before != counter:
+            since = now
+        self._signs[holder] = (counter, since)
+        return now - since > LOST_AFTER_S
 
 
 def holders(workspace: Workspace, service_id: str) -> list[str]:
-    """Who holds a lease, as far as records say: those that have ended are left out."""
+    """Holders of a lease, as far as records say: those that have ended are left out."""
     return [n for n in _names(workspace, service_id) if not _has_ended(workspace, n)]
 
 
@@ -335,21 +307,16 @@ def held_by_others(workspace: Workspace, service_id: str, ours: Collection[str])
 
 
 def _names(workspace: Workspace, service_id: str) -> list[str]:
-    folder = workspace.layout.service(service_id) / "leases"
-    return [
-        n.removesuffix(".json") for n in names_in(folder) if n.endswith(".json") and n[0] != "."
-    ]
+    return [p.stem for p in atomic.json_files(workspace.layout.service(service_id) / "leases")]
 
 
 def _counter(path: Path) -> int:
     """A lease's counter; 0 where a power cut or a full disk has left a file without one, so that it
     counts as lost if nobody renews it."""
-    try:
-        value = atomic.read_json(path)
-    except ValueError:
-        return 0
-    counter = value.get("counter") if isinstance(value, dict) else None
-    return counter if isinstance(counter, int) else 0
+    with contextlib.suppress(ValueError, AttributeError):
+        counter = (atomic.read_json(path) or {}).get("counter")
+        return counter if isinstance(counter, int) else 0
+    return 0
 
 
 def _has_ended(workspace: Workspace, holder: str) -> bool:

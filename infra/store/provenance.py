@@ -21,6 +21,7 @@ node, replaces the first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -32,7 +33,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +43,7 @@ import psutil
 
 from infra.host.files import PASSING, again, exists
 from infra.host.processes import ProcessId, host_name
+from infra.host.secrets import MASK, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace, doubt_about, is_shared
@@ -107,8 +109,8 @@ def require_snapshot(workspace: Workspace, code: str) -> None:
 
 
 def reads_parts_apart(workspace: Workspace, code: str) -> bool:
-    """Whether a run's code is of a version that reads an attempt's configuration and inputs from
-    files of their own: it has the module that later ones do not have."""
+    """Tell whether a run's code is of a version that reads an attempt's configuration and inputs
+    from files of their own: it has the module that later ones do not have."""
     return bool(code) and exists(workspace.layout.code / code / _APART)
 
 
@@ -159,7 +161,7 @@ def check_snapshot(workspace: Workspace, snapshot: Path) -> None:
 
 
 def _difference(snapshot: Path, shared: bool) -> str:
-    """Why a snapshot is not what its name says; empty where it is."""
+    """Reason why a snapshot is not what its name says; empty where it is."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -229,11 +231,6 @@ _DISTRIBUTIONS = (
 )
 _SNAPSHOT = re.compile(r"[0-9a-f]{16}")  # a worker's packages lie in code/<digest>/
 DIFF_LIMIT_BYTES = 1 << 20
-_MASK = "***"
-_MASKS = (
-    (re.compile(r"(?i)(://[^/\s:@]+:)[^/\s@]+@"), rf"\g<1>{_MASK}@"),
-    (re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-)[\w-]{8,}"), rf"\g<1>{_MASK}"),
-)
 
 
 class Checkout(NamedTuple):
@@ -256,7 +253,7 @@ def run_provenance(command: Sequence[str], code: str, checkout: Checkout) -> dic
         "diff_sha256": hashlib.sha256(diff).hexdigest() if diff else None,
         "code": code,
         "command": masked_command(command),
-        "versions": versions(),
+        "versions": dict(versions()),
         "python": platform.python_version(),
         "host": host(),
     }
@@ -267,7 +264,7 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
     folder = Path(__file__).resolve().parents[2].name
     return {
         "code": folder if _SNAPSHOT.fullmatch(folder) else None,
-        "versions": versions(),
+        "versions": dict(versions()),
         "python": platform.python_version(),
         "host": host(),
         "seeds": {
@@ -280,21 +277,14 @@ def job_provenance(config: RecipeConfig) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+@functools.cache  # it takes a while where many runs are recorded
+def versions() -> Mapping[str, str]:
     """Versions of the distributions that decide numbers, as far as they are installed."""
-    return dict(_versions())
-
-
-@functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
-    """Of this process: read once, which takes a while where many runs are recorded."""
-    found = []
+    found = {}
     for name in _DISTRIBUTIONS:
-        try:
-            found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def host() -> dict[str, Any]:
@@ -316,9 +306,8 @@ def checkout_of(file: Path | None = None) -> Checkout:
     beside ours that git does not know are changes, for jobs import them.
     """
     file = file or Path(__file__).resolve()
-    if _git(file.parent, "ls-files", "--error-unmatch", "--", file.name) is None:
-        return Checkout(None, False, "")
-    commit = _git(file.parent, "rev-parse", "HEAD")
+    known = _git(file.parent, "ls-files", "--error-unmatch", "--", file.name)
+    commit = None if known is None else _git(file.parent, "rev-parse", "HEAD")
     if commit is None:
         return Checkout(None, False, "")
     packages = [str(file.parents[2] / name) for name in PACKAGES]
@@ -338,19 +327,17 @@ def limited_diff(diff: str, limit: int = DIFF_LIMIT_BYTES) -> str:
 
 def masked_command(command: Sequence[str]) -> list[str]:
     """The argument list with the values of everything that looks like a secret masked."""
-    masked: list[str] = []
+    found: list[str] = []
     flag = ""
     for argument in command:
         name, equals, value = argument.partition("=")
         if is_secret_name(flag) and not argument.startswith("-"):
-            argument = _MASK
+            argument = MASK
         elif value.strip() and is_secret_name(name):
-            argument = f"{name}={_MASK}"
-        for pattern, replacement in _MASKS:
-            argument = pattern.sub(replacement, argument)
-        masked.append(argument)
+            argument = f"{name}={MASK}"
+        found.append(masked(argument))
         flag = name if name.startswith("-") and not equals else ""
-    return masked
+    return found
 
 
 def this_command() -> list[str]:
@@ -359,37 +346,30 @@ def this_command() -> list[str]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command, quiet = ["git", "-C", str(folder), *arguments], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            timeout=20,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False, stdin=quiet)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
 def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        return next(_values(Path("/proc/cpuinfo"), "model name"), platform.processor())
     return platform.processor()
 
 
 def _gpus() -> list[str]:
     """Names from the NVIDIA driver; asked of no library, so that none is imported."""
-    names = []
-    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        for line in path.read_text(errors="replace").splitlines():
-            if line.startswith("Model:"):
-                names.append(line.partition(":")[2].strip())
-    return names
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    return [name for path in files for name in _values(path, "Model:")]
+
+
+def _values(path: Path, key: str) -> Iterator[str]:
+    for line in path.read_text(errors="replace").splitlines():
+        if line.startswith(key):
+            yield line.partition(":")[2].strip()
 
 
 _OWNER, _KEPT = "owner.json", "kept.json"
@@ -403,10 +383,8 @@ def write_proof(workspace: Workspace, proof: ResumeProof) -> None:
     NoSpaceError
         It did not fit; the earlier one is still there.
     """
-    path = workspace.layout.proof(proof.stage_id)
-    with no_space_guard(workspace.root, "recording the proof"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(path, {**to_json(proof), "verdict": proof.verdict})
+    value = {**to_json(proof), "verdict": proof.verdict}
+    workspace.replace(workspace.layout.proof(proof.stage_id), value, "recording the proof")
 
 
 def read_proof(workspace: Workspace, stage_id: str) -> ResumeProof | None:
@@ -459,9 +437,7 @@ def write_certificate(workspace: Workspace, certificate: Certificate) -> None:
         It did not fit; the earlier one is still there.
     """
     path = workspace.layout.certificate(_file_name(str(certificate.host["name"])))
-    with no_space_guard(workspace.root, "recording the certificate"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(path, to_json(certificate))
+    workspace.replace(path, certificate, "recording the certificate")
 
 
 def read_certificate(workspace: Workspace, host: str | None = None) -> Certificate | None:
@@ -485,8 +461,7 @@ def read_certificates(workspace: Workspace) -> list[Certificate]:
     WorkspaceError
         One of them is damaged, or of a newer version.
     """
-    folder = workspace.layout.certificate("").parent
-    names = sorted(p.stem for p in folder.glob("*.json")) if folder.is_dir() else []
+    names = sorted(p.stem for p in workspace.layout.certificate("").parent.glob("*.json"))
     found = [one for name in names if (one := read_certificate(workspace, name)) is not None]
     return sorted(found, key=lambda one: one.made_at)
 

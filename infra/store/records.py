@@ -7,7 +7,6 @@ each request to cancel is a file of its own.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,6 @@ from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, 
 
 T = TypeVar("T")
 Part = Literal["config", "inputs", "batch", "scheduler", "resumed"]
-log = logging.getLogger(__name__)
 
 #: Which file of an attempt a part stands in; each was a file of its own before.
 _PARTS: dict[Part, str] = {
@@ -59,12 +57,32 @@ class RecordFiles:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._told: set[Path] = set()
+        #: Of files that are looked at again and again.
+        self.complaints = atomic.Complaints()
 
     @property
     def root(self) -> Path:
         """The workspace's folder."""
         return self.layout.control
+
+    def replace(self, path: Path, value: Any, doing: str) -> None:
+        """Write a record in the place of what was there.
+
+        Raises
+        ------
+        NoSpaceError
+            It did not fit; what was said before is still there.
+        """
+        with no_space_guard(self.root, doing):
+            make_folder(path.parent)
+            atomic.write_json(path, to_json(value))
+
+    def create(self, path: Path, value: Any, doing: str) -> bool:
+        """Write a record unless there is one; True for the one who did. Errors as of
+        :meth:`replace`."""
+        with no_space_guard(self.root, doing):
+            make_folder(path.parent)
+            return atomic.create_json(path, to_json(value))
 
     def load(
         self, kind: type[T], path: Path, *, newest: int = RECORD_VERSION, fix: str = ""
@@ -178,19 +196,13 @@ class RecordFiles:
         return value
 
     def glance(self, path: Path) -> dict[str, Any] | None:
-        """What a file says; None, and a warning, for one that is damaged or does not let itself be
-        read."""
+        """Contents of a file; None, and a warning, for one that is damaged or does not let itself
+        be read."""
         try:
             return self.read_control(path)
         except WorkspaceError as error:
-            self.tell_once(path, str(error))
+            self.complaints.say(path, "%s", error)
             return None
-
-    def tell_once(self, path: Path, text: str) -> None:
-        """Log what is wrong with a file that is looked at again and again."""
-        if path not in self._told:
-            log.warning("%s", text)
-        self._told.add(path)
 
     def _set_aside(self, path: Path, why: str) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -205,14 +217,14 @@ class RecordFiles:
         except FileNotFoundError:
             return  # somebody else has just done it
         except OSError as error:
-            self.tell_once(path, f"{why}; it is left out, and cannot be set aside: {error}")
+            text = "%s; it is left out, and cannot be set aside: %s"
+            self.complaints.say(path, text, why, error)
             return
-        self.tell_once(
-            path, f"{why}; it is " + (f"kept as {aside.name}" if is_still else "left out")
-        )
+        kept = f"kept as {aside.name}" if is_still else "left out"
+        self.complaints.say(path, "%s; it is %s", why, kept)
 
     def _way_out(self, path: Path) -> str:
-        """What to do about a damaged file: the least that can go, and what that means."""
+        """Way out of a damaged file: the least that can go, and what that means."""
         if path.parent.parent.name == "attempts":
             return f"restore it, or move it away (`mv {path} {path}.damaged`) and go on without it"
         for root, meaning in (
@@ -242,10 +254,7 @@ class RunRecords(RecordFiles):
 
     def write_run(self, run: RunRecord) -> None:
         """Record a call."""
-        paths = self.layout.run(run.run)
-        with no_space_guard(self.root, "recording the run"):
-            make_folder(paths.folder)
-            atomic.write_json(paths.record, to_json(run))
+        self.replace(self.layout.run(run.run).record, run, "recording the run")
 
     def keep_run(self, run: RunRecord) -> None:
         """Record a call unless it is: a full disk must end none that is taken up again."""
@@ -285,39 +294,28 @@ class RunRecords(RecordFiles):
             except WorkspaceError as error:
                 if error.errno is not None:
                     raise
-                self.tell_once(self.layout.run(run_id).record, f"{error}; it is left out")
+                self.complaints.say(self.layout.run(run_id).record, "%s; it is left out", error)
 
     # ------------------------------------------------------------ the process that works on it
 
     def write_orchestrator(self, run_id: str, value: Mapping[str, Any]) -> None:
-        """Say which process works on a call, and later how it ended. One writer: that process.
-
-        Raises
-        ------
-        NoSpaceError
-            It did not fit; what was said before is still there.
-        """
-        paths = self.layout.run(run_id)
-        with no_space_guard(self.root, "recording the orchestrator"):
-            make_folder(paths.folder)
-            atomic.write_json(paths.orchestrator, dict(value))
+        """Say which process works on a call, and later how it ended. One writer: that process."""
+        path = self.layout.run(run_id).orchestrator
+        self.replace(path, value, "recording the orchestrator")
 
     def read_orchestrator(self, run_id: str) -> dict[str, Any] | None:
-        """Which process works on a call; None if none has said so."""
+        """Process that works on a call; None if none has said so."""
         return self.read_control(self.layout.run(run_id).orchestrator)
 
     def take_turn(self, run_id: str, after: int, value: Mapping[str, Any]) -> bool:
         """Take a call up, as the one after turn ``after`` (0: the first); False if somebody else
         has been faster. So of several that resume a call at once, one does."""
-        folder = self.layout.run(run_id).turns
-        with no_space_guard(self.root, "taking up the run"):
-            make_folder(folder)
-            return atomic.create_json(folder / f"{after + 1:04d}.json", dict(value))
+        path = self.layout.run(run_id).turns / f"{after + 1:04d}.json"
+        return self.create(path, value, "taking up the run")
 
     def newest_turn(self, run_id: str) -> tuple[int, dict[str, Any]]:
-        """Who has taken a call up last; ``(0, {})`` if nobody has."""
-        folder = self.layout.run(run_id).turns
-        found = [folder / n for n in names_in(folder) if n[0].isdigit() and n.endswith(".json")]
+        """Process that has taken a call up last; ``(0, {})`` if nobody has."""
+        found = atomic.json_files(self.layout.run(run_id).turns)
         return (int(found[-1].stem), self.read_control(found[-1]) or {}) if found else (0, {})
 
     def withdraw_cancel(self, run_id: str) -> bool:
@@ -338,21 +336,17 @@ class RunRecords(RecordFiles):
         bool
             False if all that was asked for before.
         """
-        asked = self.cancel_asked(run_id)
-        if asked is not None and (
-            not asked["stages"] or (stages and {*stages} <= {*asked["stages"]})
-        ):
+        asked = (self.cancel_asked(run_id) or {}).get("stages")
+        if asked == [] or (asked and stages and {*stages} <= {*asked}):
             return False
-        folder = self.layout.run(run_id).cancel
-        with no_space_guard(self.root, "asking for the end of a run"):
-            make_folder(folder)
-            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            value = {"by": by, "stages": list(stages), "at": now_text()}
-            atomic.write_json(folder / f"{stamp}-{secrets.token_hex(4)}.json", value)
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        path = self.layout.run(run_id).cancel / f"{stamp}-{secrets.token_hex(4)}.json"
+        value = {"by": by, "stages": list(stages), "at": now_text()}
+        self.replace(path, value, "asking for the end of a run")
         return True
 
     def cancel_asked(self, run_id: str) -> dict[str, Any] | None:
-        """What somebody wants to end; None if nobody wants anything.
+        """Wish of somebody to end it; None if nobody wants anything.
 
         Returns
         -------
@@ -360,9 +354,8 @@ class RunRecords(RecordFiles):
             ``by`` and ``at`` of the newest request; ``stages``: all names asked for, none if the
             whole call is to end.
         """
-        folder = self.layout.run(run_id).cancel
-        found = [folder / n for n in names_in(folder) if n[0] != "." and n.endswith(".json")]
-        requests = [r for r in map(self.read_control, found) if r is not None]
+        found = map(self.read_control, atomic.json_files(self.layout.run(run_id).cancel))
+        requests = [r for r in found if r is not None]
         if not requests:
             return None
         named: list[list[str]] = [r["stages"] for r in requests]

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -72,7 +71,7 @@ class Lying:
 
 
 def read_evidence(text: str | bytes | None) -> Lying | None:
-    """What an evidence file says; None if there is none, or if it is not of refiner."""
+    """Contents of an evidence file; None if there is none, or if it is not of refiner."""
     try:
         said: Any = json.loads(text or "null")
         if not isinstance(said, dict) or said.get("kind") != KIND:
@@ -84,7 +83,7 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 
 
 def lying_at(place: Path) -> Lying | None:
-    """What lies at a place, if it is ours; also what older versions have put there."""
+    """Publication at a place, if it is ours; also what older versions have put there."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
     old: dict[str, Any] | None = atomic.read_json(place / OLD_MANIFEST)
@@ -95,7 +94,8 @@ def lying_at(place: Path) -> Lying | None:
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:
-    """What a target no longer has of what a publish or card stage put there; None if all is there.
+    """Find what a target no longer has of what a publish or card stage put there; None if all is
+    there.
 
     A Hub is not asked: nothing is known to be gone. A folder is known by its own manifest. Card and
     evidence are replaced by later stages of the same publication, so that their content is looked
@@ -130,12 +130,9 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
     return None
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Claim:
-    """What an orchestrator says when it takes a stage.
+    """Claim of an orchestrator on a stage.
 
     ``after`` is the number of the newest attempt that it has seen (0: none); the claim fails if
     another one has come since. ``apart``: the code that the job will run is of a version that reads
@@ -185,8 +182,14 @@ class StageRecords(RecordFiles):
                 expected="folders that refiner has made",
                 fix="delete that folder",
             )
-        if result is not None:
-            attempts = tuple(_succeeded(a, result) for a in attempts)
+        if result is not None:  # it is written before the outcome; a kill may come in between
+            end, at = Outcome("none", "finish"), result.finished_at
+            attempts = tuple(
+                replace(a, outcome=end, ended_at=at)
+                if a.number == result.attempt and a.outcome is None
+                else a
+                for a in attempts
+            )
         return StageRecord(spec, attempts, result)
 
     def read_attempt(self, stage_id: str, number: int) -> Attempt | None:
@@ -205,9 +208,7 @@ class StageRecords(RecordFiles):
         job = self.read_or_set_aside(paths.job, _restart) or {}
         started = self.read_or_set_aside(paths.started, _restart) or {}
         ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
-        if claimed is None and not ended:
-            ended = self._give_up_unknown(stage_id, number)
-        if claimed is None and not ended:
+        if claimed is None and not ended and not (ended := self._give_up_unknown(stage_id, number)):
             return None
         attempt = claimed or Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
@@ -256,18 +257,18 @@ class StageRecords(RecordFiles):
         return self.load(StageResult, self.layout.stage(stage_id).result)
 
     def output_dir(self, stage_id: str) -> Path | None:
-        """Where a finished stage's output lies; None if it is not done."""
+        """Folder of a finished stage's output; None if it is not done."""
         result = self.read_result(stage_id)
         return None if result is None else self.layout.stage(stage_id).data / result.output_dir
 
     def output_damage(self, stage_id: str) -> str | None:
-        """What is wrong with a finished stage's output; None if all is there.
+        """Damage to a finished stage's output; None if all is there.
 
         Looks at names and sizes only, so that it costs nothing beside reading the files.
         """
-        folder, result = self.output_dir(stage_id), self.read_result(stage_id)
-        if folder is None or result is None:
+        if (result := self.read_result(stage_id)) is None:
             return None
+        folder = self.layout.stage(stage_id).data / result.output_dir
         for file in result.files:
             path = folder / file.path
             found = status_of(path)
@@ -298,7 +299,7 @@ class StageRecords(RecordFiles):
             )
 
     def has_damaged(self, stage_id: str) -> bool:
-        """Whether a damaged file of one of the stage's attempts was set aside, by anybody."""
+        """Tell whether a damaged file of one of the stage's attempts was set aside, by anybody."""
         paths = self.layout.stage(stage_id)
         folders = (paths.attempt(number).control for number in paths.attempt_numbers())
         return any(DAMAGED_FILE in name for folder in folders for name in names_in(folder))
@@ -333,9 +334,21 @@ class StageRecords(RecordFiles):
             claimed_at=now_text(),
             has_room=True,
         )
+        spec = StageSpec(
+            version=RECORD_VERSION,
+            name=stage.name,
+            kind=stage.kind,
+            fingerprint=stage.fingerprint,
+            model=stage.model,
+            stage_version=stage.version,
+            identity=stage.identity,
+            sources=stage.sources,
+            input_fingerprints=stage.input_fingerprints,
+        )
         with no_space_guard(self.root, f"claiming {stage.title}"):
             make_folder(paths.attempts)
-            self._write_spec(stage)
+            if not exists(paths.spec):
+                atomic.create_json(paths.spec, to_json(spec))
             said = {"config": to_json(config), "inputs": dict(inputs)}
             return self._claim(stage.id, attempt, said, said if claim.apart else {})
 
@@ -373,27 +386,15 @@ class StageRecords(RecordFiles):
     def _claim(
         self, stage_id: str, attempt: Attempt, said: Mapping[str, Any], files: Mapping[str, Any]
     ) -> Attempt | None:
-        paths = self.layout.stage(stage_id)
-        won = self._rename_in(paths.attempt(attempt.number), {**to_json(attempt), **said}, files)
-        if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
-            return None
-        if exists(paths.result):  # it became done between the caller's look and now
-            done = Outcome("none", "finish", "was done already")
-            self.close_attempt(stage_id, attempt.number, done)
-            return None
-        return attempt
-
-    def _rename_in(
-        self, target: AttemptPaths, intent: Mapping[str, Any], files: Mapping[str, Any]
-    ) -> bool:
+        paths, target = self.layout.stage(stage_id), self.layout.attempt(stage_id, attempt.number)
         temporary = atomic.temporary_name(target.control)
-        claim = secrets.token_hex(8)
+        intent = {**to_json(attempt), **said, "claim": secrets.token_hex(8)}
         try:
             temporary.mkdir()
             (temporary / target.room.name).touch()
             for name, value in files.items():
                 atomic.write_json(temporary / f"{name}.json", value)
-            atomic.write_json(temporary / target.intent.name, {**intent, "claim": claim})
+            atomic.write_json(temporary / target.intent.name, intent)
             try:
                 temporary.rename(target.control)
             except OSError as error:
@@ -403,24 +404,14 @@ class StageRecords(RecordFiles):
             shutil.rmtree(temporary, ignore_errors=True)
         atomic.settle_folder(target.control.parent)
         # Not the rename's own word: NFS may repeat a request and report on the second one.
-        found = self.read_control(target.intent) or {}
-        return bool(found.get("claim") == claim)
-
-    def _write_spec(self, stage: PlannedStage) -> None:
-        spec = StageSpec(
-            version=RECORD_VERSION,
-            name=stage.name,
-            kind=stage.kind,
-            fingerprint=stage.fingerprint,
-            model=stage.model,
-            stage_version=stage.version,
-            identity=stage.identity,
-            sources=stage.sources,
-            input_fingerprints=stage.input_fingerprints,
-        )
-        path = self.layout.stage(stage.id).spec
-        if not exists(path):
-            atomic.create_json(path, to_json(spec))
+        won = (self.read_control(target.intent) or {}).get("claim") == intent["claim"]
+        if not won or max(paths.attempt_numbers(), default=0) != attempt.number:
+            return None
+        if exists(paths.result):  # it became done between the caller's look and now
+            done = Outcome("none", "finish", "was done already")
+            self.close_attempt(stage_id, attempt.number, done)
+            return None
+        return attempt
 
     def start_attempt(self, stage_id: str, number: int, value: Mapping[str, Any]) -> bool:
         """Take the token that lets an attempt run. False: it was taken or given up before."""
@@ -457,18 +448,14 @@ class StageRecords(RecordFiles):
             path.touch()
 
     def is_stale(self, stage_id: str, number: int) -> bool:
-        """Whether an attempt may no longer make anything visible: a later one exists, or someone
-        has closed it."""
+        """Tell whether an attempt may no longer make anything visible: a later one exists, or
+        someone has closed it."""
         paths = self.layout.stage(stage_id)
         newest = max(paths.attempt_numbers(), default=0)
         return newest > number or exists(paths.attempt(number).outcome)
 
     def ask_stop(
-        self,
-        stage_id: str,
-        number: int,
-        failure: Literal["interrupted", "cancelled"],
-        reason: str,
+        self, stage_id: str, number: int, failure: Literal["interrupted", "cancelled"], reason: str
     ) -> bool:
         """Say why a worker is about to be asked to save and end, before it gets the signal: it
         cannot know otherwise whose signal that is. False if somebody had said so before.
@@ -479,7 +466,7 @@ class StageRecords(RecordFiles):
         return atomic.create_json(self.layout.attempt(stage_id, number).stop, value)
 
     def stop_asked(self, stage_id: str, number: int) -> dict[str, Any] | None:
-        """Why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
+        """Reason why the worker was asked to end (``reason``, ``failure``); None if nobody has."""
         return self.read_control(self.layout.attempt(stage_id, number).stop)
 
     # ------------------------------------------------------------ what others know of an attempt
@@ -500,12 +487,11 @@ class StageRecords(RecordFiles):
     def longest_save_s(self, stage_id: str) -> float:
         """Seconds that the longest save of a checkpoint has taken so far, 0 before the first."""
         paths = self.layout.stage(stage_id)
-        steps = (n for n in names_in(paths.checkpoints) if n.startswith("step-"))
-        markers = (paths.checkpoints / name / MARKER for name in steps)
-        values = [(self.glance(path) or {}).get("seconds") for path in markers]
-        for number in paths.attempt_numbers():
-            values.append((self.read_heartbeat(stage_id, number) or {}).get("save_s"))
-        return max((float(v) for v in values if v is not None), default=0.0)
+        steps = [n for n in names_in(paths.checkpoints) if n.startswith("step-")]
+        said = [(self.glance(paths.checkpoints / n / MARKER) or {}).get("seconds") for n in steps]
+        beats = [self.read_heartbeat(stage_id, n) or {} for n in paths.attempt_numbers()]
+        said += [beat.get("save_s") for beat in beats]
+        return max((float(s) for s in said if s is not None), default=0.0)
 
     def read_heartbeat(self, stage_id: str, number: int) -> dict[str, Any] | None:
         """The newest heartbeat of an attempt; None where there is none that can be read.
@@ -527,10 +513,3 @@ def _restart(said: Mapping[str, Any]) -> int:
 
 def _outcome(said: Mapping[str, Any]) -> Outcome:
     return from_json(Outcome, said["outcome"])
-
-
-def _succeeded(attempt: Attempt, result: StageResult) -> Attempt:
-    """The result is written before the outcome and says as much; a kill may come in between."""
-    if attempt.number != result.attempt or attempt.outcome is not None:
-        return attempt
-    return replace(attempt, outcome=Outcome("none", "finish"), ended_at=result.finished_at)

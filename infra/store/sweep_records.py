@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from infra.host.files import make_folder, names_in
+from infra.host.files import names_in
 from infra.store import atomic
-from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import SweepRecord, to_json
+from refiner_core.contract.records import SweepRecord
 
 
 def sweep_folder(workspace: Workspace, name: str) -> Path:
-    """Where a sweep's files lie."""
+    """Folder of a sweep."""
     return workspace.layout.sweeps / name
 
 
@@ -38,9 +37,8 @@ def sweep_names(workspace: Workspace) -> list[str]:
 
 def sweep_versions(workspace: Workspace, name: str) -> list[int]:
     """Numbers of a sweep's versions, ascending; none for one that is not recorded."""
-    names = names_in(sweep_folder(workspace, name) / "versions")
-    found = (n.removesuffix(".json") for n in names if n[0].isdigit() and n.endswith(".json"))
-    return sorted(map(int, found))
+    found = atomic.json_files(sweep_folder(workspace, name) / "versions")
+    return sorted(int(path.stem) for path in found)
 
 
 def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> SweepRecord:
@@ -70,18 +68,14 @@ def read_sweep(workspace: Workspace, name: str, number: int | None = None) -> Sw
 
 def write_sweep(workspace: Workspace, record: SweepRecord) -> bool:
     """Record a version; False if somebody else was faster and it is taken."""
-    folder = sweep_folder(workspace, record.name) / "versions"
-    with no_space_guard(workspace.root, "recording the sweep"):
-        make_folder(folder)
-        return atomic.create_json(folder / f"{record.number:04d}.json", to_json(record))
+    path = sweep_folder(workspace, record.name) / "versions" / f"{record.number:04d}.json"
+    return workspace.create(path, record, "recording the sweep")
 
 
 def note_trial(workspace: Workspace, sweep: str, trial: str, run_id: str) -> None:
     """Say which run works on a trial (``ARM/seedN``). One writer: the sweep's orchestrator."""
     path = _trial_path(workspace, sweep, trial)
-    with no_space_guard(workspace.root, "recording a trial"):
-        make_folder(path.parent)
-        atomic.write_json(path, {"trial": trial, "run": run_id})
+    workspace.replace(path, {"trial": trial, "run": run_id}, "recording a trial")
 
 
 def trial_run(workspace: Workspace, sweep: str, trial: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a stage leaves behind while it runs: lines of metrics and files of rollouts.
+"""Traces of a stage, left behind while it runs: lines of metrics and files of rollouts.
 
 In: rows of rollouts, or the path of what was written. Out: Parquet and back, and the lines of a
 ``metrics.jsonl``. Who writes them when is the attempt's business (:mod:`infra.attempt.stage_io`).
@@ -33,19 +33,16 @@ def read_metrics(path: Path, only: Collection[str] | None = None) -> list[Metric
     WorkspaceError
         A line is none that was written here; says which.
     """
+
+    def read() -> list[MetricsLine]:
+        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            lines = ((n, line) for n, line in enumerate(file, start=1) if line.endswith("\n"))
+            return [_metrics_line(path, number, line, only) for number, line in lines]
+
     try:
-        return again(_read_metrics, path, only)
+        return again(read)
     except FileNotFoundError:
         return []
-
-
-def _read_metrics(path: Path, only: Collection[str] | None) -> list[MetricsLine]:
-    lines = []
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith("\n"):
-                lines.append(_metrics_line(path, number, line, only))
-    return lines
 
 
 def _metrics_line(path: Path, number: int, line: str, only: Collection[str] | None) -> MetricsLine:

@@ -38,7 +38,7 @@ SHARED = "REFINER_SHARED_WORKSPACES"
 
 
 def is_shared(root: Path) -> bool:
-    """Whether this user has said that others may write to the workspace ``root``."""
+    """Tell whether this user has said that others may write to the workspace ``root``."""
     named = [Path(name).expanduser() for name in os.environ.get(SHARED, "").split(os.pathsep)]
     real = Path(os.path.realpath(root))
     return any(real.is_relative_to(os.path.realpath(p)) for p in named if p.is_absolute())
@@ -50,7 +50,7 @@ def keep_others_out(shared: bool) -> None:
 
 
 def doubt_about(path: Path, *, shared: bool) -> str:
-    """Why others may have written to a file or folder; empty where they cannot have.
+    """Reason why others may have written to a file or folder; empty where they cannot have.
 
     Links are followed. Root may write anywhere, so what is root's is as good as one's own.
     """
@@ -254,7 +254,7 @@ class Workspace(StageRecords, RunRecords):
         )
 
     def _check_data_root(self, found: dict[str, Any]) -> None:
-        """Whether the data root is there, and holds what belongs to this workspace."""
+        """Tell whether the data root is there, and holds what belongs to this workspace."""
         if "id" not in found:
             return
         mark = self._read_mark(found)
@@ -284,7 +284,7 @@ class Workspace(StageRecords, RunRecords):
         )
 
     def _read_mark(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """Whose data lie in the data root; None if nothing says so."""
+        """Owner of the data in the data root; None if nothing says so."""
         path = self.layout.data_mark
         value = {"id": found.get("id"), "workspace": str(self.root)}
         try:

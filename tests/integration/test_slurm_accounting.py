@@ -91,6 +91,6 @@ def test_more_memory_than_it_asked_for_shows_on_the_step(
     end = campaign.wait_dead(request).end
     assert end is not None
     assert (end.failure, end.decision) == ("out_of_memory", "resume")
-    rows = RealSlurm().accounts([campaign.job_id(request)]).rows
+    rows = RealSlurm().accounts([campaign.job_id(request)]) or []
     (job,) = facts_of_accounts(rows).values()
     assert job.out_of_memory

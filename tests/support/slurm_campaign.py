@@ -15,7 +15,7 @@ from typing import Any
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt, WorkerCommand
 from infra.slurm.dispatcher import SlurmDispatcher
 from infra.slurm.profiles import Profile
-from infra.slurm.scheduler import Patience, RealSlurm, SlurmCommands
+from infra.slurm.scheduler import Patience, RealSlurm
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import Resources
 from refiner_core.contract.plan import make_plan
@@ -36,7 +36,7 @@ class Campaign:
         self.behave({})
 
     def another_dispatcher(
-        self, commands: SlurmCommands | None = None, poll_s: float = 0.2, **options: Any
+        self, commands: RealSlurm | None = None, poll_s: float = 0.2, **options: Any
     ) -> SlurmDispatcher:
         """As an orchestrator that is started again would make it."""
         return SlurmDispatcher(

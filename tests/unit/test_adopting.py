@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from flows.adopting import AdoptRequest, adopt
-from infra.adopting.checkpoint import How
-from infra.adopting.ours import find_stages
+from infra.adopting import How, find_stages
 from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError

@@ -560,7 +560,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether the archive counts as another file system (a second one needs root to mount)."""
 
     def say(yes: bool) -> None:
-        monkeypatch.setattr(copies_module, "_elsewhere", lambda *_: yes)
+        monkeypatch.setattr(copies_module.Copy, "is_elsewhere", lambda *_: yes)
 
     return say
 

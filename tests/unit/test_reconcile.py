@@ -46,7 +46,7 @@ from tests.support.plans import SOURCES, small_config, small_plan
 ME, OTHER = "here:1:1.00", "here:2:1.00"
 PLAN = small_plan("data", "sft", "evaluate")
 DATA, SFT = PLAN.by_name["data"], PLAN.by_name["sft"]
-POLICY = Policy(owner=ME, max_parallel=2)
+POLICY = Policy(max_parallel=2)
 RETRIES = RetryConfig()
 RESUMABLE = [c for c, rule in CLASSES.items() if rule.decision == "resume"]
 FINAL = [c for c, rule in CLASSES.items() if rule.decision == "stop"]
@@ -129,7 +129,7 @@ def test_only_local_jobs_take_local_slots(local: bool, launched: bool) -> None:
 def test_two_stages_that_only_move_bytes_run_at_a_time_beside_the_local_slots() -> None:
     light = [replace(DATA, name=n, kind="fetch", fingerprint=n * 12) for n in ("a", "b", "c")]
     plan = Plan("light", PLAN.config, (DATA, *light))
-    actions = reconcile(plan, {}, Observed(), Policy(owner=ME, max_parallel=1))
+    actions = reconcile(plan, {}, Observed(), Policy(max_parallel=1))
     assert [type(a) for a in actions] == [Launch, Launch, Launch, Wait]
 
 
@@ -636,7 +636,7 @@ class World:
 
 def drive(world: World, owners: list[str], ticks: int) -> dict[str, tuple[Action, ...]]:
     """Several orchestrators, each looking at its own pace; the last actions of each."""
-    policies = {o: Policy(owner=o, max_parallel=2, ended_before=world.ended()) for o in owners}
+    policies = {o: Policy(max_parallel=2, ended_before=world.ended()) for o in owners}
     last: dict[str, tuple[Action, ...]] = {}
     for _ in range(ticks):
         looks: list[tuple[str, Callable[[], tuple[Action, ...]]]] = []
@@ -670,7 +670,7 @@ def test_under_random_faults_nothing_runs_twice_and_all_ends_well_when_they_stop
         assert world.done == {s.id for s in plan.stages}, f"seed {seed}"
         assert not world.jobs
         # Reconciled again, by anybody, nothing changes any more.
-        policy = Policy(owner="late:1:1", ended_before=world.ended())
+        policy = Policy(ended_before=world.ended())
         actions = reconcile(plan, world.records(), world.observed(), policy)
         assert all(isinstance(a, Done) for a in actions)
         assert not world.apply(actions, "late:1:1")

@@ -50,7 +50,6 @@ from infra.store.orchestrators import (
     LOST_AFTER_S,
     RENEW_S,
     CallLeases,
-    HeldLease,
     Lease,
     LeaseWatch,
     attempt_holder,
@@ -318,7 +317,7 @@ def test_a_lease_that_is_given_back_while_it_is_renewed_stays_given_back(
             given_back.wait(0.2)  # time enough to overtake it, if nobody waits for it
         return time.monotonic()
 
-    with HeldLease(Lease(service, attempt_holder("sft-1", 1), clock)):
+    with Lease(service, attempt_holder("sft-1", 1), clock):
         (thread,) = (t for t in threading.enumerate() if t.name == "lease")
         assert renewing.wait(30)
     given_back.set()

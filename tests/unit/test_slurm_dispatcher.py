@@ -369,8 +369,8 @@ def test_every_name_is_asked_for_in_commands_of_a_length_that_every_system_takes
     fake.set_jobs({"7": {"state": "COMPLETED", "name": "n0"}})
     ids, names = [str(n) for n in range(501)], [f"n{n}" for n in range(501)]
     accounts = RealSlurm().accounts(ids, names)
-    assert accounts.available
-    assert accounts.rows[0]["name"] == "n0"
+    assert accounts is not None
+    assert accounts[0]["name"] == "n0"
     asked: dict[str, list[list[str]]] = {"--jobs": [], "--name": []}
     for call in fake.calls("sacct"):
         for argument in call["arguments"]:

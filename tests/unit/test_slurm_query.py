@@ -10,7 +10,6 @@ import pytest
 
 from infra.slurm.scheduler import (
     LONGEST_PAUSE_S,
-    Accounts,
     Answer,
     Patience,
     Row,
@@ -42,13 +41,13 @@ class Scheduler:
         ]
         return [r for r in rows if r["id"] in ids or r["name"] in names]
 
-    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> Accounts:
+    def accounts(self, ids: Sequence[str], names: Sequence[str] = ()) -> list[Row] | None:
         self._count("accounts")
         if not self.accounting:
-            return Accounts(False)
+            return None
         recorded = [{"user": "0", **r} for r in self.recorded]
         wanted = [r for r in recorded if r["id"].partition(".")[0] in ids]
-        return Accounts(True, (*wanted, *(r for r in recorded if r["name"] in names)))
+        return [*wanted, *(r for r in recorded if r["name"] in names)]
 
     def cancel(self, job_id: str) -> None: ...
 

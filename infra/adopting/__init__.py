@@ -1,1 +1,0 @@
-"""Dead runs, ours or anybody's, become stages that go on here."""
