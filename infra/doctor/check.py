@@ -17,8 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -195,13 +194,23 @@ class Look:
 
 
 def absent(needed: object) -> State:
-    """What is not there is broken only where it is needed."""
+    """State of what is not there: broken only where it is needed."""
     return "broken" if needed else "missing"
 
 
 def doubtful(needed: object) -> State:
-    """What does not work is broken where it is needed, else it may surprise."""
+    """State of what does not work: broken where it is needed, else it may surprise."""
     return "broken" if needed else "warning"
+
+
+def found(state: State, what: str, mend: str = "", why: str = "", *, name: str = "") -> Finding:
+    """A finding of the check that is at work; ``name`` where it is not the check's own."""
+    return Finding("", name, state, what, mend, why)
+
+
+def fine(what: str, *, name: str = "") -> Finding:
+    """A finding that all is well."""
+    return Finding("", name, "ok", what)
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,8 @@ class Check:
     Attributes
     ----------
     look
-        Gives the findings; may raise a RefinerError, which becomes one.
+        Gives the findings; those without area and name get the check's. It may raise a
+        RefinerError, which becomes one.
     limit_s
         After so many seconds it counts as hung.
     needed
@@ -222,7 +232,7 @@ class Check:
 
     area: str
     name: str
-    look: Callable[[Look], Iterable[Finding]]
+    look: Callable[[Look], Finding | Iterable[Finding] | None]
     limit_s: float = 20.0
     needed: Callable[[Look], object] = lambda _: False
     hung: str = ""
@@ -254,31 +264,21 @@ class Answer(NamedTuple):
 
 def last_json(text: str) -> dict[str, Any] | None:
     """The last line of an answer that is a JSON object; None if there is none."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            value: dict[str, Any] = json.loads(line)
-            return value
-    return None
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return dict(json.loads(lines[-1])) if lines else None
 
 
-def ask(
-    command: Sequence[str],
-    timeout_s: float,
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Answer:
+def ask(command: Sequence[str], timeout_s: float) -> Answer:
     """Run a program; it and all that it has started are ended after ``timeout_s`` seconds."""
     try:
         process = subprocess.Popen(
-            list(command),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**(environment() if env is None else env), "LC_ALL": "C"},
-            cwd=cwd,
+            env={**environment(), "LC_ALL": "C"},
             start_new_session=True,
         )
     except OSError as error:
@@ -314,7 +314,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-@contextmanager
+@contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
     """A new folder below ``folder``, or below the nearest one above it that exists."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}doctor-", dir=existing(folder)))
