@@ -22,10 +22,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.stages.work import StageWork
+from infra.host.processes import node_address
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
 from infra.services.registry import live_endpoints, service_key, write_endpoint
-from infra.services.server import Order, Server, node_address
+from infra.services.server import Order, Server
 from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig

@@ -10,7 +10,7 @@ import shlex
 import shutil
 
 from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
-from infra.services.process import ServerProgram
+from infra.services.process import ServerProgram, shell_text
 
 #: Importing vLLM and torch from a cold network file system.
 _IMPORT_S = 120.0
@@ -94,8 +94,7 @@ def _text(program: ServerProgram, *, short: bool = False) -> str:
         words = [program.python, "-c", f"import {program.engine}"]
     else:
         words = [program.python, "-c", _PROBE.replace("ENGINE", program.engine)]
-    call = " ".join(filter(None, ((program.container or "").strip(), shlex.join(words))))
-    return "\n".join(["set -e", *program.setup, f"exec {call}"])
+    return shell_text(program, shlex.join(words))
 
 
 _LIMIT_S = _IMPORT_S + 5

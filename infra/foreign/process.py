@@ -92,6 +92,13 @@ def fill(text: str, values: Mapping[str, str]) -> str:
     return PLACEHOLDER.sub(replaced, text)
 
 
+def without_ours(base: Mapping[str, str], ours: Path | None) -> dict[str, str]:
+    """An environment without what we have made for our own worker, whose code is in ``ours``."""
+    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
+    paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)} if paths else kept
+
+
 def environment(
     config: CommandConfig,
     call: Call,
@@ -103,16 +110,12 @@ def environment(
     ``ours`` is the folder that this worker imports refiner from, which is no business of the
     trainer's.
     """
-    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
-    paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(paths)
     values = call.values()
     names = ("seed", "data", "model", "checkpoint", "workdir")
     settings = {f"REFINER_{name.upper()}": values[name] for name in names}
     own = (setting.partition("=") for setting in config.env)
     return {
-        **kept,
+        **without_ours(base, ours),
         "PYTHONUNBUFFERED": "1",
         **settings,
         "REFINER_STAGE": call.stage_id,

@@ -262,6 +262,27 @@ def _listen(processes: list[psutil.Process], port: int) -> bool:
     return False
 
 
+def free_port(host: str) -> int:
+    """A port of an address that nobody listens on at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def node_address() -> str:
+    """An address of this machine that other nodes reach: that of its name, or of its way out."""
+    with contextlib.suppress(OSError):
+        for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
+            address = str(found[4][0])
+            if not address.startswith("127."):
+                return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the system only looks for the way
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
 def wait_for(ended: threading.Event) -> None:
     """Return once ``ended`` is set.
 

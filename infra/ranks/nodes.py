@@ -33,12 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess
-from infra.host.processes import environment
+from infra.host.processes import environment, free_port, node_address
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import greet, shut
 from infra.ranks.settings import node_settings
-from infra.services.server import node_address
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError
@@ -88,7 +87,7 @@ class OtherNodes:
         self._key = secrets.token_bytes(32)
         self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
         self._listener.settimeout(_POLL_S)
-        self.meeting = Meeting(address, _free_port(address), secrets.token_hex(8))
+        self.meeting = Meeting(address, free_port(address), secrets.token_hex(8))
         self._note = {
             "address": address,
             "port": self._listener.getsockname()[1],
@@ -262,12 +261,6 @@ def _send(connection: Connection, value: Mapping[str, Any]) -> None:
 def _receive(connection: Connection) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(connection.recv_bytes())
     return value
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def _write_private(path: Path, value: Mapping[str, Any]) -> None:

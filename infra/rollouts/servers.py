@@ -14,7 +14,6 @@ and by the next one that comes to this node when all of them were killed at once
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import re
@@ -22,13 +21,11 @@ import shlex
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 
@@ -38,14 +35,17 @@ from infra.ranks.settings import JOB_GPUS, VISIBLE
 from infra.rollouts import sweeper
 from infra.services.process import (
     Listening,
-    PortTaken,
+    NotReady,
     ServerProcess,
     Words,
-    free_port,
+    ask_server,
     server_environment,
+    shell_text,
+    split_words,
+    vllm_words,
 )
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, KilledError
 from refiner_core.contract.types import Endpoint
 from refiner_core.generation.vllm.wire import MODEL
 
@@ -92,14 +92,9 @@ class Place:
 def rollout_server_text(
     config: RecipeConfig, at: Listening, weights: Path, transfer: str | None = None
 ) -> str:
-    """The shell text that becomes the server (by ``exec``, so that signals reach it).
-
-    What the user gives in ``args`` comes last, and so counts.
-    """
+    """The shell text that becomes a server; the user's ``args`` come last, and so count."""
     grpo, server = config.grpo, config.grpo.rollout_server
-    words = [server.python, "-m", "vllm.entrypoints.cli.main"] if server.python else ["vllm"]
-    words += ["serve", str(weights), "--host", at.host, "--port", str(at.port)]
-    words += ["--served-model-name", MODEL]
+    words = [*vllm_words(server.python), str(weights), *at.options, "--served-model-name", MODEL]
     # Else a model's own generation_config.json overrules what a request does not say.
     words += ["--generation-config", "vllm"]
     # Else log-probabilities are those before temperature and truncation.
@@ -117,9 +112,7 @@ def rollout_server_text(
     if transfer is not None:
         words += ["--weight-transfer-config", f'{{"backend": "{transfer}"}}']
     words += ["--shutdown-timeout", str(SHUTDOWN_S), "--disable-uvicorn-access-log"]
-    words += [word for arg in server.args for word in shlex.split(arg)]
-    call = " ".join(part for part in ((server.container or "").strip(), shlex.join(words)) if part)
-    return "\n".join(["set -e", *server.setup, f"exec {call}"])
+    return shell_text(server, shlex.join([*words, *split_words(server.args)]))
 
 
 def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -273,11 +266,10 @@ class LocalRolloutServers:
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them side by side."""
-        self._running = [self._process(index) for index in range(len(self._places))]
+        numbers = range(len(self._places))
+        self._running = [self._process(index) for index in numbers]
         with ThreadPoolExecutor(len(self._places)) as pool:
-            starts = [
-                pool.submit(self._start, index, weights) for index in range(len(self._places))
-            ]
+            starts = [pool.submit(self._start, index, weights) for index in numbers]
             errors = [error for start in starts if (error := start.exception()) is not None]
         if errors:
             self._stop_all(0.0)
@@ -294,8 +286,7 @@ class LocalRolloutServers:
         """
         most = self._config.grpo.rollout_server.max_restarts
         self._replaced += 1
-        code = self._running[index].code
-        if code is not None:
+        if self._running[index].code is not None:
             why = f"{why} ({self._running[index].ended('while it served')})"
         self._end(index, 0.0)
         if self._replaced > most:
@@ -330,6 +321,8 @@ class LocalRolloutServers:
             "`vllm` known in grpo.rollout_server.setup",
             mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
             container="grpo.rollout_server.container",
+            timeout="grpo.rollout_server.start_timeout_s",
+            again="run the same command again; the stage goes on from its last checkpoint",
         )
         return ServerProcess(
             words,
@@ -358,76 +351,43 @@ class LocalRolloutServers:
             note_shared(self._memory, new)
 
     def _start(self, index: int, weights: Path) -> Endpoint:
-        """Start one and wait until it answers; on another port if that is taken meanwhile."""
+        """Start one and wait until it answers."""
         place, server = self._places[index], self._running[index]
-        for left in reversed(range(_PORTS_TRIED)):
-            at = Listening(_HOST, free_port(_HOST))
-            text = rollout_server_text(self._config, at, weights, place.transfer)
-            bash = bool(self._config.grpo.rollout_server.setup)
-            server.launch(text, rollout_environment(place), bash=bash)
-            try:
-                self._wait_until_ready(server, at, place.key)
-            except PortTaken as taken:
-                server.stop(0.0)
-                if not left:
-                    raise
-                log.warning("%s; trying another one", taken.what)
-            except BaseException:
-                server.stop(0.0)
-                raise
-            else:
-                self._note_memory(index)
-                return Endpoint(at.url, place.key)
-        raise AssertionError("unreachable")
+        settings = self._config.grpo.rollout_server
 
-    def _wait_until_ready(self, server: ServerProcess, at: Listening, key: str) -> None:
-        began = time.monotonic()
-        limit_s = self._config.grpo.rollout_server.start_timeout_s
-        while True:
-            if server.code is not None:
-                raise server.ended("before it answered")
-            if self._should_stop() or self._closing.is_set():
-                raise Interrupted(
-                    f"{server.words.name} was asked to end before it answered",
-                    fix="run the same command again; the stage goes on from its last checkpoint",
-                )
-            if server.listens_at(at.port) and _status(at, "/health", key) == 200:
-                break
-            waited_s = time.monotonic() - began
-            if waited_s > limit_s:
-                raise StageFailed(
-                    f"{server.words.name} has not answered within {limit_s:g} s. Its last word: "
-                    f"{server.last_word()}",
-                    expected="an answer by then",
-                    fix="set grpo.rollout_server.start_timeout_s higher, or see what it waits for",
-                )
+        def launch(at: Listening) -> None:
+            text = rollout_server_text(self._config, at, weights, place.transfer)
+            server.launch(text, rollout_environment(place), bash=bool(settings.setup))
+
+        def tell(waited_s: float) -> None:
             with self._telling:
                 self._tell(waited_s)
-            time.sleep(_POLL_S)
-        if _status(at, "/is_paused") == 200:
-            raise ConfigurationError(
-                f"{server.words.name} lets everybody on this machine load weights into it.",
-                expected="a server that asks for its key on every route",
-                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
-            )
-        if _status(at, "/is_paused", key) != 200:
-            raise ConfigurationError(
-                f"{server.words.name} runs, but has no routes for new weights.",
-                expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
-                fix="let grpo.rollout_server.container hand the environment on (docker needs "
-                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
-            )
+
+        at = server.start(
+            *(_HOST, launch, lambda at: _check(server.words.name, at.url, place.key)),
+            settings.start_timeout_s,
+            should_stop=lambda: self._should_stop() or self._closing.is_set(),
+            tell=tell,
+        )
+        self._note_memory(index)
+        return Endpoint(at.url, place.key)
 
 
-def _status(at: Listening, route: str, key: str = "") -> int:
-    """The status of a GET; 0 where nobody answers."""
-    parts = urlsplit(at.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_S)
-    try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request("GET", route, headers=headers)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()
+def _check(name: str, url: str, key: str) -> None:
+    """See that a server is ready, has the routes for new weights, and keeps them for who has the
+    key."""
+    if ask_server(Endpoint(url, key), "/../health", _PROBE_S)[0] != 200:
+        raise NotReady
+    if ask_server(Endpoint(url), "/../is_paused", _PROBE_S)[0] == 200:
+        raise ConfigurationError(
+            f"{name} lets everybody on this machine load weights into it.",
+            expected="a server that asks for its key on every route",
+            fix="take out of grpo.rollout_server.args what undoes `--middleware`",
+        )
+    if ask_server(Endpoint(url, key), "/../is_paused", _PROBE_S)[0] != 200:
+        raise ConfigurationError(
+            f"{name} runs, but has no routes for new weights.",
+            expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
+            fix="let grpo.rollout_server.container hand the environment on (docker needs "
+            "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
+        )

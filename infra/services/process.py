@@ -9,27 +9,32 @@ read by everybody on a node.
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import logging
 import os
+import posixpath
 import re
 import shlex
 import shutil
-import socket
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from urllib.parse import urlsplit
 
 import infra
-from infra.foreign.process import OURS, fill
-from infra.host.processes import ProcessId, holder_of
+from infra.foreign.process import fill, without_ours
+from infra.host.processes import ProcessId, free_port, holder_of
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
 from infra.process.child import MARK, ChildProcess
 from refiner_core.contract.config import JudgeConfig, RolloutServerConfig, ServeConfig
-from refiner_core.contract.errors import ConfigurationError, KilledError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
 from refiner_core.contract.services import engine_of
+from refiner_core.contract.types import Endpoint
 
 
 @dataclass(frozen=True)
@@ -61,17 +66,31 @@ class ServerProgram:
         return f"there is no `{self.engine}` on PATH"
 
     def _lacking_python(self, python: str) -> str:
+        path = Path(python)
         if "/" not in python:
             found = self.setup or shutil.which(python)
             return "" if found else f"there is no `{python}` on PATH"
         if "$" in python or python.startswith("~"):
             return f"{python} is taken as it stands: neither ~ nor $NAME is replaced"
-        path = Path(python)
         if not path.exists():
             return f"there is no {python}"
-        if not path.is_file() or not os.access(path, os.X_OK):
-            return f"{python} is no program"
-        return ""
+        return "" if path.is_file() and os.access(path, os.X_OK) else f"{python} is no program"
+
+
+def shell_text(program: ServerProgram | RolloutServerConfig | ServeConfig, call: str) -> str:
+    """The shell text that becomes a program (by ``exec``, so that signals reach it)."""
+    words = [part for part in ((program.container or "").strip(), call.strip()) if part]
+    return "\n".join(["set -e", *program.setup, f"exec {' '.join(words)}"])
+
+
+def vllm_words(python: str | None) -> list[str]:
+    """The words by which vLLM is started to serve."""
+    return [*([python, "-m", "vllm.entrypoints.cli.main"] if python else ["vllm"]), "serve"]
+
+
+def split_words(args: Sequence[str]) -> list[str]:
+    """The words of entries that may hold one or several: `--tensor-parallel-size 2`."""
+    return [word for arg in args for word in shlex.split(arg)]
 
 
 #: Variables that carry the key to a server, by engine.
@@ -95,9 +114,14 @@ class Listening:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
+    @property
+    def options(self) -> list[str]:
+        """Host and port, as most servers take them."""
+        return ["--host", self.host, "--port", str(self.port)]
+
 
 def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -> str:
-    """The shell text that becomes the server (by ``exec``, so that signals reach it).
+    """The shell text that becomes a judge's server.
 
     Parameters
     ----------
@@ -113,30 +137,29 @@ def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -
     ConfigurationError
         The engine cannot be asked for that model under its name.
     """
-    serve, source = judge.serve, weights or judge.model
-    engine = engine_of(judge)
-    if engine == "command":
-        call = _filled(judge.serve_command or "", judge, at, source)
-    elif engine == "vllm":
-        call = shlex.join(_vllm(judge, at, source))
+    engine, source, args = engine_of(judge), weights or judge.model, split_words(judge.serve.args)
+    if engine == "vllm":
+        words = _vllm(judge, at, source, args)
+    elif engine == "transformers":
+        words = _transformers(judge, at)
     else:
-        call = shlex.join(_transformers(judge, at))
-    words = [part for part in ((serve.container or "").strip(), call.strip()) if part]
-    return "\n".join(["set -e", *serve.setup, f"exec {' '.join(words)}"])
+        listen = {"host": at.host, "port": str(at.port)}
+        given = {"model": source, "revision": judge.revision or "", **listen}
+        quoted = {name: shlex.quote(value) for name, value in given.items()}
+        command = fill(" ".join((judge.serve_command or "").split()), quoted)
+        return shell_text(judge.serve, f"{command} {shlex.join(args)}")
+    return shell_text(judge.serve, shlex.join([*words, *args]))
 
 
-def _vllm(judge: JudgeConfig, at: Listening, source: str) -> list[str]:
-    python = judge.serve.python
-    words = [python, "-m", "vllm.entrypoints.cli.main"] if python else ["vllm"]
-    words += ["serve", source]
+def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -> list[str]:
+    words = [*vllm_words(judge.serve.python), source]
     words += ["--revision", judge.revision] if judge.revision else []
-    words += ["--host", at.host, "--port", str(at.port), "--served-model-name", judge.model]
+    words += [*at.options, "--served-model-name", judge.model]
     # Else a model's own generation_config.json overrules what a request does not say.
     words += ["--generation-config", "vllm"]
-    args = _split(judge.serve.args)
     if not any(arg.startswith("--structured-outputs-config") for arg in args):
         words += ["--structured-outputs-config", _COMPACT_JSON]
-    return [*words, *args]
+    return words
 
 
 def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
@@ -149,25 +172,7 @@ def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
         )
     python = judge.serve.python
     words = [python, "-P", "-m", "transformers.cli.transformers"] if python else ["transformers"]
-    words += ["serve", judge.model, "--host", at.host, "--port", str(at.port)]
-    return [*words, *_split(judge.serve.args)]
-
-
-def _split(args: tuple[str, ...]) -> list[str]:
-    """Each entry may hold one word or several: `--tensor-parallel-size 2`."""
-    return [word for arg in args for word in shlex.split(arg)]
-
-
-def _filled(command: str, judge: JudgeConfig, at: Listening, source: str) -> str:
-    values = {
-        "model": source,
-        "revision": judge.revision or "",
-        "host": at.host,
-        "port": str(at.port),
-    }
-    quoted = {name: shlex.quote(value) for name, value in values.items()}
-    arguments = shlex.join(_split(judge.serve.args))
-    return f"{fill(' '.join(command.split()), quoted)} {arguments}".strip()
+    return [*words, "serve", judge.model, *at.options]
 
 
 def server_environment(
@@ -177,11 +182,8 @@ def server_environment(
 
     ``mark`` is inherited by all processes of the server, so that what is left of one can be found.
     """
-    kept = {n: v for n, v in given.items() if n not in (*OURS, *_NEVER, "PYTHONPATH")}
-    ours = str(Path(infra.__file__).resolve().parent.parent)
-    paths = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p and p != ours]
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(paths)
+    kept = without_ours(given, Path(infra.__file__).resolve().parent.parent)
+    kept = {name: value for name, value in kept.items() if name not in _NEVER}
     kept |= {"PYTHONUNBUFFERED": "1", MARK: mark}
     if key and engine in KEY_VARIABLES:
         kept[KEY_VARIABLES[engine]] = key
@@ -191,6 +193,8 @@ def server_environment(
 log = logging.getLogger(__name__)
 
 _TAIL_LINES = 400
+_POLL_S, _TELL_EVERY_S = 0.1, 1.0
+_PORTS_TRIED = 5
 #: How long a server gets to end by itself.
 GRACE_S = 15.0
 _NOT_FOUND, _NOT_RUNNABLE = 127, 126
@@ -212,16 +216,25 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Words:
-    """What a server is called in messages, and what its user can change.
+    """Name of a server in messages, and what its user can change.
 
     ``not_found`` and ``mistake`` are what mends a command that is not there and arguments or a
-    model that the engine does not take; ``container`` is the field that names a container.
+    model that the engine does not take; ``container`` is the field that names a container,
+    ``timeout`` the one that says how long it may take to give an ``answer``; ``again`` is for who
+    has asked it to end before.
     """
 
     name: str
     not_found: str
     mistake: str
     container: str
+    timeout: str = ""
+    answer: str = "an answer"
+    again: str = ""
+
+
+class NotReady(Exception):
+    """It does not answer (yet)."""
 
 
 class PortTaken(KilledError):
@@ -277,14 +290,98 @@ class ServerProcess:
         shell = f"exec bash -c {shlex.quote(text)}" if bash else text
         self._child = ChildProcess(shell, environment, self._read)
 
-    def listens_at(self, port: int) -> bool:
-        """Whether it listens there; to be asked before it is sent its key.
+    def start(
+        self,
+        host: str,
+        launch: Callable[[Listening], None],
+        check: Callable[[Listening], None],
+        limit_s: float,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        tell: Callable[[float], None] = lambda seconds: None,
+    ) -> Listening:
+        """Start it and wait until it answers; on another port if that is taken meanwhile.
+
+        Parameters
+        ----------
+        launch
+            Calls :meth:`launch` with what is to listen there.
+        check
+            Asks whether it is ready; raises :class:`NotReady` if it is not yet.
+        limit_s
+            How long it may take.
+        should_stop, tell
+            Whether somebody wants this process to end, and for how many seconds it has waited.
 
         Raises
         ------
+        KilledError, StageFailed, ConfigurationError
+            It ended, or did not answer in time.
+        Interrupted
+            Somebody wanted this process to end.
+        """
+        for left in reversed(range(_PORTS_TRIED)):
+            at = Listening(host, free_port(host))
+            launch(at)
+            try:
+                self._wait_until_ready(at, check, limit_s, should_stop, tell)
+            except BaseException as error:
+                self.stop(0.0)
+                if not isinstance(error, PortTaken) or not left:
+                    raise
+                log.warning("%s; trying another one", error.what)
+            else:
+                return at
+        raise AssertionError("unreachable")
+
+    def _wait_until_ready(
+        self,
+        at: Listening,
+        check: Callable[[Listening], None],
+        limit_s: float,
+        should_stop: Callable[[], bool],
+        tell: Callable[[float], None],
+    ) -> None:
+        began = told = time.monotonic()
+        while self.code is None:
+            try:
+                self.check_port(at)
+                check(at)
+                log.info("it answers at %s", at.url)
+                return
+            except NotReady as error:
+                why = f" ({error})" if str(error) else ""
+            now = time.monotonic()
+            if should_stop():
+                what = f"{self.words.name} was asked to end before it answered"
+                raise Interrupted(what, fix=self.words.again)
+            if now - began > limit_s:
+                raise StageFailed(
+                    f"{self.words.name} has not answered within {limit_s:g} s{why}. Its last word: "
+                    f"{self.last_word()}{self.where()}",
+                    expected=f"{self.words.answer} by then",
+                    fix=f"set {self.words.timeout} higher, or see what it waits for",
+                )
+            if now - told >= _TELL_EVERY_S:
+                told = now
+                tell(now - began)
+            time.sleep(_POLL_S)
+        raise self.ended("before it answered")
+
+    def check_port(self, at: Listening) -> None:
+        """See that it listens there, before it is sent its key.
+
+        Raises
+        ------
+        NotReady
+            It does not, yet.
         PortTaken
             Somebody else does.
         """
+        if not self._listens_at(at.port):
+            raise NotReady(f"it does not listen at {at.url}")
+
+    def _listens_at(self, port: int) -> bool:
         if self._child is None:
             return False
         holder = holder_of(port, self._child.pid, by_daemon=self._by_daemon)
@@ -310,29 +407,23 @@ class ServerProcess:
 
     def where(self) -> str:
         """A sentence that says where its output is."""
-        return f" All that it has printed: {self._log_file}." if self._log_file else ""
+        return f". All that it has printed: {self._log_file}." if self._log_file else ""
 
     def ended(self, when: str) -> Exception:
         """What its end means: its last words, classed by what they speak of."""
-        code = self.code
+        code, early = self.code or 0, when.startswith("before")
         if self._child is not None:
             self._child.wait_read()
-        lines = list(self._tail)
-        text = "\n".join(lines)
-        if when.startswith("before") and _PORT_TAKEN.search(text):
+        said = self.last_word()
+        if early and _PORT_TAKEN.search("\n".join(self._tail)):
             return PortTaken(
-                f"Port taken: {error_line(lines)}",
+                f"Port taken: {said}",
                 expected="a port that nobody listens on",
                 fix="nothing; another one is tried",
             )
-        said = error_line(lines)
-        how = (
-            f"exit code {code}"
-            if code is not None and code < 128
-            else f"signal {(code or 0) - 128}"
-        )
-        what = f"{self.words.name} ended {when} ({how}): {said}.{self.where()}"
-        if code in (_NOT_FOUND, _NOT_RUNNABLE) and when.startswith("before"):
+        how = f"exit code {code}" if code < 128 else f"signal {code - 128}"
+        what = f"{self.words.name} ended {when} ({how}): {said}{self.where() or '.'}"
+        if code in (_NOT_FOUND, _NOT_RUNNABLE) and early:
             return ConfigurationError(
                 what,
                 expected="a command that can be run where the server is started",
@@ -345,14 +436,14 @@ class ServerProcess:
                 expected="a server that lasts",
                 fix="mend what its words name; then run the same command again",
             )
-        if when.startswith("before") and _MISTAKE.search(said):
+        if early and _MISTAKE.search(said):
             return ConfigurationError(
                 what,
                 expected="arguments and a model that the engine knows, with its weights on this "
                 "machine or in the Hub's cache",
                 fix=self.words.mistake,
             )
-        if when.startswith("before") and code is not None and code < 128:
+        if early and code < 128:
             return StageFailed(
                 what,
                 expected="an answer before its end",
@@ -378,9 +469,28 @@ def error_line(lines: list[str]) -> str:
     return found[:400].rstrip(". ")
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on at the moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def ask_server(
+    endpoint: Endpoint, path: str, timeout_s: float, body: dict[str, Any] | None = None
+) -> tuple[int, bytes]:
+    """Status and body of an answer. No proxies, no redirects: the key is for this server alone.
+
+    Raises
+    ------
+    NotReady
+        There was none.
+    """
+    parts = urlsplit(endpoint.url)
+    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    data = None if body is None else json.dumps(body)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        route = posixpath.normpath(parts.path + path)
+        connection.request("GET" if body is None else "POST", route, data, headers)
+        response = connection.getresponse()
+        return response.status, response.read(1 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        raise NotReady(f"no answer from {endpoint.url}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()

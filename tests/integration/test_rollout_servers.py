@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 
+from infra.host.processes import free_port
 from infra.process.child import mark_of
 from infra.ranks.settings import JOB_GPUS
 from infra.rollouts import sweeper
@@ -38,7 +39,7 @@ from infra.rollouts.servers import (
     rollout_server_text,
     shared_memory,
 )
-from infra.services.process import Listening, free_port
+from infra.services.process import Listening
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -245,7 +246,7 @@ def test_a_port_that_another_user_has_taken_is_passed_over(
     with thief() as other:
         ports = iter([other.port])
         monkeypatch.setattr(
-            "infra.rollouts.servers.free_port", lambda host: next(ports, 0) or free_port(host)
+            "infra.services.process.free_port", lambda host: next(ports, 0) or free_port(host)
         )
         settings = config(weights_dir=str(memory))
         with open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts:

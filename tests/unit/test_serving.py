@@ -24,26 +24,23 @@ import pytest
 
 from flows.running.status import is_finished
 from infra.foreign.process import MARK
-from infra.host.processes import holder_of
+from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
 from infra.orchestrator.observe import observe_actions
 from infra.services.process import (
     Listening,
     ServerProcess,
     Words,
-    free_port,
+    error_line,
     server_environment,
     server_text,
 )
 from infra.services.registry import known_key, service_key
 from infra.services.server import (
-    Asked,
     Order,
     Refuses,
     Server,
     check_chat,
-    error_line,
-    node_address,
 )
 from infra.store import orchestrators as leases_module
 from infra.store.orchestrators import (
@@ -452,11 +449,11 @@ def test_a_port_that_another_user_was_faster_to_take_gets_no_key_and_gives_no_sc
     with thief() as other:
         ports = iter([other.port])
         monkeypatch.setattr(
-            "infra.services.server.free_port", lambda host: next(ports, 0) or free_port(host)
+            "infra.services.process.free_port", lambda host: next(ports, 0) or free_port(host)
         )
         with Server(order(tmp_path, judge)) as server:
             assert urlsplit(server.endpoint.url).port != other.port
-            check_chat(server.endpoint, Asked("m"))
+            check_chat(server.endpoint, "m")
     assert other.keys == []
     assert f"Port {other.port} " in caplog.text, "it is told why there is another one"
 
@@ -541,9 +538,9 @@ def test_one_that_dies_while_it_serves_is_noticed(tmp_path: Path) -> None:
 
 def test_a_wrong_model_is_told_with_what_there_is(tmp_path: Path) -> None:
     with Server(order(tmp_path, own())) as server, pytest.raises(Refuses, match="does not exist"):
-        check_chat(server.endpoint, Asked("another"))
+        check_chat(server.endpoint, "another")
     with pytest.raises(Exception, match="no answer"):
-        check_chat(server.endpoint, Asked("m"), timeout_s=2)
+        check_chat(server.endpoint, "m", timeout_s=2)
 
 
 @pytest.mark.parametrize(
@@ -577,7 +574,7 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
     judge = JudgeConfig("openai", model, serve=ServeConfig("transformers", python=sys.executable))
     judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
     with Server(Order(judge, tmp_path, "")) as server:
-        check_chat(server.endpoint, Asked(model))
+        check_chat(server.endpoint, model)
         server.check_alive()
 
 
@@ -587,9 +584,9 @@ def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
     judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig("vllm", python=python))
     judge = serve(judge, args=("--dtype float32", "--max-model-len 8192", "--enforce-eager"))
     with Server(order(tmp_path, judge, weights=str(tiny_model_dir()))) as server:
-        check_chat(server.endpoint, Asked("builtin:tiny"))
+        check_chat(server.endpoint, "builtin:tiny")
         with pytest.raises(Refuses, match="401"):
-            check_chat(Endpoint(server.endpoint.url), Asked("builtin:tiny"))
+            check_chat(Endpoint(server.endpoint.url), "builtin:tiny")
         # No judge, but it can be held to the form of a judgement.
         around = Surroundings(endpoints=lambda: [server.endpoint])
         with OpenAIJudge(replace(judge, max_tokens=32), around) as asked:
