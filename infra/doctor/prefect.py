@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from infra.doctor.packages import installed
 from infra.host.secrets import masked
 from infra.prefect_server.server import (
     ServerInfo,
+    http_status,
     is_network_file_system,
     server_status,
     state_dir,
@@ -61,7 +60,7 @@ def _ours(info: ServerInfo) -> Finding:
     if info.version != there:
         why = "the next run starts one of the installed version"
         return found("warning", f"{what}; installed here is {there}", mend, why)
-    status = _ask(f"{info.api_url}/admin/version")
+    status = http_status(f"{info.api_url}/admin/version", _ANSWER_S)
     if status != 401:
         what = f"{what} at the door, yet answers {status} without one"
         return found("warning", what, mend, "others on this machine could read your runs")
@@ -77,18 +76,6 @@ def _users(info: ServerInfo) -> Finding:
     except RefinerError as error:
         return found("warning", error.what, "unset PREFECT_API_URL", _WHY)
     return fine(f"{masked(info.api_url)} (PREFECT_API_URL) answers")
-
-
-def _ask(url: str) -> int | str:
-    """The HTTP status without a key, or why there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=_ANSWER_S) as got:
-            return int(got.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError) as error:
-        return f"no answer ({getattr(error, 'reason', error)})"
 
 
 def _port() -> Finding:

@@ -127,6 +127,15 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that nobody else can read, onto the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _walk(folder: Path) -> list[tuple[Path, list[str]]]:
     def refuse(error: OSError) -> None:
         raise error

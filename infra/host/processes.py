@@ -211,7 +211,7 @@ def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
     nothing of ours, and it is enough that they are this user's or root's.
     """
     if not _TABLES[0].exists():  # another system than Linux tells only of what one has started
-        return "ours" if _listen(_family(top), port) else "nobody"
+        return "ours" if any(listens(p.pid, port) for p in _family(top)) else "nobody"
     sockets = _listening(port)
     if not sockets:
         return "nobody"
@@ -253,12 +253,12 @@ def _open_in(processes: list[psutil.Process]) -> set[int]:
     return found
 
 
-def _listen(processes: list[psutil.Process], port: int) -> bool:
-    for process in processes:
-        with suppress(psutil.Error):
-            for socket in process.net_connections(kind="tcp"):
-                if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port:
-                    return True
+def listens(pid: int, port: int) -> bool:
+    """Whether a process itself listens at a port."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                return True
     return False
 
 

@@ -35,9 +35,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
-import psutil
-
-from infra.host.processes import ProcessId, host_name
+from infra.host.files import mount_of, write_private
+from infra.host.processes import ProcessId, host_name, listens
 from infra.store import atomic
 from infra.store.atomic import read_json, write_json
 from refiner_core.contract.errors import RefinerError, WorkspaceError
@@ -79,31 +78,16 @@ def state_dir(env: Mapping[str, str] | None = None) -> Path:
 def _base_dir(env: Mapping[str, str]) -> Path:
     if named := env.get("REFINER_STATE_DIR"):
         return Path(named).expanduser().absolute()
-    if xdg := env.get("XDG_STATE_HOME"):
-        base = Path(xdg) / "refiner"
-    else:
-        base = Path("~/.local/state/refiner").expanduser()
-    if is_network_file_system(base):
-        return Path(f"/var/tmp/refiner-{os.getuid()}")
-    return base
+    home = env.get("XDG_STATE_HOME") or "~/.local/state"
+    base = Path(home).expanduser() / "refiner"
+    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_network_file_system(base) else base
 
 
 def is_network_file_system(path: Path) -> str:
     """The type of the file system that holds ``path`` where that is one of the network; else
     empty."""
-    kind = file_system_of(path)
+    kind = mount_of(path).type.lower()
     return kind if kind in _NETWORK_FILE_SYSTEMS else ""
-
-
-def file_system_of(path: Path) -> str:
-    """Type of the file system that holds ``path`` (or will), such as ``ext4`` or ``nfs4``."""
-    path = path.absolute()
-    best, kind = "", ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint
-        if path.is_relative_to(mount) and len(mount) >= len(best):
-            best, kind = mount, partition.fstype
-    return kind.lower()
 
 
 #: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
@@ -275,7 +259,10 @@ def _running(files: _Files) -> ServerInfo | None:
         return None
     port = int(found["port"])
     url = f"http://127.0.0.1:{port}"
-    if not _listens(process, port) or not _healthy(f"{url}/api/health"):
+    # This very process has to listen there, so that no stranger is sent our key.
+    if not (process.alive and listens(process.pid, port)):
+        return None
+    if http_status(f"{url}/api/health") != 200:  # not up yet; whoever asks decides how long to wait
         return None
     return ServerInfo(
         url=url,
@@ -290,24 +277,16 @@ def _running(files: _Files) -> ServerInfo | None:
     )
 
 
-def _listens(process: ProcessId, port: int) -> bool:
-    """Whether this very process answers on that port, so that no stranger is sent our key."""
-    if not process.alive:
-        return False
-    try:
-        connections = psutil.Process(process.pid).net_connections(kind="tcp")
-    except psutil.NoSuchProcess:
-        return False
-    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
-
-
-def _healthy(url: str) -> bool:
+def http_status(url: str, timeout_s: float = 5.0) -> int | str:
+    """The status of a GET without a key, or why there is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):  # not up yet; whoever asks decides how long to wait
-        return False
+        with opener.open(url, timeout=timeout_s) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError) as error:
+        return f"no answer ({getattr(error, 'reason', error)})"
 
 
 # ---------------------------------------------------------------- starting
@@ -318,7 +297,9 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     files.home.mkdir(mode=0o700, exist_ok=True)
     (files.home / UI).mkdir(exist_ok=True)
     if not files.auth.exists():
-        _write_private(files.auth, f"refiner:{secrets.token_urlsafe(24)}\n")
+        temporary = atomic.temporary_name(files.auth)
+        write_private(temporary, f"refiner:{secrets.token_urlsafe(24)}\n")
+        temporary.replace(files.auth)
     port = _free_port(files)
     if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
         files.log.replace(files.log.with_suffix(".log.1"))
@@ -335,10 +316,9 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
         )
     finally:
         os.close(descriptor)
-    # Not reaped before its number is noted, so that the number cannot mean another process.
-    process = ProcessId.of(child.pid)
     record: dict[str, Any] = {
-        "process": str(process),
+        # Not reaped before its number is noted, so that the number cannot mean another process.
+        "process": str(ProcessId.of(child.pid)),
         "port": port,
         "url": f"http://127.0.0.1:{port}",
         "version": package_version("prefect"),
@@ -352,15 +332,8 @@ def _command(port: int) -> list[str]:
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
 def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, str]:
-    url = f"http://127.0.0.1:{port}/api"
+    url, key = f"http://127.0.0.1:{port}/api", files.auth.read_text().strip()
     return {
         **{k: env[k] for k in _PASSED_ON if k in env},
         **_NO_ANALYTICS,
@@ -370,11 +343,9 @@ def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, s
         "PREFECT_API_URL": url,
         "PREFECT_SERVER_UI_API_URL": url,  # without it the UI asks port 4200 and stays blank
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(files.home / UI),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
-            f"sqlite+aiosqlite:///{files.home / 'prefect.db'}"
-        ),
-        "PREFECT_SERVER_API_AUTH_STRING": files.auth.read_text().strip(),
-        "PREFECT_API_AUTH_STRING": files.auth.read_text().strip(),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{files.home}/prefect.db",
+        "PREFECT_SERVER_API_AUTH_STRING": key,
+        "PREFECT_API_AUTH_STRING": key,
     }
 
 

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess
+from infra.host.files import write_private
 from infra.host.processes import environment, free_port, node_address
 from infra.jobs.signals import SlurmJob
 from infra.ranks.agent import ignore_stop_signals
@@ -100,7 +101,9 @@ class OtherNodes:
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> OtherNodes:
-        _write_private(self._path, self._note)
+        temporary = atomic.temporary_name(self._path)
+        write_private(temporary, json.dumps(self._note))  # it holds a key
+        temporary.replace(self._path)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -261,14 +264,3 @@ def _send(connection: Connection, value: Mapping[str, Any]) -> None:
 def _receive(connection: Connection) -> dict[str, Any]:
     value: dict[str, Any] = json.loads(connection.recv_bytes())
     return value
-
-
-def _write_private(path: Path, value: Mapping[str, Any]) -> None:
-    """A file that nobody else can read: it holds a key."""
-    temporary = atomic.temporary_name(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
