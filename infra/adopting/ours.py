@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from infra.foreign.checkpoints import CheckpointRule, files_below, find_checkpoints, work_folder
+from infra.foreign.checkpoints import files_below, find_checkpoints, work_folder
 from infra.foreign.exports import link_or_copy
 from infra.host.processes import ProcessId
 from infra.store import atomic
@@ -159,7 +159,7 @@ def _foreign_steps(paths: StagePaths) -> list[int]:
     config = _newest_config(paths)
     if config is None:
         return []
-    found = find_checkpoints(work_folder(paths), CheckpointRule.of(config.command))
+    found = find_checkpoints(work_folder(paths), config.command)
     return [c.step for c in found if not c.damage]
 
 

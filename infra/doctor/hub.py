@@ -15,8 +15,7 @@ from typing import Any
 
 from infra.doctor.check import Check, Finding, Look, absent, doubtful, fine, found
 from infra.host.secrets import masked
-from infra.hub.client import endpoint_now, open_hub
-from infra.hub.target import check_hub
+from infra.hub.target import check_hub, endpoint_now, open_hub
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -21,7 +21,7 @@ from infra.disk.history import model_size
 from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
 from infra.doctor.slurm import slurm_settings
 from infra.host.secrets import masked
-from infra.hub.client import endpoint_now
+from infra.hub.target import endpoint_now
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.generation.load import resolve_ref

@@ -11,7 +11,7 @@ import urllib.parse
 
 from infra.doctor.check import Check, Finding, Look, fine, found
 from infra.host.secrets import masked
-from infra.hub.client import endpoint_now
+from infra.hub.target import endpoint_now
 from infra.tracking import shown_address
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")

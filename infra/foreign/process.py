@@ -82,12 +82,10 @@ def command_text(config: CommandConfig, call: Call) -> str:
 def fill(text: str, values: Mapping[str, str]) -> str:
     """``text`` with ``{name}`` replaced; ``{{`` and ``}}`` are single braces, ``${…}`` stays."""
 
-    def replaced(match: object) -> str:
-        whole = match.group(0)  # type: ignore[attr-defined]
-        name = match.group("name")  # type: ignore[attr-defined]
-        if name is None:
-            return whole[0] if whole in ("{{", "}}") else str(whole)
-        return values.get(name, str(whole))
+    def replaced(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return match[0][0] if match[0] in ("{{", "}}") else match[0]
+        return values.get(match["name"], match[0])
 
     return PLACEHOLDER.sub(replaced, text)
 
@@ -233,14 +231,6 @@ _NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
 _BAR = re.compile(r"\b(\d+)/\d+ \[")
 
 
-class Reading(NamedTuple):
-    """What a line says; ``metrics`` is empty where it has none that is new."""
-
-    progress: Progress
-    step: int
-    metrics: dict[str, float]
-
-
 class LineReader:
     """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
 
@@ -249,35 +239,31 @@ class LineReader:
         self._logged_step = told.done + 1 if told.done else 0
         self.progress = told
 
-    def read(self, line: str) -> Reading | None:
-        """What the line says of the training; None if nothing."""
+    def read(self, line: str) -> dict[str, float] | None:
+        """Numbers of the line's step to log, where these are new; None if it says nothing of the
+        training. How far that is, :attr:`progress` says then."""
         match = self._pattern.search(line)
         if match is None:
             return None
         groups = {name: text for name, text in match.groupdict().items() if text is not None}
-        step = _number(groups.pop("step", ""))
-        total = _number(groups.pop("total", ""))
-        metrics = {
-            name: value for name, text in groups.items() if (value := _number(text)) is not None
-        }
-        done = self.progress.done if step is None else int(step)
-        self.progress = Progress(
-            done,
-            self.progress.total if total is None else int(total),
-            PHASE,
-            {**self.progress.values, **metrics},
-        )
+        step, total = (_number(groups.pop(name, "")) for name in ("step", "total"))
+        numbers = {name: _number(text) for name, text in groups.items()}
+        metrics = {name: value for name, value in numbers.items() if value is not None}
+        before = self.progress
+        done = before.done if step is None else int(step)
+        total = before.total if total is None else int(total)
+        self.progress = Progress(done, total, PHASE, {**before.values, **metrics})
         if step is None or done < self._logged_step:
-            return Reading(self.progress, done, {})
+            return {}
         if metrics:
             self._logged_step = done
-        return Reading(self.progress, done, metrics)
+        return metrics
 
 
 def says_that_it_moves(line: str, first_step: int) -> bool:
     """Whether a line is of a training that has got beyond ``first_step``, whatever its pattern."""
     bar = _BAR.search(line)
-    return bool(_NUMBERS.search(line)) or (bar is not None and int(bar.group(1)) > first_step)
+    return bool(_NUMBERS.search(line) or (bar and int(bar[1]) > first_step))
 
 
 def _number(text: str) -> float | None:
@@ -335,7 +321,8 @@ _NOT_FINITE = re.compile(
     re.IGNORECASE,
 )
 _ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
-_NOT_FOUND, _NOT_RUNNABLE = 127, 126
+#: Exit codes of a shell whose program is not there, or can not be run.
+CANNOT_START = (127, 126)
 
 
 class TrainerKilled(KilledError):
@@ -378,14 +365,16 @@ def error_of(ending: Ending) -> Exception:
                 expected="finite losses and gradients",
                 fix="lower its learning rate, or look at its data",
             )
-    if ending.code in (_NOT_FOUND, _NOT_RUNNABLE):
+    if ending.code in CANNOT_START:
         return ConfigurationError(
             f"The trainer could not be started (exit code {ending.code}): {_last(lines)}",
             expected="a command that can be run where the job runs",
             fix="correct command.run, or command.workdir",
         )
     if ending.code > 128 and ending.code != 128 + signal.SIGINT:
-        name = _signal_name(ending.code - 128)
+        name = f"signal {ending.code - 128}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(ending.code - 128).name
         return TrainerKilled(
             f"The trainer was ended by {name}; its last line: {_last(lines)}",
             fix="nothing, if that was an accident: the next attempt goes on from its last "
@@ -450,10 +439,3 @@ def _last(lines: Sequence[str]) -> str:
     """The line that names the error."""
     errors = [line for line in lines if _ERROR_LINE.match(line)]
     return (errors or list(lines) or ["(it printed nothing)"])[-1]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

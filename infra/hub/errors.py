@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from infra.host.secrets import masked
+from infra.publishing.targets import FileToPublish
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,
     HubRefused,
     Interrupted,
     RefinerError,
+    StageFailed,
 )
 
 _WORDS = 300
@@ -95,13 +97,21 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
                 fix="unset it where the publish stage runs, or set publish.target=folder",
             )
         if isinstance(link, theirs.HFValidationError):
-            return _bad_name(repo_id, str(link))
-        if isinstance(link, (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)):
-            return _bad_setting(str(link), doing)
-        if isinstance(link, httpx2.InvalidURL):
-            return _bad_setting(str(link), doing)
+            return ConfigurationError(
+                f"{repo_id} is no name of a repository on the Hub: {_shown(str(link))}",
+                expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
+                fix="correct publish.repo_id",
+            )
+        if isinstance(
+            link, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError | httpx2.InvalidURL
+        ):
+            return ConfigurationError(
+                f"No request can be made for {doing}: {_shown(str(link))}.",
+                expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
+                fix="correct these variables where the publish stage runs",
+            )
         if isinstance(link, httpx2.HTTPError):
-            return outage(_name(link), doing, repo_id)
+            return outage(f"{type(link).__name__}: {link}".removesuffix(": "), doing, repo_id)
         if type(link).__module__.startswith("hf_xet"):
             return outage(f"the Xet transfer failed: {link}", doing, repo_id)
     return None
@@ -162,12 +172,13 @@ def stopped() -> Interrupted:
     )
 
 
-def name_taken(where: str, why: str) -> ConfigurationError:
-    """Something lies there that refiner must not touch."""
-    return ConfigurationError(
-        f"{where} is taken: {why}",
-        expected="a repository of its own for what refiner publishes",
-        fix="name another one with `publish.repo_id=`, or move that one away",
+def replaced(file: FileToPublish, why: str) -> StageFailed:
+    """The error for a source that is no longer what its stage has left."""
+    return StageFailed(
+        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
+        "stage ended.",
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
     )
 
 
@@ -193,26 +204,6 @@ def _no_token(what: str) -> HubRefused:
         fix="make one (Settings, Access Tokens) and log in with `hf auth login`, or set HF_TOKEN "
         "where the publish stage runs; then run the same command again",
     )
-
-
-def _bad_name(repo_id: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{repo_id} is no name of a repository on the Hub: {_shown(why)}",
-        expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
-        fix="correct publish.repo_id",
-    )
-
-
-def _bad_setting(why: str, doing: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"No request can be made for {doing}: {_shown(why)}.",
-        expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
-        fix="correct these variables where the publish stage runs",
-    )
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _shown(text: str) -> str:

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
-from infra.hub.errors import Moved, Rejected, name_taken, outage
+from infra.host.secrets import masked
+from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, replaced
 from infra.publishing.targets import (
     FileToPublish,
     Publication,
@@ -40,21 +43,59 @@ from infra.publishing.targets import (
 )
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence
 from refiner_core.contract.config import PublishConfig, RecipeConfig
-from refiner_core.contract.errors import HubOutage, HubRefused
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from infra.hub.client import RepoInfo
+    from infra.hub.client import HubClient, Refs, RemoteFile, RepoInfo
 
 
 log = logging.getLogger(__name__)
 
+OFFICIAL = "https://huggingface.co"
 #: How often others may get in between before it counts as an outage.
 ROUNDS = 8
 #: How often a large file is sent that does not arrive as it is.
 SENDS = 3
+#: Nobody waits for longer than this before a run.
+_PATIENCE_S = 5.0
+_WRITING = ("write", "admin", "contributor")
 #: What the Hub itself puts into a new repository.
 _OF_THE_HUB = frozenset({".gitattributes"})
+
+
+def endpoint_now() -> str:
+    """The Hub's address."""
+    return (os.environ.get("HF_ENDPOINT") or OFFICIAL).rstrip("/")
+
+
+@contextmanager
+def open_hub(
+    repo_id: str,
+    config: PublishConfig,
+    endpoint: str | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    patience_s: float | None = None,
+) -> Iterator[HubClient]:
+    """A client for one repository until the end of the block."""
+    endpoint = (endpoint or endpoint_now()).rstrip("/")
+    _choose_transfer(endpoint)
+    from infra.hub.client import hub_client
+
+    patience = Patience(config.patience_s if patience_s is None else patience_s, should_stop)
+    with hub_client(repo_id, endpoint, patience, config.request_timeout_s) as hub:
+        yield hub
+
+
+def _choose_transfer(endpoint: str) -> None:
+    """Other Hubs than the official one have no Xet storage, and the client knows no way back."""
+    if endpoint == OFFICIAL:
+        return
+    if os.environ.setdefault("HF_HUB_DISABLE_XET", "1").upper() not in ("1", "ON", "YES", "TRUE"):
+        return  # the user says that there is
+    if constants := sys.modules.get("huggingface_hub.constants"):
+        constants.HF_HUB_DISABLE_XET = True  # type: ignore[attr-defined]  # it was read at import
 
 
 class HubTarget:
@@ -79,7 +120,7 @@ class HubTarget:
                     return work.publish()
                 except Moved as moved:
                     log.info("%s: %s; looking again", publication.repo_id, moved)
-                    hub.let_others_end(looks)
+                    hub.pause(looks)
             raise outage("others keep on changing it", "publishing", publication.repo_id)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
@@ -254,7 +295,7 @@ class _Publishing:
         return any(self._difference(there)) or not holds(there.lying, self._publication)
 
     def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
-        from infra.hub.upload import operations
+        from infra.hub.client import operations
 
         todo = operations(
             wanted, gone, self._progress, self._should_stop, trusted=not self._hub.by_xet
@@ -318,8 +359,10 @@ def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) 
     strange = sorted(set(names) - _OF_THE_HUB)
     if bad or (strange and EVIDENCE not in names):
         held = f"a {EVIDENCE} that is not of refiner" if bad else strange[0]
-        raise name_taken(
-            f"{repo_id} on the Hub", f"it holds {held}, which refiner did not put there"
+        raise ConfigurationError(
+            f"{repo_id} on the Hub is taken: it holds {held}, which refiner did not put there",
+            expected="a repository of its own for what refiner publishes",
+            fix="name another one with `publish.repo_id=`, or move that one away",
         )
 
 
@@ -345,8 +388,6 @@ def _git_oid(file: FileToPublish) -> str:
 
 
 def _check_sources(files: Sequence[FileToPublish]) -> None:
-    from infra.hub.upload import replaced
-
     for file in files:
         if file.source is not None:
             size = file.source.stat().st_size if file.source.is_file() else None
@@ -356,19 +397,12 @@ def _check_sources(files: Sequence[FileToPublish]) -> None:
 
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:
     """Raise if it is the file on this disk that is not what it was, and not the transfer."""
-    from infra.hub.upload import replaced
-
     for file in files:
         if file.source is not None:
             with file.source.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != file.sha256:
                 raise replaced(file, "has other content")
-
-
-#: Nobody waits for longer than this before a run.
-_PATIENCE_S = 5.0
-_WRITING = ("write", "admin", "contributor")
 
 
 def check_hub(config: RecipeConfig) -> list[str]:
@@ -386,9 +420,6 @@ def check_hub(config: RecipeConfig) -> list[str]:
     HubRefused
         The token or the repository will not do.
     """
-    from infra.host.secrets import masked
-    from infra.hub.errors import in_our_words
-
     name = config.publish.repo_id
     known = {"recipe": config.recipe, "seed": config.seed}
     repo_id = name.format(step=1, fingerprint="0" * 8, **known)
@@ -400,8 +431,8 @@ def check_hub(config: RecipeConfig) -> list[str]:
             if "{step}" in name or "{fingerprint}" in name:
                 return []  # which repository it will be is not known yet
             return _check_repository(hub.info(), repo_id, private=config.publish.private)
-    except HubOutage as outage:
-        return [masked(f"Whether the Hub takes {repo_id} is not known: {outage}")]
+    except HubOutage as error:
+        return [masked(f"Whether the Hub takes {repo_id} is not known: {error}")]
 
 
 def _check_name(repo_id: str) -> None:
@@ -443,11 +474,10 @@ def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> boo
 
 
 def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> list[str]:
-
     if info is None:
         return []
     check_visibility(repo_id, is_private=info.private, wanted=private)
     check_strangers(repo_id, info.names)
-    if info.private and not private:
-        return [f"{repo_id} is private on the Hub, though publish.private=false; it stays private."]
-    return []
+    private_all_the_same = info.private and not private
+    said = f"{repo_id} is private on the Hub, though publish.private=false; it stays private."
+    return [said] if private_all_the_same else []

@@ -26,7 +26,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 import infra
-from infra.foreign.process import fill, without_ours
+from infra.foreign.process import CANNOT_START, fill, without_ours
 from infra.host.processes import ProcessId, free_port, holder_of
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
@@ -197,7 +197,6 @@ _POLL_S, _TELL_EVERY_S = 0.1, 1.0
 _PORTS_TRIED = 5
 #: How long a server gets to end by itself.
 GRACE_S = 15.0
-_NOT_FOUND, _NOT_RUNNABLE = 127, 126
 _PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
 #: What an engine says of arguments and models that another try would not mend.
 _MISTAKE = re.compile(
@@ -423,7 +422,7 @@ class ServerProcess:
             )
         how = f"exit code {code}" if code < 128 else f"signal {code - 128}"
         what = f"{self.words.name} ended {when} ({how}): {said}{self.where() or '.'}"
-        if code in (_NOT_FOUND, _NOT_RUNNABLE) and early:
+        if code in CANNOT_START and early:
             return ConfigurationError(
                 what,
                 expected="a command that can be run where the server is started",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from infra.hub import client
 from infra.hub import errors as patience
-from infra.hub import upload
 from infra.hub.target import HubTarget, check_hub
 from infra.publishing.targets import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
@@ -45,7 +45,7 @@ HubTarget(config).publish(publication(Path(sys.argv[1]), int(sys.argv[2])))
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     monkeypatch.setattr(patience, "FIRST_S", 0.01)
-    monkeypatch.setattr(upload, "READ_BYTES", 8)
+    monkeypatch.setattr(client, "READ_BYTES", 8)
     with LoopbackHub(tmp_path / "hub") as found:
         monkeypatch.setenv("HF_TOKEN", found.token)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -48,7 +48,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "hub": {
         "infra/hub/errors.py": "hub_errors",
         "infra/hub/target.py": "hub hub_faults",
-        "infra/hub/upload.py": "hub_sending hub hub_faults",
+        "infra/hub/client.py": "hub_sending hub hub_faults",
     },
     "packing": {
         "refiner_core/training/batches.py": "batch_order packing shares",

@@ -68,7 +68,7 @@ PLAIN = {
     "infra/process/child.py": "a class of failure: tried again",
     "infra/host/files.py": "the end of a loop that returns",
     "infra/hub/target.py": "caught where it is raised: publish.repo_id is named",
-    "infra/hub/session.py": "the Hub client's own classes, translated by infra.hub.errors",
+    "infra/hub/client.py": "the Hub client's own classes, translated by infra.hub.errors",
     "infra/judgements/segments.py": "keys and scores of our own making",
     "infra/prefect_server/server.py": "caught where it is raised: REFINER_STATE_DIR is named",
     "infra/rollouts/servers.py": "the end of a loop that returns",
