@@ -128,9 +128,9 @@ def _quoted(body: bytes, endpoint: Endpoint) -> str:
     return f": {masked(text)[:_QUOTED]}" if text else ""
 
 
-@dataclass(frozen=True)
-class Order:
-    """What to start.
+@dataclass(eq=False)
+class Server:
+    """A judge's server; a context manager that leaves none of its processes behind.
 
     Attributes
     ----------
@@ -149,6 +149,8 @@ class Order:
         Where its output is, for error messages.
     prefix
         Put before each line of its output.
+    should_stop, tell
+        Whether somebody wants this process to end, while it waits, and for how many seconds it has.
     """
 
     judge: JudgeConfig
@@ -158,50 +160,26 @@ class Order:
     weights: str | None = None
     log: str = ""
     prefix: str = ""
+    should_stop: Callable[[], bool] = lambda: False
+    tell: Callable[[float], None] = lambda seconds: None
 
-
-class Server:
-    """A server; a context manager that leaves none of its processes behind.
-
-    Parameters
-    ----------
-    order
-        What to start.
-    should_stop
-        Whether somebody wants this process to end, while it waits.
-    tell
-        Hears, while it starts, for how many seconds it has.
-    """
-
-    def __init__(
-        self,
-        order: Order,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self.order, self._engine = order, engine_of(order.judge)
-        self._should_stop, self._tell = should_stop, tell
+    def __post_init__(self) -> None:
+        self._engine = engine_of(self.judge)
+        by_daemon = bool(self.judge.serve.container) or self._engine == "command"
         self._running = ServerProcess(
-            _WORDS,
-            key=order.key,
-            prefix=order.prefix,
-            log_file=order.log,
-            by_daemon=bool(order.judge.serve.container) or self._engine == "command",
+            _WORDS, key=self.key, prefix=self.prefix, log_file=self.log, by_daemon=by_daemon
         )
-        self._at = Listening(order.host, 0)
+        self._at = Listening(self.host, 0)
         self._answered_at = 0.0
 
     def __enter__(self) -> Server:
         """Start it; raises as :meth:`ServerProcess.start`, and where it lets strangers in."""
-        kill_leftovers(self.order.mark)
+        kill_leftovers(self.mark)
         self._running.start(
-            self.order.host,
-            self._launch,
-            self._check,
-            self.order.judge.serve.start_timeout_s,
-            should_stop=self._should_stop,
-            tell=self._tell,
+            *(self.host, self._launch, self._check),
+            self.judge.serve.start_timeout_s,
+            should_stop=self.should_stop,
+            tell=self.tell,
         )
         return self
 
@@ -215,7 +193,7 @@ class Server:
     @property
     def endpoint(self) -> Endpoint:
         """Where it answers."""
-        return Endpoint(self._at.url, self.order.key)
+        return Endpoint(self._at.url, self.key)
 
     @property
     def process(self) -> ProcessId | None:
@@ -223,10 +201,10 @@ class Server:
         return self._running.process
 
     def _launch(self, at: Listening) -> None:
-        order, self._at = self.order, at
-        environment = server_environment(self._engine, order.key, str(order.mark))
-        text = server_text(order.judge, at, order.weights)
-        self._running.launch(text, environment, bash=bool(order.judge.serve.setup))
+        self._at = at
+        environment = server_environment(self._engine, self.key, str(self.mark))
+        text = server_text(self.judge, at, self.weights)
+        self._running.launch(text, environment, bash=bool(self.judge.serve.setup))
 
     def _check(self, at: Listening) -> None:
         """Ask it whether it is ready.
@@ -238,7 +216,7 @@ class Server:
         ConfigurationError
             It says no, or lets strangers in.
         """
-        judge, endpoint, listed = self.order.judge, self.endpoint, list[str]()
+        judge, endpoint, listed = self.judge, self.endpoint, list[str]()
         try:
             if self._engine == "transformers":  # it would list all that is in the Hub's cache
                 check_health(endpoint, self._engine)
@@ -253,7 +231,7 @@ class Server:
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
         reached = not at.host.startswith(("127.", "localhost", "::1"))
-        if self.order.key and reached and self._lets_strangers_in():
+        if self.key and reached and self._lets_strangers_in():
             raise ConfigurationError(
                 f"The judge's server at {at.url} answers who has no key, and everybody "
                 "on the cluster reaches it.",
@@ -263,7 +241,7 @@ class Server:
         self._answered_at = time.monotonic()
 
     def _lets_strangers_in(self) -> bool:
-        judge, stranger = self.order.judge, Endpoint(self._at.url)
+        judge, stranger = self.judge, Endpoint(self._at.url)
         status, _ = _chat(stranger, judge.model, judge.max_tokens_field, _CHAT_S)
         return status not in _NO_KEY
 
