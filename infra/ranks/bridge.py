@@ -89,6 +89,11 @@ ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
 #: How long a call that is under way may take when everything else has ended: a commit is brought
 #: to its end, a wait for room is not.
 _END_S = 60.0
+#: Calls that go to the attempt as they are.
+_PLAIN = (
+    *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
+    *("progress", "should_stop"),
+)
 
 
 class Bridge:
@@ -111,12 +116,7 @@ class Bridge:
         self._threads: list[threading.Thread] = []
         self.report: dict[str, Any] | None = None
         self._calls: Mapping[str, Callable[..., Any]] = {
-            "log_metrics": io.log_metrics,
-            "save_rollouts": io.save_rollouts,
-            "latest_checkpoint": io.latest_checkpoint,
-            "pass_over": io.pass_over,
-            "progress": io.progress,
-            "should_stop": io.should_stop,
+            **{name: getattr(io, name) for name in _PLAIN},
             "room_again": lambda value: io.room_again(_no_space(value)),
             "enter": self._enter,
             "leave": self._leave,

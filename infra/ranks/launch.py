@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -199,12 +199,11 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
     with ExitStack() as stack:
         bridge = stack.enter_context(Bridge(io))
         nodes = stack.enter_context(job.meet()) if job.meet is not None else None
-        at_work = _AtWork(job, secrets.token_hex(16))
         io.progress(Progress(0, 0, "starting ranks"))
-        at_work.run(bridge, nodes)
-        if bridge.report is None or at_work.ended.errors:
-            raise error_of(at_work.ended)
-        for rank, failure in at_work.ended.failures.items():
+        ended = _Work(job).until_end(bridge, nodes)
+        if bridge.report is None or ended.errors:
+            raise error_of(ended)
+        for rank, failure in ended.failures.items():
             log.warning("rank %d ended with %s after all was done", rank, failure["code"])
         return bridge.report
 
@@ -214,57 +213,46 @@ def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
     placement = job.placement
     arguments = [
         *(f"--nproc-per-node={placement.nproc_per_node}", f"--nnodes={placement.nodes}"),
-        *(
-            *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
-            "--signals-to-handle=SIGQUIT",
-            f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
-        ),
+        *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
+        "--signals-to-handle=SIGQUIT",
+        f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
     ]
     if placement.nodes == 1:
         arguments += ["--standalone"]
     else:
-        arguments += [
-            *("--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"),
-            *(f"--master-addr={meeting.address}", f"--master-port={meeting.port}"),
-        ]
+        arguments += ["--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"]
+        arguments += [f"--master-addr={meeting.address}", f"--master-port={meeting.port}"]
     python = [sys.executable, "-P"]
     rank = ["--no-python", *python, "-u", "-m", job.module]
     return "exec " + shlex.join([*python, "-m", "infra.ranks.agent", *arguments, *rank])
 
 
-@dataclass
-class _AtWork:
+class _Work:
     """The loop around launched ranks."""
 
-    job: RanksJob
-    mark: str
-    ended: Ended = field(default_factory=Ended)
+    def __init__(self, job: RanksJob) -> None:
+        self.job, self.mark = job, secrets.token_hex(16)
+        self.lines: deque[str] = deque(maxlen=_LINES)
+        self.ended = Ended(lines=self.lines, folder=job.folder)
 
-    def run(self, bridge: Bridge, nodes: OtherNodes | None) -> None:
-        """Start them and wait for the end of all."""
-        job, oom_before = self.job, kernel_oom_kills()
+    def until_end(self, bridge: Bridge, nodes: OtherNodes | None) -> Ended:
+        """Start them and wait for the end of all; how they ended."""
+        job, ended, placement = self.job, self.ended, self.job.placement
+        oom_before = kernel_oom_kills()
         meeting = nodes.meeting if nodes is not None else Meeting()
-        order = {**job.order, "placement": asdict(job.placement)}
+        order = {**job.order, "placement": asdict(placement)}
         shared = {MARK: self.mark, ORDER: json.dumps(order), TALK: secrets.token_hex(32)}
-        lines: deque[str] = deque(maxlen=_LINES)
-        self.ended = Ended(lines=lines, folder=job.folder)
-        text = agent_command(job, meeting, 0)
-        log.info("starting %d ranks on %d nodes", job.placement.world, job.placement.nodes)
-        own = {**environment(), **rank_settings(job.placement), **shared, **bridge.environment}
+        commands = [agent_command(job, meeting, node) for node in range(placement.nodes)]
+        log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)
+        own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
         if nodes is not None:
-            nodes.start(
-                [agent_command(job, meeting, node) for node in range(job.placement.nodes)],
-                shared,
-            )
+            nodes.start(commands, shared)
         deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
-        with TrainerProcess(text, own, Path.cwd()) as process:
+        with TrainerProcess(commands[0], own, Path.cwd()) as process:
             while process.code is None and time.monotonic() < deadline:
-                for line in process.lines(_POLL_S):
-                    self._take(line.text, lines)
-                if nodes is not None:
-                    for told in nodes.lines():
-                        self._take(told, lines)
-                if self.ended.code is not None and deadline == float("inf"):
+                self._take(line.text for line in process.lines(_POLL_S))
+                self._take(nodes.lines() if nodes is not None else ())
+                if ended.code is not None and deadline == float("inf"):
                     deadline = time.monotonic() + job.shutdown_s + _LINGER_S
                 if time.monotonic() >= fence_due:
                     fence_due = time.monotonic() + _FENCE_S
@@ -273,26 +261,23 @@ class _AtWork:
             if code is None:
                 log.warning("what the ranks have started does not end; it is killed")
                 process.kill()
-            for line in process.last_lines():
-                self._take(line.text, lines)
-        if self.ended.code is None:
-            self.ended.code = code
-        if nodes is not None:
-            for told in nodes.last_lines():
-                self._take(told, lines)
-        self.ended.oom_kills = kernel_oom_kills() - oom_before
+            self._take(line.text for line in process.last_lines())
+        ended.code = code if ended.code is None else ended.code
+        self._take(nodes.last_lines() if nodes is not None else ())
+        ended.oom_kills = kernel_oom_kills() - oom_before
+        return ended
 
-    def _take(self, text: str, lines: deque[str]) -> None:
-        event = read_event(self.mark, text)
-        if event is None:
-            lines.append(text)
-            with suppress(OSError):  # a log on a full disk is no reason to end the training
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
-        elif event["event"] == "error":
-            rank = int(event["rank"])
-            self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))
-        elif event["event"] == "ended":
-            self.ended.failures |= {int(rank): f for rank, f in event["failures"].items()}
-            if int(event["node"]) == 0 or event["failures"]:
-                self.ended.code = 1 if event["failures"] else 0
+    def _take(self, printed: Iterable[str]) -> None:
+        for text in printed:
+            event = read_event(self.mark, text)
+            if event is None:
+                self.lines.append(text)
+                with suppress(OSError):  # a log on a full disk is no reason to end the training
+                    print(f"{text}\n", end="", flush=True)  # in one piece
+            elif event["event"] == "error":
+                rank = int(event["rank"])
+                self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))
+            elif event["event"] == "ended":
+                self.ended.failures |= {int(rank): f for rank, f in event["failures"].items()}
+                if int(event["node"]) == 0 or event["failures"]:
+                    self.ended.code = 1 if event["failures"] else 0

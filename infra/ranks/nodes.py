@@ -123,7 +123,7 @@ class OtherNodes:
             Not all came.
         """
         self._wait_for_all()
-        for node, connection in self._nodes.items():
+        for node, connection in list(self._nodes.items()):
             _send(connection, {"command": commands[node], "settings": dict(settings)})
             reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
             self._readers.append(reader)
@@ -131,9 +131,8 @@ class OtherNodes:
 
     def lines(self) -> Iterator[str]:
         """What was printed elsewhere since the last call."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._lines.get_nowait()
+        while not self._lines.empty():
+            yield self._lines.get_nowait()
 
     def last_lines(self) -> Iterator[str]:
         """What is left, once this node's ranks have ended: those of others get a moment."""
@@ -143,7 +142,6 @@ class OtherNodes:
         yield from self.lines()
 
     def _wait_for_all(self) -> None:
-        came: queue.SimpleQueue[tuple[Connection, dict[str, Any]]] = queue.SimpleQueue()
         deadline = time.monotonic() + _COME_S
         while len(self._nodes) < self._count:
             if time.monotonic() > deadline:
@@ -155,35 +153,26 @@ class OtherNodes:
                 )
             with contextlib.suppress(TimeoutError):
                 accepted, _ = self._listener.accept()
-                arguments = (Connection(accepted.detach()), came)
-                threading.Thread(target=self._greet, args=arguments, daemon=True).start()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    connection, hello = came.get_nowait()
-                    self._nodes[int(hello["node"])] = connection
-                    log.info("node %s (%s) is ready", hello["node"], hello["host"])
+                knocked = (Connection(accepted.detach()),)
+                threading.Thread(target=self._greet, args=knocked, daemon=True).start()
 
-    def _greet(
-        self, connection: Connection, came: queue.SimpleQueue[tuple[Connection, dict[str, Any]]]
-    ) -> None:
+    def _greet(self, connection: Connection) -> None:
         """Hear who has connected; in a thread of its own, so that silence holds up nobody else."""
         try:
             greet(connection, self._key)
-            came.put((connection, _receive(connection)))
+            hello = _receive(connection)
         except (AuthenticationError, EOFError, OSError) as error:
             log.warning("somebody without the key has connected to the worker: %r", error)
             connection.close()
+        else:
+            log.info("node %s (%s) is ready", hello["node"], hello["host"])
+            self._nodes[int(hello["node"])] = connection
 
     def _read(self, connection: Connection) -> None:
-        while True:
-            try:
-                told = _receive(connection)
-            except (EOFError, OSError):
-                return
-            if "line" in told:
+        with contextlib.suppress(EOFError, OSError):
+            while "line" in (told := _receive(connection)):
                 self._lines.put(told["line"])
-            else:
-                return  # its agent has ended; the connection stays until the worker is done
+        # Its agent has ended, or it is gone; the connection stays until the worker is done.
 
 
 # ---------------------------------------------------------------- the others
