@@ -191,23 +191,19 @@ def log_tables(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Tab
 
 
 def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
-    tracked = start_run(config, run)
+    tracked, ended_well = start_run(config, run), False
     import wandb
 
     try:
         tracked.log(
             {
-                name: wandb.Table(
-                    columns=list(table.columns), data=[list(row) for row in table.rows]
-                )
+                name: wandb.Table(columns=list(table.columns), data=[list(r) for r in table.rows])
                 for name, table in tables.items()
             }
         )
-        address = str(tracked.url) if config.wandb == "online" else str(tracked.dir)
-    except BaseException:
-        tracked.finish(exit_code=1)
-        raise
-    tracked.finish()
+        address, ended_well = str(tracked.url if config.wandb == "online" else tracked.dir), True
+    finally:
+        tracked.finish(exit_code=int(not ended_well))
     return address.removesuffix("/files")
 
 
@@ -299,8 +295,8 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
     done = 0
     for batch in _batches(new):
         said, code = _sync(batch)
-        finished = set(_FINISHED.findall(said))
-        sent = batch if code == 0 else [r for r in batch if _is_named(r.folder, finished)]
+        finished = {Path(name).name for name in _FINISHED.findall(said)}
+        sent = [r for r in batch if code == 0 or r.folder.name in finished]
         _note(sent, said)
         done += len(sent)
         tell(done, len(new))
@@ -387,10 +383,6 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
     return done.stdout.decode(errors="replace"), done.returncode
 
 
-def _is_named(folder: Path, finished: set[str]) -> bool:
-    return any(Path(name).name == folder.name for name in finished)
-
-
 def _note(sent: Sequence[OfflineRun], said: str) -> None:
     """What was sent, and where it can be looked at."""
     addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
@@ -399,14 +391,9 @@ def _note(sent: Sequence[OfflineRun], said: str) -> None:
         with no_space_guard(tracker, "noting what W&B has"):
             noted = atomic.read_json(tracker / SENT_FILE) or {}
             atomic.write_json(tracker / SENT_FILE, {**noted, run.folder.name: run.bytes})
-            if (address := addresses.get(_id_of(run))) is not None:
+            file = next(run.folder.glob("run-*.wandb"), None)  # named after the run's id
+            if file and (address := addresses.get(file.stem.removeprefix("run-"))):
                 atomic.write_json(tracker / ADDRESS_FILE, {"url": address})
-
-
-def _id_of(run: OfflineRun) -> str:
-    """The W&B run's id, as its file is named after it."""
-    file = next(run.folder.glob("run-*.wandb"), None)
-    return "" if file is None else file.stem.removeprefix("run-")
 
 
 def _refused(said: str, done: int, total: int) -> RefinerError:

@@ -113,10 +113,8 @@ class Look:
     @property
     def folders(self) -> dict[str, Path]:
         """The workspace, and the folder of its large files where that is another."""
-        found = {"workspace": self.workspace}
-        if self.config.data_root is not None:
-            found["data_root"] = Path(self.config.data_root).expanduser().absolute()
-        return found
+        given = {"workspace": self.config.workspace, "data_root": self.config.data_root}
+        return {name: Path(f).expanduser().absolute() for name, f in given.items() if f is not None}
 
     @property
     def on_slurm(self) -> bool:

@@ -56,14 +56,11 @@ def _endpoint(look: Look) -> Finding:
     why = "models and data from the Hub, publishing"
     if look.needs_network:
         why = f"stages {', '.join(look.needs_network)}"
-    return found(absent(_needed(look)), what, _reach() if _needed(look) else "", why)
-
-
-def _reach() -> str:
     proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    mend = "export https_proxy=http://PROXY:PORT"
     if any(os.environ.get(name) for name in proxies):
-        return f"curl --head {masked(endpoint_now())}"
-    return "export https_proxy=http://PROXY:PORT"
+        mend = f"curl --head {address}"
+    return found(absent(_needed(look)), what, mend if _needed(look) else "", why)
 
 
 def _token(look: Look) -> Finding:

@@ -132,8 +132,7 @@ def _clock_of_files(look: Look) -> Finding:
 def _clock_of_slurm(look: Look) -> Finding | None:
     if look.on_node or shutil.which("scontrol") is None:
         return None
-    before = time.time()
-    at = slurm_settings(look).at
+    before, at = time.time(), slurm_settings(look).at
     return None if at is None else _skew_since(before, at)
 
 

@@ -99,7 +99,10 @@ def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, Any] | 
         state = _state(job)
         over = over + 1 if state == "" else 0
         if over > 2:  # files may be seen a little later than the end of a job
-            what = f"job {job} ended without a word: {_log(folder)}"
+            logs = sorted(folder.glob("submitit/*.err"))
+            lines = "".join(path.read_text(errors="replace") for path in logs).strip().splitlines()
+            last = lines[-1][:300] if lines else "its log is empty, or is not seen from here"
+            what = f"job {job} ended without a word: {last}"
             return found("broken", what, f"scontrol show job {job}", _WHY)
         time.sleep(0.5)
     what = f"job {job} has not started: {_state(job) or 'it is gone'}"
@@ -111,12 +114,6 @@ def _state(job: str) -> str | None:
     """State and reason; empty if the queue does not have it, None if nobody can say."""
     answer = ask(["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"], SLURM_S)
     return None if answer.hung or answer.code is None else answer.out.strip()
-
-
-def _log(folder: Path) -> str:
-    text = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("submitit/*.err")))
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "its log is empty, or is not seen from here"
 
 
 def _told(said: dict[str, Any], seconds: float) -> Iterator[Finding]:
@@ -152,6 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     noted = json.loads((given.workspace / _LOOK).read_text())
     config = from_json(RecipeConfig, noted["config"])
     look = Look(config=config, recipe=noted["recipe"], on_node=True, asked_gpus=given.gpus)
+    names = ("cores", "memory", "memory as a folder", "file system")
+    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
+    checks += [*network.CHECKS, *serving.CHECKS, *(gpu.CHECKS if given.gpus else ())]
     stamp = given.workspace / "stamp"
     stamp.write_text("x")
     value = {
@@ -159,17 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         "python": sys.version.split()[0],
         "clock": time.time(),
         "written_at": stamp.stat().st_mtime,
-        "findings": [asdict(f) for f in _there(look, given.gpus)],
+        "findings": [asdict(f) for f in run_checks(checks, look, limit_s=_NODE_S)],
     }
     atomic.write_json(given.workspace / _REPORT, value)
     return 0
-
-
-def _there(look: Look, gpus: int) -> list[Finding]:
-    names = ("cores", "memory", "memory as a folder", "file system")
-    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
-    checks += [*network.CHECKS, *serving.CHECKS, *(gpu.CHECKS if gpus else ())]
-    return run_checks(checks, look, limit_s=_NODE_S)
 
 
 if __name__ == "__main__":

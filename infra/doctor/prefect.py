@@ -5,6 +5,7 @@ In: the environment and the state folder. Out: findings. Imports no Prefect.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -36,22 +37,18 @@ def _server(look: Look) -> Iterator[Finding]:
         yield _users(status.info)
     elif status.state == "running" and status.info is not None:
         yield _ours(status.info)
-    elif status.state == "starting" and _writes(Path(status.log)):
-        yield fine(f"it starts; its log: {status.log}")
     elif status.state == "starting":
-        what = f"it lives and does not answer (yet); its log: {status.log}"
-        yield found("warning", what, "refiner server stop", _WHY)
+        silent_s = float("inf")
+        with contextlib.suppress(OSError):
+            silent_s = time.time() - Path(status.log).stat().st_mtime
+        if silent_s < _STARTS_S:  # one that starts says something, one that hangs does not
+            yield fine(f"it starts; its log: {status.log}")
+        else:
+            what = f"it lives and does not answer (yet); its log: {status.log}"
+            yield found("warning", what, "refiner server stop", _WHY)
     else:
         yield fine("none runs; `refiner run` starts one")
         yield _port()
-
-
-def _writes(log: Path) -> bool:
-    """Whether a server has just said something: one that starts does, one that hangs does not."""
-    try:
-        return time.time() - log.stat().st_mtime < _STARTS_S
-    except OSError:
-        return False
 
 
 def _ours(info: ServerInfo) -> Finding:

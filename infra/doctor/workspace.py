@@ -36,7 +36,7 @@ def _folder(look: Look) -> list[Finding]:
     root = look.workspace
     room = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
-    if not _may_write(place):
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         owner = place.stat()
         what = (
             f"{place} cannot be written to by user {os.geteuid()} (owner {owner.st_uid}, mode "
@@ -56,10 +56,6 @@ def _folder(look: Look) -> list[Finding]:
     what = f"the group may write to {root}, and your umask {mask:03o} keeps it from what you make"
     why = "another user of the group could not go on with your runs"
     return [good, found("warning", what, "umask 002", why, name="group")]
-
-
-def _may_write(place: Path) -> bool:
-    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def _umask() -> int:

@@ -295,7 +295,8 @@ class TrainerLog:
 
     def flush(self, *, last: bool = False) -> None:
         """Write what waits, as far as it goes in; the ``last`` lines go in always."""
-        while self._waiting and (last or self._written < self._allowed()):
+        allowed = _AT_ONCE + _EACH_S * (self._clock() - self._began)
+        while self._waiting and (last or self._written < allowed):
             line = f"{self._waiting[0]}\n"
             if self._left_out:
                 line = f"[{self._left_out:,} lines are left out here]\n{line}"
@@ -307,9 +308,6 @@ class TrainerLog:
             self._written += len(line)
             self._left_out = 0
             self._waiting.popleft()
-
-    def _allowed(self) -> float:
-        return _AT_ONCE + _EACH_S * (self._clock() - self._began)
 
 
 #: Lines from the end that are looked at: what went well long before says nothing about the end.
@@ -354,7 +352,12 @@ def error_of(ending: Ending) -> Exception:
             return MemoryError(f"The trainer ran out of memory: {line}")
         if failure is not None:  # of the GPU: whoever classifies goes by the text
             return _failed(ending, line, lines)
-    if _no_room(ending, lines):
+    # Writers say only that a write failed, and a full disk kills those of a mapped file: a probe
+    # decides.
+    no_room = any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
+    if ending.code == 128 + signal.SIGBUS:
+        no_room = not has_room(ending.output)
+    if no_room:
         return no_space_error(ending.output, "the trainer was writing", OSError(_last(lines)))
     if ending.oom_kills and ending.code in (128 + signal.SIGKILL, 1):
         return MemoryError(f"The kernel killed {ending.oom_kills} processes for lack of memory")
@@ -425,14 +428,6 @@ def _failed(ending: Ending, line: str, lines: Sequence[str]) -> ScriptFailed:
     )
     error.signature = hashlib.sha256(line.encode()).hexdigest()[:16]
     return error
-
-
-def _no_room(ending: Ending, lines: Sequence[str]) -> bool:
-    """Writers that say only that a write failed, and those that a full disk kills (SIGBUS from a
-    mapped file): a probe decides."""
-    if ending.code == 128 + signal.SIGBUS:
-        return not has_room(ending.output)
-    return any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
 
 
 def _last(lines: Sequence[str]) -> str:

@@ -305,7 +305,9 @@ class _AtWork:
                     self._look_around(process)
             except NoSpaceError:  # ours; the trainer may still be able to save
                 self._stop(process)
-                self._wait(process)
+                while process.code is None and time.monotonic() < self._stop_deadline:
+                    for line in process.lines(_POLL_S):
+                        self._log.write(line.text)
                 raise
             for line in process.last_lines():
                 self._take(line)
@@ -356,11 +358,6 @@ class _AtWork:
         log.info("asking the trainer to save and end (%s)", number.name)
         process.signal(number)
         self._tell()
-
-    def _wait(self, process: TrainerProcess) -> None:
-        while process.code is None and time.monotonic() < self._stop_deadline:
-            for line in process.lines(_POLL_S):
-                self._log.write(line.text)
 
     def _look_at_saves(self) -> None:
         """Room for the next save: own older checkpoints go first, then what the policy allows.

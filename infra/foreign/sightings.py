@@ -225,10 +225,11 @@ def choose(found: list[Sighting], step: int | None) -> Sighting:
 
 
 def _candidates(folder: Path) -> Iterator[tuple[int, Path]]:
-    if (step := _step_of(folder)) is not None and _holds_weights(folder):
+    step = _step_of(folder)
+    if step is not None and _layout_of(folder) != "none":
         yield step, folder
-        return
-    yield from _below(folder, 1)
+    else:
+        yield from _below(folder, 1)
 
 
 def _below(folder: Path, depth: int) -> Iterator[tuple[int, Path]]:
@@ -267,10 +268,6 @@ def _step_inside(folder: Path) -> int:
         except (OSError, ValueError, AttributeError):
             continue
     return 0
-
-
-def _holds_weights(folder: Path) -> bool:
-    return _layout_of(folder) != "none"
 
 
 def _described(step: int, path: Path) -> Sighting:

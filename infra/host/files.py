@@ -107,7 +107,12 @@ def walk(folder: Path) -> list[tuple[Path, list[str]]]:
     """A folder and all below it, each with the names of its files; links to folders are not
     followed. One that cannot be listed is an error, where ``rglob`` and ``os.walk`` would leave out
     what is in it."""
-    return again(_walk, folder)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = again(lambda: list(os.walk(folder, onerror=refuse)))
+    return [(Path(root), names) for root, _, names in found]
 
 
 def files_within(folder: Path) -> dict[Path, os.stat_result]:
@@ -134,13 +139,6 @@ def write_private(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _walk(folder: Path) -> list[tuple[Path, list[str]]]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    return [(Path(root), names) for root, _, names in os.walk(folder, onerror=refuse)]
 
 
 def _look_anew(filename: str | bytes | None) -> None:
@@ -174,10 +172,13 @@ def existing(path: Path) -> Path:
 
 def mount_of(path: Path, table: str | None = None) -> Mount:
     """The mount that ``path`` lies on, by the kernel's own table (``table``: that text)."""
-    text = _read(_MOUNTINFO) if table is None else table
+    text = table
+    if text is None:
+        with contextlib.suppress(OSError):
+            text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     target = existing(path).resolve() if table is None else path
     best = Mount(Path("/"), "unknown", "")
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         left, _, right = line.partition(" - ")
         before, after = left.split(" "), right.split(" ")
         if len(before) < 5 or len(after) < 2:
@@ -238,13 +239,6 @@ def _opened(folder: Path) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ""
 
 
 def _unescaped(text: str) -> str:

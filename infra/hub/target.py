@@ -234,7 +234,7 @@ class _Publishing:
         """A commit with the publication that is not on main."""
         if tag in refs.tags:
             tagged = self._read(refs.tags[tag])
-            if not self._differs(tagged):
+            if not any(self._difference(tagged)) and holds(tagged.lying, self._publication):
                 self._evidence = tagged.lying
                 return tagged.commit
         elif branch not in refs.branches:  # it outlives a tag that is gone while it is moved
@@ -290,9 +290,6 @@ class _Publishing:
             return wanted, []
         obsolete = there.lying.names - {f.name for f in publication.files}
         return wanted, sorted(obsolete & there.files.keys())
-
-    def _differs(self, there: _Revision) -> bool:
-        return any(self._difference(there)) or not holds(there.lying, self._publication)
 
     def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
         from infra.hub.client import operations

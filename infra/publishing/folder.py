@@ -121,16 +121,13 @@ class _Bringing:
                 _refused_by_name(place),
             ):
                 if publication.only_these:
-                    self._replace(place, wanted)
+                    # Small files; the evidence last, so that a repetition finds what is left.
+                    for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
+                        atomic.write_bytes(place / file.name, bytes_of(file))
                 else:
                     self._swap(place, before, wanted, donors)
             self.changed |= {f.name for f in wanted}
         return all_files(publication, before)
-
-    def _replace(self, place: Path, wanted: Sequence[FileToPublish]) -> None:
-        """Small files, one by one; the evidence last, so that a repetition finds what is left."""
-        for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
-            atomic.write_bytes(place / file.name, bytes_of(file))
 
     def _swap(
         self,

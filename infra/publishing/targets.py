@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -147,28 +147,14 @@ def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
 
 def report_of(published: Published, publication: Publication) -> dict[str, Any]:
     """For a stage's report: what other parts of refiner go by."""
-    return {
-        "repo_id": publication.repo_id,
-        "where": published.where,
-        "target": published.target,
-        "revision": published.revision,
-        "commit": published.commit,
-        "step": publication.step,
-        "verified": True,
-        "only_these": publication.only_these,
-        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in published.files],
-        "changed": list(published.changed),
-        "sent_bytes": published.sent_bytes,
-        "requests": published.requests,
-    }
+    told = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
+    return {**asdict(published), **told, "only_these": publication.only_these}
 
 
 def own_evidence(publication: Publication) -> Lying | None:
     """What the evidence file says that the publication brings."""
-    for file in publication.files:
-        if file.name == EVIDENCE:
-            return read_evidence(bytes_of(file))
-    return None
+    brought = next((file for file in publication.files if file.name == EVIDENCE), None)
+    return read_evidence(bytes_of(brought)) if brought else None
 
 
 def bytes_of(file: FileToPublish) -> bytes:

@@ -120,7 +120,7 @@ class Bridge:
             "room_again": lambda value: io.room_again(_no_space(value)),
             "enter": self._enter,
             "leave": self._leave,
-            "finish": self._finish,
+            "finish": lambda report: setattr(self, "report", report),
         }
 
     @property
@@ -219,9 +219,6 @@ class Bridge:
             if raised is not met:
                 raise
         return False
-
-    def _finish(self, report: dict[str, Any]) -> None:
-        self.report = report
 
 
 def _no_space(value: dict[str, Any]) -> NoSpaceError:

@@ -44,7 +44,8 @@ def encode(error: BaseException, causes: int = _CAUSES) -> dict[str, Any]:
     if isinstance(error, RefinerError):
         value["parts"] = [error.what, error.expected, error.fix]
     if isinstance(error, OSError):
-        value |= {"errno": error.errno, "strerror": error.strerror, "filename": _name(error)}
+        name = None if error.filename is None else str(error.filename)
+        value |= {"errno": error.errno, "strerror": error.strerror, "filename": name}
     if causes == _CAUSES:
         value["signature"] = traceback_signature(error)
         text = "".join(traceback.format_exception(error))
@@ -97,10 +98,6 @@ def _class(module: str, name: str) -> type[Exception]:
 
 def _unknown(name: str, module: str) -> type[RankError]:
     return type(name, (RankError,), {"__module__": module})
-
-
-def _name(error: OSError) -> str | None:
-    return None if error.filename is None else str(error.filename)
 
 
 #: Setting of agents and ranks: the mark.

@@ -231,7 +231,9 @@ class Server:
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
         reached = not at.host.startswith(("127.", "localhost", "::1"))
-        if self.key and reached and self._lets_strangers_in():
+        stranger = Endpoint(at.url)
+        question = (judge.model, judge.max_tokens_field, _CHAT_S)
+        if self.key and reached and _chat(stranger, *question)[0] not in _NO_KEY:
             raise ConfigurationError(
                 f"The judge's server at {at.url} answers who has no key, and everybody "
                 "on the cluster reaches it.",
@@ -239,11 +241,6 @@ class Server:
                 fix="let judge.serve_command pass it on, or set judge.serve.where=beside",
             )
         self._answered_at = time.monotonic()
-
-    def _lets_strangers_in(self) -> bool:
-        judge, stranger = self.judge, Endpoint(self._at.url)
-        status, _ = _chat(stranger, judge.model, judge.max_tokens_field, _CHAT_S)
-        return status not in _NO_KEY
 
     def check_alive(self, *, ask: bool = True) -> None:
         """Raise unless it runs and, as far as it is asked now, has answered lately.
