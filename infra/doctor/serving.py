@@ -33,7 +33,7 @@ print("\\n" + json.dumps(value))
 
 def _rollouts(look: Look) -> Finding | None:
     if look.rollout_servers:
-        program = ServerProgram.of(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        program = ServerProgram(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
         return _environment(look, program, look.config.grpo.resources.gpus)
     if look.on_node:
         return None
@@ -48,7 +48,7 @@ def _judge(look: Look) -> Finding | None:
     engine = look.judge_engine
     if engine not in ("vllm", "transformers"):
         return None
-    program = ServerProgram.of(look.config.judge.serve, "judge.serve", engine)
+    program = ServerProgram(look.config.judge.serve, "judge.serve", engine)
     return _environment(look, program, look.config.judge.resources.gpus)
 
 
@@ -62,11 +62,11 @@ def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
     answer = ask(["bash", "-c", _text(program)], _IMPORT_S)
     value = last_json(answer.out)
     if value is None:
-        if program.python is None and answer.ok:
+        if program.config.python is None and answer.ok:
             return fine(f"{engine} {answer.out.split()[-1]} answers", name=name)
         mend = f"bash -c {shlex.quote(_text(program, short=True))}"
         return found(state, f"it cannot be started: {answer.last_line}", mend, why, name=name)
-    python = shlex.quote(program.python or "python3")
+    python = shlex.quote(program.config.python or "python3")
     mend = f"{python} -m pip install --upgrade {_DISTRIBUTION[engine]}"
     if value.get("why"):
         what = f"Python {value['python']} cannot use {engine}: {value['why']}"
@@ -88,13 +88,13 @@ def _make(look: Look, field: str, engine: str) -> str:
 
 def _text(program: ServerProgram, *, short: bool = False) -> str:
     """As a server is started, with a question in its place."""
-    if program.python is None:
+    if program.config.python is None:
         words = [program.engine, "--version" if program.engine == "vllm" else "version"]
     elif short:
-        words = [program.python, "-c", f"import {program.engine}"]
+        words = [program.config.python, "-c", f"import {program.engine}"]
     else:
-        words = [program.python, "-c", _PROBE.replace("ENGINE", program.engine)]
-    return shell_text(program, shlex.join(words))
+        words = [program.config.python, "-c", _PROBE.replace("ENGINE", program.engine)]
+    return shell_text(program.config, shlex.join(words))
 
 
 _LIMIT_S = _IMPORT_S + 5

@@ -20,9 +20,9 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import infra
@@ -37,47 +37,32 @@ from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
 
 
-@dataclass(frozen=True)
-class ServerProgram:
+class ServerProgram(NamedTuple):
     """What is started. ``field`` is the section of the recipe that says so."""
 
+    config: RolloutServerConfig | ServeConfig
     field: str
     engine: str
-    python: str | None
-    setup: tuple[str, ...]
-    container: str | None
-
-    @classmethod
-    def of(
-        cls, config: RolloutServerConfig | ServeConfig, field: str, engine: str
-    ) -> ServerProgram:
-        """From a recipe's section."""
-        return cls(field, engine, config.python, config.setup, config.container)
 
     @property
     def lacking(self) -> str:
         """What is sure not to be there; empty if nothing is."""
-        if words := shlex.split(self.container or ""):
-            return "" if shutil.which(words[0]) or self.setup else f"there is no `{words[0]}`"
-        if self.python is not None:
-            return self._lacking_python(self.python)
-        if self.setup or shutil.which(self.engine):
-            return ""
-        return f"there is no `{self.engine}` on PATH"
-
-    def _lacking_python(self, python: str) -> str:
-        path = Path(python)
-        if "/" not in python:
-            found = self.setup or shutil.which(python)
-            return "" if found else f"there is no `{python}` on PATH"
-        if "$" in python or python.startswith("~"):
-            return f"{python} is taken as it stands: neither ~ nor $NAME is replaced"
-        if not path.exists():
-            return f"there is no {python}"
-        return "" if path.is_file() and os.access(path, os.X_OK) else f"{python} is no program"
+        setup, name, path = self.config.setup, self.config.python or self.engine, ""
+        if words := shlex.split(self.config.container or ""):
+            name = words[0]
+        elif self.config.python is None or "/" not in name:
+            path = " on PATH"
+        elif "$" in name or name.startswith("~"):
+            return f"{name} is taken as it stands: neither ~ nor $NAME is replaced"
+        elif not Path(name).exists():
+            return f"there is no {name}"
+        else:
+            is_program = Path(name).is_file() and os.access(name, os.X_OK)
+            return "" if is_program else f"{name} is no program"
+        return "" if setup or shutil.which(name) else f"there is no `{name}`{path}"
 
 
-def shell_text(program: ServerProgram | RolloutServerConfig | ServeConfig, call: str) -> str:
+def shell_text(program: RolloutServerConfig | ServeConfig, call: str) -> str:
     """The shell text that becomes a program (by ``exec``, so that signals reach it)."""
     words = [part for part in ((program.container or "").strip(), call.strip()) if part]
     return "\n".join(["set -e", *program.setup, f"exec {' '.join(words)}"])
@@ -240,10 +225,11 @@ class PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
+@dataclass(eq=False)
 class ServerProcess:
     """A started server, or none yet.
 
-    Parameters
+    Attributes
     ----------
     words
         For messages.
@@ -257,17 +243,13 @@ class ServerProcess:
         Whether a container's daemon may be who starts it.
     """
 
-    def __init__(
-        self,
-        words: Words,
-        *,
-        key: str = "",
-        prefix: str = "",
-        log_file: str = "",
-        by_daemon: bool = False,
-    ) -> None:
-        self.words, self._key, self._prefix, self._log_file = words, key, prefix, log_file
-        self._by_daemon = by_daemon
+    words: Words
+    key: str = field(default="", repr=False)
+    prefix: str = ""
+    log_file: str = ""
+    by_daemon: bool = False
+
+    def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
@@ -319,19 +301,18 @@ class ServerProcess:
         Interrupted
             Somebody wanted this process to end.
         """
-        for left in reversed(range(_PORTS_TRIED)):
-            at = Listening(host, free_port(host))
+        tries = 0
+        while True:
+            at, tries = Listening(host, free_port(host)), tries + 1
             launch(at)
             try:
                 self._wait_until_ready(at, check, limit_s, should_stop, tell)
+                return at
             except BaseException as error:
                 self.stop(0.0)
-                if not isinstance(error, PortTaken) or not left:
+                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
-            else:
-                return at
-        raise AssertionError("unreachable")
 
     def _wait_until_ready(
         self,
@@ -383,7 +364,7 @@ class ServerProcess:
     def _listens_at(self, port: int) -> bool:
         if self._child is None:
             return False
-        holder = holder_of(port, self._child.pid, by_daemon=self._by_daemon)
+        holder = holder_of(port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
             raise PortTaken(
                 f"Port {port} was given to {self.words.name.lower()}, and a process that it has "
@@ -406,7 +387,7 @@ class ServerProcess:
 
     def where(self) -> str:
         """A sentence that says where its output is."""
-        return f". All that it has printed: {self._log_file}." if self._log_file else ""
+        return f". All that it has printed: {self.log_file}." if self.log_file else ""
 
     def ended(self, when: str) -> Exception:
         """What its end means: its last words, classed by what they speak of."""
@@ -453,11 +434,11 @@ class ServerProcess:
     def _read(self, output: IO[bytes]) -> None:
         for raw in output:
             line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
-            if self._key:
-                line = line.replace(self._key, MASK)
+            if self.key:
+                line = line.replace(self.key, MASK)
             self._tail.append(line)
             with contextlib.suppress(OSError):  # a log on a full disk must not stop the server
-                print(f"{self._prefix}{line}", flush=True)
+                print(f"{self.prefix}{line}", flush=True)
 
 
 def error_line(lines: list[str]) -> str:
