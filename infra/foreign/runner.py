@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from infra.attempt.stage_io import AttemptIO
 from infra.foreign.checkpoints import (
     ForeignCheckpoint,
     PassedOver,
@@ -60,6 +60,9 @@ from refiner_core.contract.errors import (
     ScriptFailed,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint
+
+if TYPE_CHECKING:
+    from infra.attempt.stage_io import AttemptIO
 
 log = logging.getLogger(__name__)
 

@@ -417,20 +417,22 @@ def _when(asked_s: float | None) -> str:
     return f" It asks to wait {asked_s:.0f} s, until {then:%H:%M:%S} UTC."
 
 
+@dataclass(eq=False)
 class Sending:
     """What is told while files go out, by any of the sending threads."""
 
-    def __init__(
-        self, total: int, progress: Callable[[Progress], None], should_stop: Callable[[], bool]
-    ) -> None:
-        self._total, self._progress, self._should_stop = total, progress, should_stop
+    total: int
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self._done: set[str] = set()
         self._bytes, self._untold = 0, 0
         self._lock = threading.Lock()
 
     def moved(self, name: str, count: int) -> None:
         """``count`` more bytes of a file are on their way; 0 is its end."""
-        if self._should_stop():
+        if self.should_stop():
             raise stopped()
         with self._lock:
             self._bytes += count
@@ -441,7 +443,7 @@ class Sending:
                 return
             self._untold = 0
             values = {"sent_bytes": float(self._bytes)}
-            self._progress(Progress(len(self._done), self._total, f"sending {name}", values))
+            self.progress(Progress(len(self._done), self.total, f"sending {name}", values))
 
 
 class _Told(io.FileIO):

@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
@@ -137,22 +138,18 @@ class _Revision(NamedTuple):
     lying: Lying | None
 
 
+@dataclass(eq=False)
 class _Publishing:
     """Looks at the repository, and what follows from each."""
 
-    def __init__(
-        self,
-        hub: HubClient,
-        config: PublishConfig,
-        publication: Publication,
-        progress: Callable[[Progress], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._hub, self._config, self._publication = hub, config, publication
-        self._progress, self._should_stop = progress, should_stop
-        self._changed: set[str] = set()
-        self._made_aside = False
-        self._evidence: Lying | None = None
+    hub: HubClient
+    config: PublishConfig
+    publication: Publication
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+    changed: set[str] = field(default_factory=set)
+    made_aside: bool = False
+    evidence: Lying | None = None
 
     def publish(self) -> Published:
         """Look once, and bring the repository to what the publication says.
@@ -162,16 +159,16 @@ class _Publishing:
         Moved
             Somebody else got in between.
         """
-        publication = self._publication
-        revision = step_revision(self._config, publication.step, final=publication.final)
+        publication = self.publication
+        revision = step_revision(self.config, publication.step, final=publication.final)
         main = self._read(self._repository())
         if revision == "main":
-            check_replaced(main.lying, publication, self._config, publication.repo_id)
+            check_replaced(main.lying, publication, self.config, publication.repo_id)
             commit = self._bring("main", main)
         else:
             check_same_run(main.lying, publication, publication.repo_id)
-            refs = self._hub.refs()
-            if self._config.per_step == "branch":
+            refs = self.hub.refs()
+            if self.config.per_step == "branch":
                 commit = self._on_branch(revision, refs, main)
             else:
                 commit = self._tagged(revision, refs, main)
@@ -180,11 +177,11 @@ class _Publishing:
     # ------------------------------------------------------------------ what is there
     def _repository(self) -> str:
         """The commit at ``main``; the repository is made if there is none."""
-        publication, wanted = self._publication, self._config.private
-        info = self._hub.info()
+        publication, wanted = self.publication, self.config.private
+        info = self.hub.info()
         if info is None and not publication.only_these:
-            self._hub.create(private=wanted)
-            info = self._hub.info()
+            self.hub.create(private=wanted)
+            info = self.hub.info()
         if info is None:
             raise HubRefused(
                 f"The Hub shows no {publication.repo_id} to this token, and does not make it.",
@@ -201,77 +198,77 @@ class _Publishing:
         return info.commit
 
     def _read(self, commit: str) -> _Revision:
-        files = self._hub.tree(commit)
-        text = self._hub.text(commit, EVIDENCE) if EVIDENCE in files else None
+        files = self.hub.tree(commit)
+        text = self.hub.text(commit, EVIDENCE) if EVIDENCE in files else None
         lying = read_evidence(text)
         if lying is None:
-            check_strangers(self._publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
+            check_strangers(self.publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
         return _Revision(commit, files, lying)
 
     # ------------------------------------------------------------------ where it goes
     def _on_branch(self, branch: str, refs: Refs, main: _Revision) -> str:
         if branch not in refs.branches:
             self._nothing_to_update(branch)
-            self._hub.create_branch(branch, main.commit)
+            self.hub.create_branch(branch, main.commit)
         before = self._read(refs.branches[branch]) if branch in refs.branches else main
         commit = self._bring(branch, before)
-        if moves_main(main.lying, self._publication, self._config):
+        if moves_main(main.lying, self.publication, self.config):
             self._bring("main", main)
         return commit
 
     def _tagged(self, tag: str, refs: Refs, main: _Revision) -> str:
         aside = f"refiner-{tag}"
-        if moves_main(main.lying, self._publication, self._config):
+        if moves_main(main.lying, self.publication, self.config):
             commit = self._bring("main", main)
         else:
             commit = self._aside(aside, tag, refs, main)
         self._move_tag(tag, refs, commit)
-        if aside in refs.branches or self._made_aside:
-            self._hub.delete_branch(aside)
+        if aside in refs.branches or self.made_aside:
+            self.hub.delete_branch(aside)
         return commit
 
     def _aside(self, branch: str, tag: str, refs: Refs, main: _Revision) -> str:
         """A commit with the publication that is not on main."""
         if tag in refs.tags:
             tagged = self._read(refs.tags[tag])
-            if not any(self._difference(tagged)) and holds(tagged.lying, self._publication):
-                self._evidence = tagged.lying
+            if not any(self._difference(tagged)) and holds(tagged.lying, self.publication):
+                self.evidence = tagged.lying
                 return tagged.commit
         elif branch not in refs.branches:  # it outlives a tag that is gone while it is moved
             self._nothing_to_update(tag)
             tagged = main
-        self._made_aside = True
+        self.made_aside = True
         if branch in refs.branches:
             return self._bring(branch, self._read(refs.branches[branch]))
-        self._hub.create_branch(branch, tagged.commit)
+        self.hub.create_branch(branch, tagged.commit)
         return self._bring(branch, tagged)
 
     def _nothing_to_update(self, revision: str) -> None:
-        if self._publication.only_these:
-            check_update(None, self._publication, f"{self._publication.repo_id}@{revision}")
+        if self.publication.only_these:
+            check_update(None, self.publication, f"{self.publication.repo_id}@{revision}")
 
     def _move_tag(self, tag: str, refs: Refs, commit: str) -> None:
         if refs.tags.get(tag) == commit:
             return
         if tag in refs.tags:
-            self._hub.delete_tag(tag)
-        self._hub.create_tag(tag, commit)
-        if self._hub.refs().tags.get(tag) != commit:
+            self.hub.delete_tag(tag)
+        self.hub.create_tag(tag, commit)
+        if self.hub.refs().tags.get(tag) != commit:
             raise Moved(f"the tag {tag} points elsewhere")
 
     # ------------------------------------------------------------------ bringing it there
     def _bring(self, branch: str, before: _Revision) -> str:
         """A commit on ``branch`` that holds the publication, verified."""
-        publication = self._publication
+        publication = self.publication
         if publication.only_these:
             check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
-        self._evidence = before.lying
+        self.evidence = before.lying
         wanted, gone = self._difference(before)
         if not wanted:  # what is no longer there changes the evidence file too
             return before.commit
-        self._changed |= {f.name for f in wanted}
+        self.changed |= {f.name for f in wanted}
         commit = self._send(branch, before.commit, wanted, gone)
-        after = self._hub.tree(commit)
+        after = self.hub.tree(commit)
         wrong = [f.name for f in publication.files if not _same(after.get(f.name), f)]
         wrong += [name for name in gone if name in after]
         if wrong:
@@ -284,7 +281,7 @@ class _Publishing:
 
     def _difference(self, there: _Revision) -> tuple[list[FileToPublish], list[str]]:
         """Files to send, and names of ours that are no longer wanted."""
-        publication = self._publication
+        publication = self.publication
         wanted = [f for f in publication.files if not _same(there.files.get(f.name), f)]
         if publication.only_these or there.lying is None:
             return wanted, []
@@ -295,12 +292,12 @@ class _Publishing:
         from infra.hub.client import operations
 
         todo = operations(
-            wanted, gone, self._progress, self._should_stop, trusted=not self._hub.by_xet
+            wanted, gone, self.progress, self.should_stop, trusted=not self.hub.by_xet
         )
         sends = 0
         while True:
             try:
-                return self._hub.commit(branch, parent, todo, self._publication.message)
+                return self.hub.commit(branch, parent, todo, self.publication.message)
             except Rejected as rejected:
                 _check_unchanged(wanted)
                 sends += 1
@@ -308,20 +305,20 @@ class _Publishing:
                     raise outage(
                         f"its storage does not take what is sent, {SENDS} times: {rejected}",
                         "sending files",
-                        self._publication.repo_id,
+                        self.publication.repo_id,
                     ) from None
-                self._hub.pause(sends, str(rejected))
+                self.hub.pause(sends, str(rejected))
 
     def _published(self, revision: str, commit: str) -> Published:
         return Published(
             where="hub",
-            target=self._hub.address(revision),
+            target=self.hub.address(revision),
             revision=revision,
-            files=all_files(self._publication, self._evidence),
-            changed=tuple(sorted(self._changed)),
+            files=all_files(self.publication, self.evidence),
+            changed=tuple(sorted(self.changed)),
             commit=commit,
-            sent_bytes=self._hub.traffic.sent_bytes,
-            requests=self._hub.traffic.requests,
+            sent_bytes=self.hub.traffic.sent_bytes,
+            requests=self.hub.traffic.requests,
         )
 
 

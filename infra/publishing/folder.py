@@ -16,6 +16,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.publishing.targets import (
@@ -87,6 +88,7 @@ class FolderTarget:
         return main if revision == "main" else main.with_name(f"{main.name}@{revision}")
 
 
+@dataclass(eq=False)
 class _Bringing:
     """One publication on its way into its folders.
 
@@ -96,19 +98,14 @@ class _Bringing:
         Names that were written or linked anew.
     """
 
-    def __init__(
-        self,
-        publication: Publication,
-        progress: Callable[[Progress], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._publication = publication
-        self._progress, self._should_stop = progress, should_stop
-        self.changed: set[str] = set()
+    publication: Publication
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+    changed: set[str] = field(default_factory=set)
 
     def bring(self, place: Path, donors: Sequence[Path]) -> tuple[OutputFile, ...]:
         """Make ``place`` what the publication says; all files of ours that lie there then."""
-        publication = self._publication
+        publication = self.publication
         before = _known(place)
         if publication.only_these:
             check_update(before, publication, str(place))
@@ -141,7 +138,7 @@ class _Bringing:
         temporary = atomic.temporary_name(place)
         try:
             temporary.mkdir()
-            for number, file in enumerate(self._publication.files):
+            for number, file in enumerate(self.publication.files):
                 self._check_stop()
                 at = temporary / file.name
                 at.parent.mkdir(parents=True, exist_ok=True)
@@ -149,8 +146,8 @@ class _Bringing:
                     continue
                 if not any(_given(donor, file, at) for donor in donors):
                     self._copy(file, at)
-                done = Progress(number + 1, len(self._publication.files), f"wrote {file.name}")
-                self._progress(done)
+                done = Progress(number + 1, len(self.publication.files), f"wrote {file.name}")
+                self.progress(done)
             _keep_strangers(place, temporary, before)
             atomic.sync_tree(temporary)
             swap_in(temporary, place)
@@ -176,7 +173,7 @@ class _Bringing:
             )
 
     def _check_stop(self) -> None:
-        if self._should_stop():
+        if self.should_stop():
             raise Interrupted(
                 "Publishing was stopped on request; what was published is as it was.",
                 fix="run the same command again",

@@ -273,7 +273,8 @@ class _Work:
             if event is None:
                 self.lines.append(text)
                 with suppress(OSError):  # a log on a full disk is no reason to end the training
-                    print(f"{text}\n", end="", flush=True)  # in one piece
+                    sys.stdout.write(f"{text}\n")
+                    sys.stdout.flush()
             elif event["event"] == "error":
                 rank = int(event["rank"])
                 self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))

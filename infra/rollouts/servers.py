@@ -229,10 +229,11 @@ _PORTS_TRIED = 5
 _GRACE_S = SHUTDOWN_S + 10.0
 
 
+@dataclass(eq=False)
 class LocalRolloutServers:
     """A :class:`~refiner_core.contract.types.RolloutServers` on this node.
 
-    Parameters
+    Attributes
     ----------
     config
         ``grpo``, ``model`` and ``seed`` of it.
@@ -247,28 +248,23 @@ class LocalRolloutServers:
         Hears, while servers start, for how many seconds they have.
     """
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        places: Sequence[Place],
-        memory: Path,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self._config, self._places, self._memory = config, tuple(places), memory
-        self._should_stop, self._tell = should_stop, tell
+    config: RecipeConfig
+    places: Sequence[Place]
+    memory: Path
+    should_stop: Callable[[], bool] = lambda: False
+    tell: Callable[[float], None] = lambda seconds: None
+
+    def __post_init__(self) -> None:
         self._running: list[ServerProcess] = []
         self._shared: dict[int, set[Path]] = {}
         self._replaced = 0
-        self._closing = threading.Event()
-        self._telling = threading.Lock()
+        self._closing, self._telling = threading.Event(), threading.Lock()
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them side by side."""
-        numbers = range(len(self._places))
+        numbers = range(len(self.places))
         self._running = [self._process(index) for index in numbers]
-        with ThreadPoolExecutor(len(self._places)) as pool:
+        with ThreadPoolExecutor(len(self.places)) as pool:
             starts = [pool.submit(self._start, index, weights) for index in numbers]
             errors = [error for start in starts if (error := start.exception()) is not None]
         if errors:
@@ -284,7 +280,7 @@ class LocalRolloutServers:
         KilledError
             It was necessary too often.
         """
-        most = self._config.grpo.rollout_server.max_restarts
+        most = self.config.grpo.rollout_server.max_restarts
         self._replaced += 1
         if self._running[index].code is not None:
             why = f"{why} ({self._running[index].ended('while it served')})"
@@ -313,7 +309,7 @@ class LocalRolloutServers:
     # ---- one server
 
     def _process(self, index: int) -> ServerProcess:
-        many = len(self._places) > 1
+        many = len(self.places) > 1
         name = f"Rollout server {index}" if many else "The rollout server"
         words = Words(
             name,
@@ -326,16 +322,16 @@ class LocalRolloutServers:
         )
         return ServerProcess(
             words,
-            key=self._places[index].key,
+            key=self.places[index].key,
             prefix=f"[rollouts {index}] " if many else "[rollouts] ",
-            by_daemon=bool(self._config.grpo.rollout_server.container),
+            by_daemon=bool(self.config.grpo.rollout_server.container),
         )
 
     def _end(self, index: int, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
         self._note_memory(index)
         self._running[index].stop(grace_s)
-        kill_leftovers(self._places[index].mark)  # whoever minded it may have been killed with it
+        kill_leftovers(self.places[index].mark)  # whoever minded it may have been killed with it
         for path in self._shared.pop(index, ()):
             path.unlink(missing_ok=True)
 
@@ -348,25 +344,25 @@ class LocalRolloutServers:
             known = self._shared.setdefault(index, set())
             new = shared_memory(children) - known
             known |= new
-            note_shared(self._memory, new)
+            note_shared(self.memory, new)
 
     def _start(self, index: int, weights: Path) -> Endpoint:
         """Start one and wait until it answers."""
-        place, server = self._places[index], self._running[index]
-        settings = self._config.grpo.rollout_server
+        place, server = self.places[index], self._running[index]
+        settings = self.config.grpo.rollout_server
 
         def launch(at: Listening) -> None:
-            text = rollout_server_text(self._config, at, weights, place.transfer)
+            text = rollout_server_text(self.config, at, weights, place.transfer)
             server.launch(text, rollout_environment(place), bash=bool(settings.setup))
 
         def tell(waited_s: float) -> None:
             with self._telling:
-                self._tell(waited_s)
+                self.tell(waited_s)
 
         at = server.start(
             *(_HOST, launch, lambda at: _check(server.words.name, at.url, place.key)),
             settings.start_timeout_s,
-            should_stop=lambda: self._should_stop() or self._closing.is_set(),
+            should_stop=lambda: self.should_stop() or self._closing.is_set(),
             tell=tell,
         )
         self._note_memory(index)
