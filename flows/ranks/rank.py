@@ -129,7 +129,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
 
 def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
     """The stage's own vLLM servers, as children of this process."""
-    from infra.rollouts.opening import open_vllm
+    from infra.rollouts.servers import open_vllm
 
     def tell(seconds: float) -> None:
         work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))

@@ -15,14 +15,15 @@ from pathlib import Path
 from infra.doctor.check import Check, Finding, Look, fine, found
 from infra.doctor.packages import installed
 from infra.host.secrets import masked
-from infra.prefect_server.server import (
+from infra.prefect_server import (
+    KeyRefused,
     ServerInfo,
+    check_server,
     http_status,
     is_network_file_system,
     server_status,
     state_dir,
 )
-from infra.prefect_server.usable import KeyRefused, check_server
 from refiner_core.contract.errors import RefinerError
 
 _ANSWER_S = 6.0

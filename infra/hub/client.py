@@ -59,7 +59,7 @@ from infra.hub.errors import (
     stopped,
     translated,
 )
-from infra.publishing.targets import FileToPublish, bytes_of
+from infra.publishing import FileToPublish, bytes_of
 from refiner_core.contract.types import Progress
 
 #: Files that are sent at the same time.

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from infra.host.secrets import masked
-from infra.publishing.targets import FileToPublish
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,

@@ -26,14 +26,17 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
 from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, replaced
-from infra.publishing.targets import (
+from infra.publishing import (
     FileToPublish,
+    FolderTarget,
     Publication,
     Published,
+    Target,
     all_files,
     check_replaced,
     check_same_run,
@@ -112,7 +115,7 @@ class HubTarget:
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Published:
-        """See :class:`infra.publishing.targets.Target`."""
+        """See :class:`infra.publishing.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
             work = _Publishing(hub, self._config, publication, progress, should_stop)
@@ -125,7 +128,7 @@ class HubTarget:
             raise outage("others keep on changing it", "publishing", publication.repo_id)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
-        """See :class:`infra.publishing.targets.Target`."""
+        """See :class:`infra.publishing.Target`."""
         with open_hub(repo_id, self._config, self._endpoint) as hub:
             return hub.text(revision, name)
 
@@ -475,3 +478,12 @@ def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> 
     private_all_the_same = info.private and not private
     said = f"{repo_id} is private on the Hub, though publish.private=false; it stays private."
     return [said] if private_all_the_same else []
+
+
+def make_target(config: RecipeConfig, published: Path) -> Target:
+    """The target that a recipe names; ``published`` is the workspace's own folder for it."""
+    if config.publish.target == "hub":
+        return HubTarget(config.publish)
+    path = config.publish.path
+    root = Path(path).expanduser().absolute() if path else published
+    return FolderTarget(root, config.publish)

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from infra.hub import client
 from infra.hub.target import HubTarget
-from infra.publishing.targets import Published
+from infra.publishing import Published
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, HubRefused, Interrupted, StageFailed
 from refiner_core.contract.types import Progress

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from infra.hub import client
 from infra.hub import errors as patience
 from infra.hub.target import HubTarget, check_hub
-from infra.publishing.targets import Publication, Published
+from infra.publishing import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -409,7 +409,7 @@ def test_a_card_that_the_hub_does_not_understand_is_refused(
 ) -> None:
     from dataclasses import replace
 
-    from infra.publishing.targets import FileToPublish
+    from infra.publishing import FileToPublish
 
     wanted = publication(tmp_path, 50)
     bad = FileToPublish.of_text("README.md", "---\nlicense: [\n---\n")

@@ -27,17 +27,19 @@ from infra.host.processes import free_port
 from infra.process.child import mark_of
 from infra.ranks.settings import JOB_GPUS
 from infra.rollouts import sweeper
-from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
     Place,
+    VllmRollouts,
     memory_folder,
     note_shared,
+    open_vllm,
     remove_leftovers,
     rollout_environment,
     rollout_server_text,
     shared_memory,
+    weight_transfer,
 )
 from infra.services.process import Listening
 from infra.store.traces import read_metrics

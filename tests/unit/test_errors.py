@@ -70,7 +70,7 @@ PLAIN = {
     "infra/hub/target.py": "caught where it is raised: publish.repo_id is named",
     "infra/hub/client.py": "the Hub client's own classes, translated by infra.hub.errors",
     "infra/judgements/segments.py": "keys and scores of our own making",
-    "infra/prefect_server/server.py": "caught where it is raised: REFINER_STATE_DIR is named",
+    "infra/prefect_server.py": "caught where it is raised: REFINER_STATE_DIR is named",
     "infra/store/stage_records.py": "what the system says where a mount is gone: waited for",
     "infra/store/provenance.py": "a package of refiner itself is gone",
     "infra/store/atomic.py": "what the system call says, for infra.publishing",

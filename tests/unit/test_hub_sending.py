@@ -10,7 +10,7 @@ import pytest
 
 from infra.hub import client
 from infra.hub.client import Sending, operations
-from infra.publishing.targets import FileToPublish
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.types import Progress
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from infra import prefect_server as server
+from infra import prefect_server as server_state
 from infra.host.files import Mount
 from infra.host.processes import ProcessId, host_name
-from infra.prefect_server import server
-from infra.prefect_server import server as server_state
-from infra.prefect_server.server import (
+from infra.prefect_server import (
     ServerError,
     ensure_server,
     passed_on,

@@ -1,30 +1,38 @@
 """One local Prefect server per user and node: found, or started once, and reused by every run.
 
-In: the state folder (:mod:`infra.prefect_server.server`). Out: a :class:`ServerInfo` whose
-``client_env`` lets a process that has *not yet imported Prefect* talk to it. Nothing here imports
-Prefect.
+In: the environment. Out: a :class:`ServerInfo` whose ``client_env`` lets a process that has *not
+yet imported Prefect* talk to it; or one clear refusal before anything is begun on it: it does not
+answer, wants another key, is of another major version, or is none. Nothing here imports Prefect.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
 a file of mode 0600, in the environment of the processes that need it, and in the link that a
-terminal is shown (:mod:`infra.prefect_server.server`), never in an argument list, a log or
-``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
+terminal is shown (:func:`terminal_link`), never in an argument list, a log or ``server.json``. Who
+has set ``PREFECT_API_URL`` gets that server and no other.
 
-Files in the state folder: ``server.json`` (which process, where), ``auth`` (the key),
-``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite database).
+Files in the state folder (:func:`state_dir`): ``server.json`` (which process, where), ``auth``
+(the key), ``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite
+database). A database of SQLite must not live on a network file system (locking lies there, and its
+write-ahead log ends processes with SIGBUS when a quota is full). A home directory often is on one,
+so the default moves to ``/var/tmp`` then; a folder named by ``REFINER_STATE_DIR`` is taken as it
+is. Every node has a folder of its own below it, because a server answers only on its own loopback.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -37,9 +45,15 @@ from urllib.parse import quote
 
 from infra.host.files import mount_of, write_private
 from infra.host.processes import ProcessId, host_name, listens
+from infra.host.secrets import masked
 from infra.store import atomic
 from infra.store.atomic import read_json, write_json
-from refiner_core.contract.errors import RefinerError, WorkspaceError
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    RefinerError,
+    UnsupportedError,
+    WorkspaceError,
+)
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "panfs", "wekafs"}
@@ -434,3 +448,145 @@ def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
     if not page.is_file() or page.read_text() != _PAGE:  # the server copies its files afresh
         atomic.write_text(page, _PAGE)
     return f"{info.url}/{_NAME}#{quote(info.auth, safe=':')},{quote(path)}"
+
+
+_ANSWER_S = 6.0
+_START_S = 120.0
+#: Has no such address, and its client looks after versions.
+_CLOUD = "https://api.prefect.cloud/"
+
+
+class KeyRefused(ConfigurationError):
+    """The server wants a key, or another one."""
+
+
+def usable_server(wait_s: float = _START_S) -> ServerInfo:
+    """A server that can be worked with: the user's own, or ours, which is started where it is not.
+
+    From here on Prefect, once imported, uses this one.
+
+    Raises
+    ------
+    RefinerError
+        There is none; as of :func:`check_server`.
+    """
+    info = ensure_server(wait_s)
+    check_server(info)
+    os.environ.update(info.client_env())
+    return info
+
+
+def check_server(info: ServerInfo, env: Mapping[str, str] | None = None) -> None:
+    """Refuse a server that cannot be worked with.
+
+    Raises
+    ------
+    ServerError
+        It does not answer, or not now.
+    KeyRefused
+        It wants a key, or another one.
+    ConfigurationError
+        It is no Prefect server.
+    UnsupportedError
+        Its major version is not that of the client here.
+    """
+    if info.api_url.startswith(_CLOUD):
+        return
+    import httpx  # not needed where no server is asked
+
+    env = os.environ if env is None else env
+    named = masked(info.api_url) + ("" if info.ours else " (PREFECT_API_URL)")
+    mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
+    settings = {**_profile(env), **env, **info.client_env()}
+    headers = _headers(settings)
+    try:
+        answer = httpx.get(
+            f"{info.api_url}/admin/version",
+            headers=headers,
+            timeout=_ANSWER_S,
+            verify=_verification(settings),
+            trust_env=not info.ours,
+            follow_redirects=True,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        why = masked(str(error)) or type(error).__name__
+        raise ServerError(
+            f"The Prefect server {named} does not answer: {why}.",
+            expected=f"an answer within {_ANSWER_S:.0f} s",
+            fix=f"start it, or {mend}",
+        ) from error
+    if answer.status_code in (401, 403):
+        raise KeyRefused(
+            f"The Prefect server {named} answers {answer.status_code}: "
+            f"{'the key is wrong' if 'Authorization' in headers else 'it wants a key'}.",
+            expected="a key that it takes",
+            fix=mend
+            if info.ours
+            else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
+            "(or PREFECT_API_KEY), as the server has it",
+        )
+    if answer.status_code == 429 or answer.status_code >= 500:
+        raise ServerError(
+            f"The Prefect server {named} answers {answer.status_code}.",
+            expected="it to be up",
+            fix=f"try again when it is, or {mend}",
+        )
+    there, here = _version_in(answer), package_version("prefect")
+    if not there:
+        raise ConfigurationError(
+            f"What answers at {named} is no Prefect server ({answer.status_code} "
+            f"{answer.headers.get('content-type', '')}).",
+            expected="the address of its API, which ends in /api",
+            fix=mend,
+        )
+    if there.partition(".")[0] != here.partition(".")[0]:
+        raise UnsupportedError(
+            f"The Prefect server {named} has version {there}, and here is {here}.",
+            expected="the same major version",
+            fix=f"{mend}; or install prefect of the server's major version",
+        )
+
+
+def _version_in(answer: Any) -> str:
+    """The version that a Prefect server says, as JSON; empty where it is something else."""
+    try:
+        said = answer.json()
+    except ValueError:
+        return ""
+    fits = answer.status_code == 200 and isinstance(said, str) and said[:1].isdigit()
+    return said if fits else ""
+
+
+def _verification(settings: Mapping[str, str]) -> Any:
+    """Certificates that Prefect's own client would trust."""
+    if settings.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower() in ("1", "true", "yes"):
+        return False
+    file = settings.get("PREFECT_API_SSL_CERT_FILE") or settings.get("SSL_CERT_FILE")
+    return ssl.create_default_context(cafile=file) if file else True
+
+
+def _headers(settings: Mapping[str, str]) -> dict[str, str]:
+    try:
+        headers = dict(json.loads(settings.get("PREFECT_CLIENT_CUSTOM_HEADERS") or "{}"))
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            "PREFECT_CLIENT_CUSTOM_HEADERS is no JSON object.",
+            expected='such as {"X-Team": "nlp"}',
+            fix="correct or unset it",
+        ) from error
+    if text := settings.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
+    elif key := settings.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _profile(env: Mapping[str, str]) -> dict[str, str]:
+    """The settings of Prefect's active profile: a key may stand there."""
+    home = env.get("PREFECT_HOME") or "~/.prefect"
+    try:
+        found = tomllib.loads((Path(home).expanduser() / "profiles.toml").read_text())
+    except (OSError, ValueError):  # none, or one that Prefect itself will refuse
+        return {}
+    active = env.get("PREFECT_PROFILE") or found.get("active", "")
+    return {k: str(v) for k, v in found.get("profiles", {}).get(active, {}).items()}
