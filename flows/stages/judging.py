@@ -83,7 +83,8 @@ def run_serve(work: StageWork) -> dict[str, Any]:
 
     work.io.progress(Progress(0, 0, "starting"))
     with Server(
-        *(judge, folder, key),
+        *(judge, folder),
+        key=key,
         host=_host(work),
         weights=_weights(judge.model),
         log=str(work.workspace.layout.attempt(*ref).log),
@@ -178,7 +179,8 @@ def _server_beside(work: StageWork) -> Server:
         work.io.progress(Progress(0, 0, "starting the judge", {"seconds": round(seconds)}))
 
     return Server(
-        *(judge, paths.control, key),
+        *(judge, paths.control),
+        key=key,
         weights=_weights(judge.model),
         log=str(paths.log),
         prefix="[judge] ",

@@ -47,7 +47,7 @@ from infra.services.process import (
     split_words,
     vllm_words,
 )
-from refiner_core.contract.config import ModelConfig, RecipeConfig
+from refiner_core.contract.config import ModelConfig, RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, KilledError
 from refiner_core.contract.placement import placement_of, sampling_servers
 from refiner_core.contract.types import Endpoint
@@ -230,12 +230,80 @@ def _where() -> str:
     return f"{host_name()}-{os.getuid()}-{world}"
 
 
-_HOST = "127.0.0.1"
 _POLL_S = 0.1
 _PROBE_S = 10.0
 _PORTS_TRIED = 5
 #: Time to end by itself, beyond what it takes for requests under way.
 _GRACE_S = SHUTDOWN_S + 10.0
+
+
+@dataclass(eq=False)
+class RolloutServer(ServerProcess):
+    """One of a trainer's servers."""
+
+    name: str
+    config: RecipeConfig
+    place: Place
+    weights: Path
+    shared: set[Path] = field(default_factory=set)
+
+    @property
+    def words(self) -> Words:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        return Words(
+            self.name,
+            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
+            "`vllm` known in grpo.rollout_server.setup",
+            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
+            container="grpo.rollout_server.container",
+            timeout="grpo.rollout_server.start_timeout_s",
+            again="run the same command again; the stage goes on from its last checkpoint",
+        )
+
+    @property
+    def settings(self) -> RolloutServerConfig:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        return self.config.grpo.rollout_server
+
+    def command(self) -> tuple[str, dict[str, str]]:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        text = rollout_server_text(self.config, self.at, self.weights, self.place.transfer)
+        return text, rollout_environment(self.place)
+
+    def check(self) -> None:
+        """See :class:`~infra.services.process.ServerProcess`; refused is one that has no routes for
+        new weights, or lets strangers use them.
+
+        Raises
+        ------
+        ConfigurationError
+            It does.
+        """
+        if ask_server(self.endpoint, "/../health", _PROBE_S)[0] != 200:
+            raise NotReady
+        if ask_server(Endpoint(self.at.url), "/../is_paused", _PROBE_S)[0] == 200:
+            raise ConfigurationError(
+                f"{self.name} lets everybody on this machine load weights into it.",
+                expected="a server that asks for its key on every route",
+                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
+            )
+        if ask_server(self.endpoint, "/../is_paused", _PROBE_S)[0] != 200:
+            raise ConfigurationError(
+                f"{self.name} runs, but has no routes for new weights.",
+                expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
+                fix="let grpo.rollout_server.container hand the environment on (docker needs "
+                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
+            )
+
+    def note_memory(self, folder: Path) -> None:
+        """Note in ``folder`` the shared memory that it does not give back itself."""
+        process = self.process
+        if process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            new = shared_memory(psutil.Process(process.pid).children(recursive=True)) - self.shared
+            self.shared |= new
+            note_shared(folder, new)
 
 
 @dataclass(eq=False)
@@ -264,16 +332,14 @@ class LocalRolloutServers:
     tell: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
-        self._running: list[ServerProcess] = []
-        self._shared: dict[int, set[Path]] = {}
+        self._running: dict[int, RolloutServer] = {}
         self._replaced = 0
         self._closing, self._telling = threading.Event(), threading.Lock()
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them side by side."""
-        numbers = range(len(self.places))
-        self._running = [self._process(index) for index in numbers]
         with ThreadPoolExecutor(len(self.places)) as pool:
+            numbers = range(len(self.places))
             starts = [pool.submit(self._start, index, weights) for index in numbers]
             errors = [error for start in starts if (error := start.exception()) is not None]
         if errors:
@@ -289,11 +355,11 @@ class LocalRolloutServers:
         KilledError
             It was necessary too often.
         """
-        most = self.config.grpo.rollout_server.max_restarts
+        most, server = self.config.grpo.rollout_server.max_restarts, self._running[index]
         self._replaced += 1
-        if self._running[index].code is not None:
-            why = f"{why} ({self._running[index].ended('while it served')})"
-        self._end(index, 0.0)
+        if server.code is not None:
+            why = f"{why} ({server.ended('while it served')})"
+        self._end(server, 0.0)
         if self._replaced > most:
             raise KilledError(
                 f"Rollout servers had to be replaced {self._replaced} times in this stage "
@@ -302,7 +368,6 @@ class LocalRolloutServers:
                 fix="see their output in the stage's log; the same command goes on from the last "
                 "checkpoint",
             )
-        self._running[index] = self._process(index)
         return self._start(index, weights)
 
     def close(self) -> None:
@@ -313,89 +378,36 @@ class LocalRolloutServers:
     def _stop_all(self, grace_s: float) -> None:
         if self._running:
             with ThreadPoolExecutor(len(self._running)) as pool:
-                list(pool.map(lambda index: self._end(index, grace_s), range(len(self._running))))
+                list(pool.map(lambda one: self._end(one, grace_s), [*self._running.values()]))
 
-    # ---- one server
-
-    def _process(self, index: int) -> ServerProcess:
-        many = len(self.places) > 1
-        name = f"Rollout server {index}" if many else "The rollout server"
-        words = Words(
-            name,
-            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
-            "`vllm` known in grpo.rollout_server.setup",
-            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
-            container="grpo.rollout_server.container",
-            timeout="grpo.rollout_server.start_timeout_s",
-            again="run the same command again; the stage goes on from its last checkpoint",
-        )
-        return ServerProcess(
-            words,
-            key=self.places[index].key,
-            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
-            by_daemon=bool(self.config.grpo.rollout_server.container),
-        )
-
-    def _end(self, index: int, grace_s: float) -> None:
+    def _end(self, server: RolloutServer, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
-        self._note_memory(index)
-        self._running[index].stop(grace_s)
-        kill_leftovers(self.places[index].mark)  # whoever minded it may have been killed with it
-        for path in self._shared.pop(index, ()):
+        server.note_memory(self.memory)
+        server.stop(grace_s)
+        kill_leftovers(server.place.mark)  # whoever minded it may have been killed with it
+        for path in server.shared:
             path.unlink(missing_ok=True)
-
-    def _note_memory(self, index: int) -> None:
-        process = self._running[index].process
-        if process is None:
-            return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(process.pid).children(recursive=True)
-            known = self._shared.setdefault(index, set())
-            new = shared_memory(children) - known
-            known |= new
-            note_shared(self.memory, new)
+        server.shared.clear()
 
     def _start(self, index: int, weights: Path) -> Endpoint:
         """Start one and wait until it answers."""
-        place, server = self.places[index], self._running[index]
-        settings = self.config.grpo.rollout_server
-
-        def launch(at: Listening) -> None:
-            text = rollout_server_text(self.config, at, weights, place.transfer)
-            server.launch(text, rollout_environment(place), bash=bool(settings.setup))
 
         def tell(waited_s: float) -> None:
             with self._telling:
                 self.tell(waited_s)
 
-        at = server.start(
-            *(_HOST, launch, lambda at: _check(server.words.name, at.url, place.key)),
-            settings.start_timeout_s,
+        many = len(self.places) > 1
+        server = self._running[index] = RolloutServer(
+            f"Rollout server {index}" if many else "The rollout server",
+            *(self.config, self.places[index], weights),
+            key=self.places[index].key,
+            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
             should_stop=lambda: self.should_stop() or self._closing.is_set(),
             tell=tell,
         )
-        self._note_memory(index)
-        return Endpoint(at.url, place.key)
-
-
-def _check(name: str, url: str, key: str) -> None:
-    """See that a server is ready, has the routes for new weights, and keeps them for who has the
-    key."""
-    if ask_server(Endpoint(url, key), "/../health", _PROBE_S)[0] != 200:
-        raise NotReady
-    if ask_server(Endpoint(url), "/../is_paused", _PROBE_S)[0] == 200:
-        raise ConfigurationError(
-            f"{name} lets everybody on this machine load weights into it.",
-            expected="a server that asks for its key on every route",
-            fix="take out of grpo.rollout_server.args what undoes `--middleware`",
-        )
-    if ask_server(Endpoint(url, key), "/../is_paused", _PROBE_S)[0] != 200:
-        raise ConfigurationError(
-            f"{name} runs, but has no routes for new weights.",
-            expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
-            fix="let grpo.rollout_server.container hand the environment on (docker needs "
-            "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
-        )
+        server.start()
+        server.note_memory(self.memory)
+        return server.endpoint
 
 
 #: Below a stage's folder: what its servers are marked with, a number for each.

@@ -8,6 +8,7 @@ read by everybody on a node.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import http.client
 import json
@@ -225,33 +226,69 @@ class PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
-@dataclass(eq=False)
-class ServerProcess:
-    """A started server, or none yet.
+@dataclass(eq=False, kw_only=True)
+class ServerProcess(abc.ABC):
+    """A server that is started, or not yet; what it is, classes below this one say.
 
     Attributes
     ----------
-    words
-        For messages.
     key
-        A secret that its output is shown without.
+        What it asks for: a secret that its output is shown without.
+    host
+        Where it listens: a name or an address of this machine.
     prefix
         Put before each line of its output.
-    log_file
+    log
         Where its output is, for messages.
-    by_daemon
-        Whether a container's daemon may be who starts it.
+    should_stop, tell
+        Whether somebody wants this process to end, while it waits, and for how many seconds it has.
     """
 
-    words: Words
     key: str = field(default="", repr=False)
+    host: str = "127.0.0.1"
     prefix: str = ""
-    log_file: str = ""
-    by_daemon: bool = False
+    log: str = ""
+    should_stop: Callable[[], bool] = lambda: False
+    tell: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.at = Listening(self.host, 0)
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> Words:
+        """What it is called in messages, and what its user can change."""
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> ServeConfig | RolloutServerConfig:
+        """How it is started."""
+
+    @property
+    def by_daemon(self) -> bool:
+        """Whether a container's daemon may be who starts it."""
+        return bool(self.settings.container)
+
+    @abc.abstractmethod
+    def command(self) -> tuple[str, Mapping[str, str]]:
+        """The shell text and the environment of a server that listens at :attr:`at`."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Ask it whether it is ready.
+
+        Raises
+        ------
+        NotReady
+            Not yet.
+        """
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where it answers."""
+        return Endpoint(self.at.url, self.key)
 
     @property
     def code(self) -> int | None:
@@ -263,36 +300,16 @@ class ServerProcess:
         """The process that minds it, as long as there is one."""
         return ProcessId.of(self._child.pid) if self.code is None and self._child else None
 
-    def launch(self, text: str, environment: Mapping[str, str], *, bash: bool) -> None:
-        """Start it; ``bash`` where lines are for that shell, whose functions (`module`) a cluster's
-        shells hand on."""
+    def launch(self, text: str, environment: Mapping[str, str]) -> None:
+        """Start it; with lines before it by bash, whose functions (`module`) a cluster's shells
+        hand on."""
         log.info("starting the server:\n%s", text)
         self._tail.clear()
-        shell = f"exec bash -c {shlex.quote(text)}" if bash else text
+        shell = f"exec bash -c {shlex.quote(text)}" if self.settings.setup else text
         self._child = ChildProcess(shell, environment, self._read)
 
-    def start(
-        self,
-        host: str,
-        launch: Callable[[Listening], None],
-        check: Callable[[Listening], None],
-        limit_s: float,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[float], None] = lambda seconds: None,
-    ) -> Listening:
+    def start(self) -> None:
         """Start it and wait until it answers; on another port if that is taken meanwhile.
-
-        Parameters
-        ----------
-        launch
-            Calls :meth:`launch` with what is to listen there.
-        check
-            Asks whether it is ready; raises :class:`NotReady` if it is not yet.
-        limit_s
-            How long it may take.
-        should_stop, tell
-            Whether somebody wants this process to end, and for how many seconds it has waited.
 
         Raises
         ------
@@ -303,52 +320,46 @@ class ServerProcess:
         """
         tries = 0
         while True:
-            at, tries = Listening(host, free_port(host)), tries + 1
-            launch(at)
+            self.at, tries = Listening(self.host, free_port(self.host)), tries + 1
+            self.launch(*self.command())
             try:
-                self._wait_until_ready(at, check, limit_s, should_stop, tell)
-                return at
+                self._wait_until_ready()
+                return
             except BaseException as error:
                 self.stop(0.0)
                 if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
 
-    def _wait_until_ready(
-        self,
-        at: Listening,
-        check: Callable[[Listening], None],
-        limit_s: float,
-        should_stop: Callable[[], bool],
-        tell: Callable[[float], None],
-    ) -> None:
+    def _wait_until_ready(self) -> None:
         began = told = time.monotonic()
+        words, limit_s = self.words, self.settings.start_timeout_s
         while self.code is None:
             try:
-                self.check_port(at)
-                check(at)
-                log.info("it answers at %s", at.url)
+                self.check_port()
+                self.check()
+                log.info("it answers at %s", self.at.url)
                 return
             except NotReady as error:
                 why = f" ({error})" if str(error) else ""
             now = time.monotonic()
-            if should_stop():
-                what = f"{self.words.name} was asked to end before it answered"
-                raise Interrupted(what, fix=self.words.again)
+            if self.should_stop():
+                what = f"{words.name} was asked to end before it answered"
+                raise Interrupted(what, fix=words.again)
             if now - began > limit_s:
                 raise StageFailed(
-                    f"{self.words.name} has not answered within {limit_s:g} s{why}. Its last word: "
+                    f"{words.name} has not answered within {limit_s:g} s{why}. Its last word: "
                     f"{self.last_word()}{self.where()}",
-                    expected=f"{self.words.answer} by then",
-                    fix=f"set {self.words.timeout} higher, or see what it waits for",
+                    expected=f"{words.answer} by then",
+                    fix=f"set {words.timeout} higher, or see what it waits for",
                 )
             if now - told >= _TELL_EVERY_S:
                 told = now
-                tell(now - began)
+                self.tell(now - began)
             time.sleep(_POLL_S)
         raise self.ended("before it answered")
 
-    def check_port(self, at: Listening) -> None:
+    def check_port(self) -> None:
         """See that it listens there, before it is sent its key.
 
         Raises
@@ -358,22 +369,19 @@ class ServerProcess:
         PortTaken
             Somebody else does.
         """
-        if not self._listens_at(at.port):
-            raise NotReady(f"it does not listen at {at.url}")
-
-    def _listens_at(self, port: int) -> bool:
-        if self._child is None:
-            return False
-        holder = holder_of(port, self._child.pid, by_daemon=self.by_daemon)
+        holder = "nobody"
+        if self._child is not None:
+            holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
             raise PortTaken(
-                f"Port {port} was given to {self.words.name.lower()}, and a process that it has "
-                "not started listens there",
+                f"Port {self.at.port} was given to {self.words.name.lower()}, and a process that "
+                "it has not started listens there",
                 expected="that nobody takes a port between two looks",
                 fix=f"run the same command again; if a container's daemon starts the server, set "
                 f"{self.words.container}",
             )
-        return holder == "ours"
+        if holder == "nobody":
+            raise NotReady(f"it does not listen at {self.at.url}")
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
@@ -387,7 +395,7 @@ class ServerProcess:
 
     def where(self) -> str:
         """A sentence that says where its output is."""
-        return f". All that it has printed: {self.log_file}." if self.log_file else ""
+        return f". All that it has printed: {self.log}." if self.log else ""
 
     def ended(self, when: str) -> Exception:
         """What its end means: its last words, classed by what they speak of."""

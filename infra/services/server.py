@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from infra.host.processes import ProcessId
 from infra.host.secrets import MASK, masked
 from infra.process.child import kill_leftovers
 from infra.services.process import (
-    GRACE_S,
-    Listening,
     NotReady,
     ServerProcess,
     Words,
@@ -28,7 +24,7 @@ from infra.services.process import (
     server_environment,
     server_text,
 )
-from refiner_core.contract.config import JudgeConfig
+from refiner_core.contract.config import JudgeConfig, ServeConfig
 from refiner_core.contract.errors import ConfigurationError, KilledError
 from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
@@ -129,7 +125,7 @@ def _quoted(body: bytes, endpoint: Endpoint) -> str:
 
 
 @dataclass(eq=False)
-class Server:
+class Server(ServerProcess):
     """A judge's server; a context manager that leaves none of its processes behind.
 
     Attributes
@@ -139,82 +135,54 @@ class Server:
     mark
         Folder that marks the server's processes: what an earlier one has left under the same mark
         on this machine is ended first.
-    key
-        What it asks for; empty where it cannot (``transformers``).
-    host
-        Where it listens: a name or an address of this machine.
     weights
         Folder or Hub id that ``judge.model`` stands for.
-    log
-        Where its output is, for error messages.
-    prefix
-        Put before each line of its output.
-    should_stop, tell
-        Whether somebody wants this process to end, while it waits, and for how many seconds it has.
     """
 
     judge: JudgeConfig
     mark: Path
-    key: str = field(repr=False)
-    host: str = "127.0.0.1"
     weights: str | None = None
-    log: str = ""
-    prefix: str = ""
-    should_stop: Callable[[], bool] = lambda: False
-    tell: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._engine = engine_of(self.judge)
-        by_daemon = bool(self.judge.serve.container) or self._engine == "command"
-        self._running = ServerProcess(
-            _WORDS, key=self.key, prefix=self.prefix, log_file=self.log, by_daemon=by_daemon
-        )
-        self._at = Listening(self.host, 0)
         self._answered_at = 0.0
 
     def __enter__(self) -> Server:
-        """Start it; raises as :meth:`ServerProcess.start`, and where it lets strangers in."""
         kill_leftovers(self.mark)
-        self._running.start(
-            *(self.host, self._launch, self._check),
-            self.judge.serve.start_timeout_s,
-            should_stop=self.should_stop,
-            tell=self.tell,
-        )
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
-        self._running.stop(grace_s)
+    @property
+    def words(self) -> Words:
+        """See :class:`ServerProcess`."""
+        return _WORDS
 
     @property
-    def endpoint(self) -> Endpoint:
-        """Where it answers."""
-        return Endpoint(self._at.url, self.key)
+    def settings(self) -> ServeConfig:
+        """See :class:`ServerProcess`."""
+        return self.judge.serve
 
     @property
-    def process(self) -> ProcessId | None:
-        """The process that minds it, as long as there is one."""
-        return self._running.process
+    def by_daemon(self) -> bool:
+        """See :class:`ServerProcess`."""
+        return super().by_daemon or self._engine == "command"
 
-    def _launch(self, at: Listening) -> None:
-        self._at = at
+    def command(self) -> tuple[str, dict[str, str]]:
+        """See :class:`ServerProcess`."""
         environment = server_environment(self._engine, self.key, str(self.mark))
-        text = server_text(self.judge, at, self.weights)
-        self._running.launch(text, environment, bash=bool(self.judge.serve.setup))
+        return server_text(self.judge, self.at, self.weights), environment
 
-    def _check(self, at: Listening) -> None:
-        """Ask it whether it is ready.
+    def check(self) -> None:
+        """See :class:`ServerProcess`; a server that says no, or lets strangers in, is refused.
 
         Raises
         ------
-        NotReady
-            Not yet.
         ConfigurationError
-            It says no, or lets strangers in.
+            It does.
         """
         judge, endpoint, listed = self.judge, self.endpoint, list[str]()
         try:
@@ -226,16 +194,16 @@ class Server:
         except Refuses as error:
             has = f". It has: {', '.join(listed)}" if listed and judge.model not in listed else ""
             raise ConfigurationError(
-                f"The judge's server runs, but {error}{has}{self._running.where() or '.'}",
+                f"The judge's server runs, but {error}{has}{self.where() or '.'}",
                 expected=f"a server that takes chat requests for judge.model {judge.model!r}",
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
-        reached = not at.host.startswith(("127.", "localhost", "::1"))
-        stranger = Endpoint(at.url)
+        reached = not self.host.startswith(("127.", "localhost", "::1"))
+        stranger = Endpoint(self.at.url)
         question = (judge.model, judge.max_tokens_field, _CHAT_S)
         if self.key and reached and _chat(stranger, *question)[0] not in _NO_KEY:
             raise ConfigurationError(
-                f"The judge's server at {at.url} answers who has no key, and everybody "
+                f"The judge's server at {self.at.url} answers who has no key, and everybody "
                 "on the cluster reaches it.",
                 expected="a server that asks for the key in REFINER_SERVER_KEY",
                 fix="let judge.serve_command pass it on, or set judge.serve.where=beside",
@@ -250,12 +218,12 @@ class Server:
         KilledError, StageFailed
             It has ended, has not answered for long, or lost its port.
         """
-        if self._running.code is not None:
-            raise self._running.ended("while it served")
+        if self.code is not None:
+            raise self.ended("while it served")
         if not ask:
             return
         try:
-            self._running.check_port(self._at)
+            self.check_port()
             check_health(self.endpoint, self._engine)
             self._answered_at = time.monotonic()
         except NotReady as error:

@@ -29,8 +29,6 @@ from infra.jobs.failures import classify
 from infra.orchestrator.observe import observe_actions
 from infra.services.process import (
     Listening,
-    ServerProcess,
-    Words,
     error_line,
     server_environment,
     server_text,
@@ -390,7 +388,7 @@ def own(mode: str = "ok", **fields: Any) -> JudgeConfig:
 
 
 def server_of(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Server:
-    return Server(judge, tmp_path, "the-key-of-this-test", log="/there/log.txt", **more)
+    return Server(judge, tmp_path, key="the-key-of-this-test", log="/there/log.txt", **more)
 
 
 def group_of(server: Server) -> list[psutil.Process]:
@@ -480,11 +478,10 @@ def test_a_full_disk_under_the_log_does_not_end_the_server(
     """Who reads its output goes on reading: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
     text = f"for i in 1 2 3; do echo $i >> {lines}; echo line $i; sleep 0.1; done; sleep 60"
-    words = Words("The server", "", "", "")
-    process = ServerProcess(words)
+    process = server_of(tmp_path, own())
     with io.FileIO("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
-        process.launch(text, os.environ, bash=False)
+        process.launch(text, os.environ)
         try:
             wait_until(
                 lambda: process.last_word() == "line 3" or process.code is not None, "lines", 20
@@ -572,7 +569,7 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
     model = str(tiny_model_dir())
     judge = JudgeConfig("openai", model, serve=ServeConfig("transformers", python=sys.executable))
     judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
-    with Server(judge, tmp_path, "") as server:
+    with Server(judge, tmp_path) as server:
         check_chat(server.endpoint, model)
         server.check_alive()
 
