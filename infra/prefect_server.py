@@ -59,6 +59,40 @@ _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "panfs", "wekafs"}
 )
 
+#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
+UI = "ui"
+_LOG_LIMIT_BYTES = 5_000_000
+_GRACE_S = 8.0
+#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
+_STARTS = 2
+#: What a server needs of our environment. Tokens of ours are none of its business.
+_PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
+)
+_NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+_NAME = "open.html"
+#: Prefect's UI takes the key from this place of its origin's storage.
+_PAGE = """<!DOCTYPE html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<title>refiner</title>
+<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
+<script>
+const said = location.hash.slice(1).split(",").map(decodeURIComponent);
+history.replaceState(null, "", location.pathname);
+const target = new URL(said[1] || "/", location.origin);
+if (said[0] && target.origin === location.origin) {
+  localStorage.setItem("prefect-password", btoa(said[0]));
+  location.replace(target);
+}
+</script>
+"""
+_ANSWER_S = 6.0
+_START_S = 120.0
+#: Has no such address, and its client looks after versions.
+_CLOUD = "https://api.prefect.cloud/"
+
 
 def state_dir(env: Mapping[str, str] | None = None) -> Path:
     """This user's state folder on this node; made with mode 0700 where it is missing.
@@ -104,19 +138,6 @@ def is_network_file_system(path: Path) -> str:
     return kind if kind in _NETWORK_FILE_SYSTEMS else ""
 
 
-#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
-UI = "ui"
-_LOG_LIMIT_BYTES = 5_000_000
-_GRACE_S = 8.0
-#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
-_STARTS = 2
-#: What a server needs of our environment. Tokens of ours are none of its business.
-_PASSED_ON = (
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
-)
-
-
 class ServerError(RefinerError, RuntimeError):
     """The local Prefect server cannot be had. Runs go on without it."""
 
@@ -158,9 +179,6 @@ class ServerStatus:
     info: ServerInfo | None
     folder: str
     log: str
-
-
-_NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
 class _Files:
@@ -410,25 +428,6 @@ def _exclusive(path: Path, deadline: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-_NAME = "open.html"
-#: Prefect's UI takes the key from this place of its origin's storage.
-_PAGE = """<!DOCTYPE html>
-<meta charset="utf-8">
-<meta name="referrer" content="no-referrer">
-<title>refiner</title>
-<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
-<script>
-const said = location.hash.slice(1).split(",").map(decodeURIComponent);
-history.replaceState(null, "", location.pathname);
-const target = new URL(said[1] || "/", location.origin);
-if (said[0] && target.origin === location.origin) {
-  localStorage.setItem("prefect-password", btoa(said[0]));
-  location.replace(target);
-}
-</script>
-"""
-
-
 def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
     """The address of a page of the UI, with the key only where ``stream`` is a terminal.
 
@@ -448,12 +447,6 @@ def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
     if not page.is_file() or page.read_text() != _PAGE:  # the server copies its files afresh
         atomic.write_text(page, _PAGE)
     return f"{info.url}/{_NAME}#{quote(info.auth, safe=':')},{quote(path)}"
-
-
-_ANSWER_S = 6.0
-_START_S = 120.0
-#: Has no such address, and its client looks after versions.
-_CLOUD = "https://api.prefect.cloud/"
 
 
 class KeyRefused(ConfigurationError):

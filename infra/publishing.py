@@ -36,6 +36,11 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, StageF
 from refiner_core.contract.records import OutputFile
 from refiner_core.contract.types import Progress
 
+_PAPERS = (CARD, EVIDENCE)
+_CHUNK = 4 << 20
+#: What the system says where nobody may make a file.
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
 
 @dataclass(frozen=True)
 class FileToPublish:
@@ -259,12 +264,6 @@ def check_update(lying: Lying | None, publication: Publication, where: str) -> N
             fix="publish that step again (`refiner run`, or `refiner publish RUN --step "
             f"{publication.step}`), or give each run a repository of its own",
         )
-
-
-_PAPERS = (CARD, EVIDENCE)
-_CHUNK = 4 << 20
-#: What the system says where nobody may make a file.
-_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
 class FolderTarget:

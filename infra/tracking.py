@@ -41,6 +41,15 @@ from refiner_core.contract.errors import RefinerError, UnsupportedError
 ADDRESS_FILE = "tracking.json"
 log = logging.getLogger(__name__)
 
+#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
+SENT_FILE = "sent.json"
+CLOUD = "https://api.wandb.ai"
+#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
+ANSWER_S, BATCH_S = 10.0, 900.0
+_BATCH = 50
+_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
+_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
+
 
 @dataclass(frozen=True)
 class TrackedRun:
@@ -205,16 +214,6 @@ def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -
     finally:
         tracked.finish(exit_code=int(not ended_well))
     return address.removesuffix("/files")
-
-
-#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
-SENT_FILE = "sent.json"
-CLOUD = "https://api.wandb.ai"
-#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
-ANSWER_S, BATCH_S = 10.0, 900.0
-_BATCH = 50
-_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
-_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
 
 
 class TrackerOutage(RefinerError, RuntimeError):

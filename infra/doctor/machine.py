@@ -32,6 +32,8 @@ _SKEW_S = 5.0
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+_AREA, _HUNG = "machine", "refiner doctor workspace=/ANOTHER/DISK/runs"
+
 
 def _cores(look: Look) -> Finding:
     cores = len(os.sched_getaffinity(0))
@@ -171,7 +173,6 @@ def _host(look: Look) -> Finding:
     return fine(f"{kernel} on {os.uname().nodename}")
 
 
-_AREA, _HUNG = "machine", "refiner doctor workspace=/ANOTHER/DISK/runs"
 _CONTROLLER = ("clock of Slurm's controller", _clock_of_slurm)
 CHECKS = (
     Check(_AREA, "system", _host),

@@ -31,6 +31,8 @@ _ANSWER_S = 6.0
 _STARTS_S = 60.0
 _WHY = "flow runs; the work itself goes on without them"
 
+_MOVE = "export REFINER_STATE_DIR=/var/tmp/refiner"
+
 
 def _server(look: Look) -> Iterator[Finding]:
     status = server_status()
@@ -96,7 +98,6 @@ def _database(look: Look) -> Finding:
     return fine(f"{folder}, on a disk of this machine, mode 0700")
 
 
-_MOVE = "export REFINER_STATE_DIR=/var/tmp/refiner"
 CHECKS = (
     Check("prefect", "server", _server, limit_s=15, hung="refiner server stop"),
     Check("prefect", "database", _database, limit_s=10, hung=_MOVE),

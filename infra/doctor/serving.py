@@ -30,6 +30,8 @@ except Exception as error:
 print("\\n" + json.dumps(value))
 """
 
+_LIMIT_S = _IMPORT_S + 5
+
 
 def _rollouts(look: Look) -> Finding | None:
     if look.rollout_servers:
@@ -97,7 +99,6 @@ def _text(program: ServerProgram, *, short: bool = False) -> str:
     return shell_text(program.config, shlex.join(words))
 
 
-_LIMIT_S = _IMPORT_S + 5
 CHECKS = (
     Check(
         "vllm",

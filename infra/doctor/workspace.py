@@ -31,6 +31,16 @@ _FULL = ("(ENOSPC)", "(EDQUOT)")
 #: Not for records of a run: gone with the machine, or slow and without what we need.
 _FLEETING = ("tmpfs", "ramfs")
 
+#: Without these no run can be trusted.
+_NEEDED = {
+    "atomic rename": "records are replaced in one step",
+    "exclusive create": "of two orchestrators one may claim an attempt",
+    "one winner": "of two orchestrators one may claim an attempt",
+    "visible to others": "workers and orchestrators meet in the workspace",
+    "fsync": "a checkpoint must be on the disk before it counts",
+    "long names": "ids of stages and files of checkpoints",
+}
+
 
 def _folder(look: Look) -> list[Finding]:
     root = look.workspace
@@ -186,15 +196,6 @@ _TRIALS: Sequence[tuple[str, Callable[[Path], str]]] = (
     ("hard links", _links),
     ("fine times", _fine_times),
 )
-#: Without these no run can be trusted.
-_NEEDED = {
-    "atomic rename": "records are replaced in one step",
-    "exclusive create": "of two orchestrators one may claim an attempt",
-    "one winner": "of two orchestrators one may claim an attempt",
-    "visible to others": "workers and orchestrators meet in the workspace",
-    "fsync": "a checkpoint must be on the disk before it counts",
-    "long names": "ids of stages and files of checkpoints",
-}
 
 
 # ---------------------------------------------------------------- room

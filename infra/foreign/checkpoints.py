@@ -47,6 +47,14 @@ _JSON_LIMIT = 16 * 2**20
 _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LEGACY_PICKLE = b"\x80"
 
+log = logging.getLogger(__name__)
+#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
+_SIZE_SHARE = 0.9
+#: Files of which each process writes one: another number of processes is no damage.
+_OF_RANKS = ("rng_state*", "random_states*")
+#: What Hugging Face's Trainer writes last.
+_TRAINER_STATE = "trainer_state.json"
+
 
 def damage(path: Path, *, need_weights: bool = True) -> str | None:
     """What is wrong with a checkpoint (a file, or a folder with all below it); None if nothing is.
@@ -153,16 +161,6 @@ def _missing_shard(path: Path) -> str | None:
         if not (path.parent / name).is_file():
             return f"shard {name} is missing"
     return None
-
-
-log = logging.getLogger(__name__)
-
-#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
-_SIZE_SHARE = 0.9
-#: Files of which each process writes one: another number of processes is no damage.
-_OF_RANKS = ("rng_state*", "random_states*")
-#: What Hugging Face's Trainer writes last.
-_TRAINER_STATE = "trainer_state.json"
 
 
 class ForeignCheckpoint(NamedTuple):

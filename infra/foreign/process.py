@@ -42,6 +42,33 @@ OURS = (
     *("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"),
 )
 
+#: A line without an end is cut after this many bytes.
+_LINE_LIMIT = 1 << 16
+#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
+_MOST_WAITING = 16
+#: Seconds after which whoever takes lines may look at something else.
+_TURN_S = 0.5
+_LAST_WORDS_S = 5.0
+PHASE = "train"
+_NOTHING = Progress(0, 0, PHASE)
+#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
+_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
+_BAR = re.compile(r"\b(\d+)/\d+ \[")
+#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
+_AT_ONCE, _EACH_S = 16 << 20, 8 << 10
+_MOST_LINES_WAITING = 400
+#: Lines from the end that are looked at: what went well long before says nothing about the end.
+_LINES = 60
+_SHOWN = 6
+_NOT_FINITE = re.compile(
+    r"(FloatingPointError|loss (is|became|was) (nan|inf)|(nan|inf)(inity)? (loss|grad)"
+    r"|(loss|gradients?|grad_?norm)\b.{0,40}\b(nan|inf|not finite|non-?finite)\b)",
+    re.IGNORECASE,
+)
+_ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
+#: Exit codes of a shell whose program is not there, or can not be run.
+CANNOT_START = (127, 126)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -121,15 +148,6 @@ def environment(
         **{name: fill(value, values) for name, _, value in own},
         MARK: values["output"],
     }
-
-
-#: A line without an end is cut after this many bytes.
-_LINE_LIMIT = 1 << 16
-#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
-_MOST_WAITING = 16
-#: Seconds after which whoever takes lines may look at something else.
-_TURN_S = 0.5
-_LAST_WORDS_S = 5.0
 
 
 class Line(NamedTuple):
@@ -224,13 +242,6 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip()
 
 
-PHASE = "train"
-_NOTHING = Progress(0, 0, PHASE)
-#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
-_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
-_BAR = re.compile(r"\b(\d+)/\d+ \[")
-
-
 class LineReader:
     """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
 
@@ -272,11 +283,6 @@ def _number(text: str) -> float | None:
     return None
 
 
-#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
-_AT_ONCE, _EACH_S = 16 << 20, 8 << 10
-_MOST_LINES_WAITING = 400
-
-
 class TrainerLog:
     """Lines on their way to the log. ``clock``: seconds, monotonic."""
 
@@ -308,19 +314,6 @@ class TrainerLog:
             self._written += len(line)
             self._left_out = 0
             self._waiting.popleft()
-
-
-#: Lines from the end that are looked at: what went well long before says nothing about the end.
-_LINES = 60
-_SHOWN = 6
-_NOT_FINITE = re.compile(
-    r"(FloatingPointError|loss (is|became|was) (nan|inf)|(nan|inf)(inity)? (loss|grad)"
-    r"|(loss|gradients?|grad_?norm)\b.{0,40}\b(nan|inf|not finite|non-?finite)\b)",
-    re.IGNORECASE,
-)
-_ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
-#: Exit codes of a shell whose program is not there, or can not be run.
-CANNOT_START = (127, 126)
 
 
 class TrainerKilled(KilledError):

@@ -44,6 +44,24 @@ _LARGEST: dict[str, tuple[str, int]] = {
 _PAGE = 4096
 _CHUNK = 1024 * _PAGE
 
+Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
+#: Why a layout cannot be used as it is, and what makes it usable.
+CONVERSIONS: dict[Layout, str] = {
+    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
+    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
+    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
+    "distributed": "torch.distributed.checkpoint: `python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
+    "none": "no weights in it",
+}
+_DEPTH = 4
+_NAME = re.compile(
+    r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
+    r"[-_.]?(?:step|iter)?[-_=]?0*(\d+)(?:[-_.].*)?$",
+    re.IGNORECASE,
+)
+_LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
+
 
 def contents_damage(path: Path) -> str | None:
     """What is wrong with the numbers in a file of weights, or in those of a folder.
@@ -107,26 +125,6 @@ def _tensor_damage(file: BinaryIO, dtype: str, shape: list[int], size: int) -> s
     if is_matrix and empty == -(-size // _PAGE):
         return "is empty, as where a file was cut off and filled up with zeros"
     return None
-
-
-Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
-
-#: Why a layout cannot be used as it is, and what makes it usable.
-CONVERSIONS: dict[Layout, str] = {
-    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
-    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
-    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
-    "distributed": "torch.distributed.checkpoint: `python -m "
-    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
-    "none": "no weights in it",
-}
-_DEPTH = 4
-_NAME = re.compile(
-    r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
-    r"[-_.]?(?:step|iter)?[-_=]?0*(\d+)(?:[-_.].*)?$",
-    re.IGNORECASE,
-)
-_LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
 
 
 class Sighting(NamedTuple):

@@ -38,6 +38,11 @@ PASSING = frozenset(
 #: Before the second, third and last time. Two nodes may replace a file one after the other.
 _PAUSES_S = (0.0, 0.05, 0.3)
 
+_FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
+_BTRFS_INO_LOOKUP = 0xD0009412
+_BTRFS_FIRST_FREE = 256
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
 
 def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
     """What a read gives that changes nothing and may be repeated.
@@ -146,12 +151,6 @@ def _look_anew(filename: str | bytes | None) -> None:
     if isinstance(filename, str | os.PathLike):
         with contextlib.suppress(OSError):
             os.close(os.open(Path(filename).parent, os.O_RDONLY))
-
-
-_FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
-_BTRFS_INO_LOOKUP = 0xD0009412
-_BTRFS_FIRST_FREE = 256
-_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 class Mount(NamedTuple):

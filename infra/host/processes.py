@@ -23,20 +23,21 @@ from typing import Literal, NamedTuple
 
 import psutil
 
+log = logging.getLogger(__name__)
+#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
+_START_TOLERANCE_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
+Holder = Literal["nobody", "ours", "another"]
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENS = "0A"
+
 
 def environment() -> dict[str, str]:
     """All variables as they are now. ``{**os.environ}`` raises where another thread deletes one
     meanwhile, as submitting a job does with the settings of the job that we run in."""
     known = ((name, os.environ.get(name)) for name in list(os.environ))
     return {name: value for name, value in known if value is not None}
-
-
-log = logging.getLogger(__name__)
-
-#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
-_START_TOLERANCE_S = 2.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,6 @@ def user_name() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return f"user {os.getuid()}"
-
-
-Holder = Literal["nobody", "ours", "another"]
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_LISTENS = "0A"
 
 
 def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:

@@ -36,6 +36,10 @@ _STORAGE = re.compile(
 )
 _FULL = (402, 413, 507)
 
+FIRST_S, LONGEST_S = 0.25, 30.0
+#: A stop is noticed within this time, however long the wait.
+_SLICE_S = 0.2
+
 
 class Moved(Exception):
     """Somebody else has changed the branch or tag meanwhile: look again, decide again."""
@@ -239,11 +243,6 @@ def rejection(error: BaseException) -> str | None:
             if known and not path.endswith("/batch"):
                 return _shown(str(link.server_message or link))
     return None
-
-
-FIRST_S, LONGEST_S = 0.25, 30.0
-#: A stop is noticed within this time, however long the wait.
-_SLICE_S = 0.2
 
 
 class Patience:

@@ -41,6 +41,18 @@ from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 PATIENCE_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
+log = logging.getLogger(__name__)
+#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
+ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
+#: How long a call that is under way may take when everything else has ended: a commit is brought
+#: to its end, a wait for room is not.
+_END_S = 60.0
+#: Calls that go to the attempt as they are.
+_PLAIN = (
+    *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
+    *("progress", "should_stop"),
+)
+
 
 def greet(connection: Connection, key: bytes) -> None:
     """Let both ends prove that they have the key, as ``Client(…, authkey=key)`` expects.
@@ -80,20 +92,6 @@ def _limit(connection: Connection, seconds: float) -> None:
 
 def _socket(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
-
-
-log = logging.getLogger(__name__)
-
-#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
-ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
-#: How long a call that is under way may take when everything else has ended: a commit is brought
-#: to its end, a wait for room is not.
-_END_S = 60.0
-#: Calls that go to the attempt as they are.
-_PLAIN = (
-    *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
-    *("progress", "should_stop"),
-)
 
 
 class Bridge:

@@ -29,6 +29,11 @@ _CAUSES = 5
 #: A line of output is what carries it: what is longer is cut.
 _TEXT_LIMIT, _TRACEBACK_LIMIT = 8_000, 24_000
 
+#: Setting of agents and ranks: the mark.
+MARK = "REFINER_RANKS_MARK"
+#: Lines are cut by who reads them (:mod:`infra.foreign.process`): an event is shorter.
+_LIMIT = 60_000
+
 
 class RankError(RuntimeError):
     """An error of a class that this process does not know."""
@@ -98,12 +103,6 @@ def _class(module: str, name: str) -> type[Exception]:
 
 def _unknown(name: str, module: str) -> type[RankError]:
     return type(name, (RankError,), {"__module__": module})
-
-
-#: Setting of agents and ranks: the mark.
-MARK = "REFINER_RANKS_MARK"
-#: Lines are cut by who reads them (:mod:`infra.foreign.process`): an event is shorter.
-_LIMIT = 60_000
 
 
 def event_line(mark: str, value: dict[str, Any]) -> str:

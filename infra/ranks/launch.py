@@ -56,6 +56,13 @@ _SHOWN = 6
 _AT_ONCE_S = 1
 LEAST_SHUTDOWN_S = _AT_ONCE_S + 2
 
+log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_FENCE_S = 5.0
+#: How long what ranks have started (servers) may take to end after them.
+_LINGER_S = 10.0
+_LINES = 200
+
 
 @dataclass
 class Ended:
@@ -154,15 +161,6 @@ def _unknown(ended: Ended) -> Exception:
         expected="ranks that end well, or say why not",
         fix=f"look at the log (`refiner logs STAGE`). Its last lines:\n{shown}",
     )
-
-
-log = logging.getLogger(__name__)
-
-_POLL_S = 0.2
-_FENCE_S = 5.0
-#: How long what ranks have started (servers) may take to end after them.
-_LINGER_S = 10.0
-_LINES = 200
 
 
 @dataclass(frozen=True)

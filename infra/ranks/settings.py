@@ -19,6 +19,9 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: What ``CUDA_VISIBLE_DEVICES`` was for the whole job; unset where it was.
 JOB_GPUS = "REFINER_JOB_GPUS"
 
+#: Setting of ranks: what they are to do, as JSON.
+ORDER = "REFINER_RANKS_ORDER"
+
 
 def trainer_settings(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Settings of a node's ranks; without ``gpus`` they train on the CPU.
@@ -54,10 +57,6 @@ def visible(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> str:
             fix=f"unset {VISIBLE}, or lower resources.gpus",
         )
     return ",".join(known[number] for number in gpus)
-
-
-#: Setting of ranks: what they are to do, as JSON.
-ORDER = "REFINER_RANKS_ORDER"
 
 
 def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -74,6 +74,17 @@ _RANKS = (
 )
 _RANKS_PREFIX = "TORCHELASTIC_"
 
+log = logging.getLogger(__name__)
+_PREFIX = "refiner-rollouts"
+_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
+_POLL_S = 0.1
+_PROBE_S = 10.0
+_PORTS_TRIED = 5
+#: Time to end by itself, beyond what it takes for requests under way.
+_GRACE_S = SHUTDOWN_S + 10.0
+#: Below a stage's folder: what its servers are marked with, a number for each.
+MARK_NAME = "rollout-servers"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -136,12 +147,6 @@ def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> 
     if place.gpus:
         kept[VISIBLE] = place.gpus
     return kept
-
-
-log = logging.getLogger(__name__)
-
-_PREFIX = "refiner-rollouts"
-_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
 
 
 @contextmanager
@@ -228,13 +233,6 @@ def _where() -> str:
     except OSError:  # another system than Linux
         world = 0
     return f"{host_name()}-{os.getuid()}-{world}"
-
-
-_POLL_S = 0.1
-_PROBE_S = 10.0
-_PORTS_TRIED = 5
-#: Time to end by itself, beyond what it takes for requests under way.
-_GRACE_S = SHUTDOWN_S + 10.0
 
 
 @dataclass(eq=False)
@@ -408,10 +406,6 @@ class LocalRolloutServers:
         server.start()
         server.note_memory(self.memory)
         return server.endpoint
-
-
-#: Below a stage's folder: what its servers are marked with, a number for each.
-MARK_NAME = "rollout-servers"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,33 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted, Killed
 from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
 
+#: Variables that carry the key to a server, by engine.
+KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
+#: A reply that is held to a schema may still begin with blanks without end, up to its limit.
+_COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
+#: Opens routes of vLLM that change weights; a judge never has them.
+_NEVER = ("VLLM_SERVER_DEV_MODE", *KEY_VARIABLES.values())
+log = logging.getLogger(__name__)
+_TAIL_LINES = 400
+_POLL_S, _TELL_EVERY_S = 0.1, 1.0
+_PORTS_TRIED = 5
+#: How long a server gets to end by itself.
+GRACE_S = 15.0
+_PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
+#: What an engine says of arguments and models that another try would not mend.
+_MISTAKE = re.compile(
+    r"(?i)unrecognized arguments?|invalid choice|no such option|error: argument|"
+    r"repositorynotfound|is not a valid model identifier|not a local folder|"
+    r"no such file or directory|modulenotfounderror|importerror|"
+    r"offlinemodeisenabled|localentrynotfound|cannot find the requested files"
+)
+_ERROR_LINE = re.compile(r"(?:^|[\s(])(?:[\w.]*(?:Error|Exception)\b(?:\(|:|$)|error:|ERROR:?\s)")
+#: Lines that only say that there was an error.
+_NO_CAUSE = re.compile(
+    r"Traceback|root cause above|Engine core initialization failed|EngineDeadError|raise \w+Error"
+)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
 
 class ServerProgram(NamedTuple):
     """What is started. ``field`` is the section of the recipe that says so."""
@@ -77,14 +104,6 @@ def vllm_words(python: str | None) -> list[str]:
 def split_words(args: Sequence[str]) -> list[str]:
     """The words of entries that may hold one or several: `--tensor-parallel-size 2`."""
     return [word for arg in args for word in shlex.split(arg)]
-
-
-#: Variables that carry the key to a server, by engine.
-KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
-#: A reply that is held to a schema may still begin with blanks without end, up to its limit.
-_COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-#: Opens routes of vLLM that change weights; a judge never has them.
-_NEVER = ("VLLM_SERVER_DEV_MODE", *KEY_VARIABLES.values())
 
 
 @dataclass(frozen=True)
@@ -174,29 +193,6 @@ def server_environment(
     if key and engine in KEY_VARIABLES:
         kept[KEY_VARIABLES[engine]] = key
     return kept
-
-
-log = logging.getLogger(__name__)
-
-_TAIL_LINES = 400
-_POLL_S, _TELL_EVERY_S = 0.1, 1.0
-_PORTS_TRIED = 5
-#: How long a server gets to end by itself.
-GRACE_S = 15.0
-_PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
-#: What an engine says of arguments and models that another try would not mend.
-_MISTAKE = re.compile(
-    r"(?i)unrecognized arguments?|invalid choice|no such option|error: argument|"
-    r"repositorynotfound|is not a valid model identifier|not a local folder|"
-    r"no such file or directory|modulenotfounderror|importerror|"
-    r"offlinemodeisenabled|localentrynotfound|cannot find the requested files"
-)
-_ERROR_LINE = re.compile(r"(?:^|[\s(])(?:[\w.]*(?:Error|Exception)\b(?:\(|:|$)|error:|ERROR:?\s)")
-#: Lines that only say that there was an error.
-_NO_CAUSE = re.compile(
-    r"Traceback|root cause above|Engine core initialization failed|EngineDeadError|raise \w+Error"
-)
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)

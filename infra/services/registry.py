@@ -45,6 +45,18 @@ _NAME = "key"
 #: How often the making of a key is tried, should somebody else's be half there.
 _TRIES = 3
 
+ServiceState = Literal[
+    "queued",  # its job waits for the scheduler
+    "starting",
+    "serving",  # somebody holds a lease
+    "idle",  # it answers, and nobody needs it just now
+    "ended",
+    "killed",  # its job is gone, and nobody has noted that yet
+    "unknown",  # its scheduler cannot be asked from here
+]
+RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
+_POLL_S = 0.2
+
 
 def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
     """The key, and where it comes from: ``environment`` or ``file``.
@@ -126,19 +138,6 @@ def _make(path: Path) -> None:
             temporary.replace(path)  # one worker at a time starts a service
     finally:
         atomic.remove_quietly(temporary)
-
-
-ServiceState = Literal[
-    "queued",  # its job waits for the scheduler
-    "starting",
-    "serving",  # somebody holds a lease
-    "idle",  # it answers, and nobody needs it just now
-    "ended",
-    "killed",  # its job is gone, and nobody has noted that yet
-    "unknown",  # its scheduler cannot be asked from here
-]
-RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
