@@ -347,7 +347,7 @@ class HubSession(httpx2.Client):
         failures = 0
         while True:
             self._patience.check()
-            since = self._patience.now()
+            since = self._patience.clock()
             try:
                 response = super().request(method, url, **kwargs)
             except _FINAL:
@@ -366,7 +366,7 @@ class HubSession(httpx2.Client):
 
     def pause(self, failures: int) -> bool:
         """Wait as after a failed request; False if patience is over."""
-        return self._patience.wait(failures, None, self._patience.now())
+        return self._patience.wait(failures, None, self._patience.clock())
 
     def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
         """Send one request, counted."""

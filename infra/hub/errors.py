@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from infra.host.secrets import masked
 from infra.publishing import FileToPublish
@@ -83,10 +84,8 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
     from huggingface_hub import errors as theirs
 
     chain = list(_chain(error))
-    for link in chain:
-        if isinstance(link, RefinerError):
-            return link
-    if found := _of_text(error, repo_id):
+    ours = next((link for link in chain if isinstance(link, RefinerError)), None)
+    if found := ours or _of_text(error, repo_id):
         return found
     for link in chain:
         if isinstance(link, theirs.HfHubHTTPError):
@@ -245,6 +244,7 @@ def rejection(error: BaseException) -> str | None:
     return None
 
 
+@dataclass(eq=False)
 class Patience:
     """What is left of ``limit_s`` seconds.
 
@@ -254,27 +254,19 @@ class Patience:
         Seconds of trouble so far: waits, and requests that failed in the end.
     """
 
-    def __init__(
-        self,
-        limit_s: float,
-        should_stop: Callable[[], bool] = lambda: False,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        self.limit_s, self.borne_s = limit_s, 0.0
-        self._should_stop, self._clock, self._sleep, self._draw = should_stop, clock, sleep, draw
-        self._until = clock()
-        self._lock = threading.Lock()
+    limit_s: float
+    should_stop: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    draw: Callable[[], float] = random.random
 
-    def now(self) -> float:
-        """The clock that ``since`` of :meth:`wait` is read from."""
-        return self._clock()
+    def __post_init__(self) -> None:
+        self.borne_s, self._until = 0.0, self.clock()
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if a stop was asked for."""
-        if self._should_stop():
+        if self.should_stop():
             raise stopped()
 
     def wait(self, failures: int, asked_s: float | None, since: float) -> bool:
@@ -284,17 +276,16 @@ class Patience:
         2 up to :data:`LONGEST_S`, each times something between 0.5 and 1.5. False means that this
         would take longer than is left; then nothing was waited for.
         """
-        backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())
-        now = self._clock()
-        end = now + (backoff if asked_s is None else asked_s)
+        backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())
+        end = self.clock() + (backoff if asked_s is None else asked_s)
         with self._lock:
             added = max(0.0, end - max(since, self._until))
             if self.borne_s + added > self.limit_s:
                 return False
             self.borne_s += added
             self._until = max(self._until, end)
-        while (left := end - self._clock()) > 0:
+        while (left := end - self.clock()) > 0:
             self.check()
-            self._sleep(min(left, _SLICE_S))
+            self.sleep(min(left, _SLICE_S))
         self.check()
         return True

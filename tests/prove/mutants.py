@@ -222,8 +222,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "workspaces differ in eight digits of a hash, and in nine",
     (
         "infra/hub/errors.py",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self._draw())",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self.draw())",
     ): "both are far beyond LONGEST_S",
     (
         "infra/hub/target.py",
