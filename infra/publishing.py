@@ -216,37 +216,33 @@ def moves_main(lying: Lying | None, publication: Publication, config: PublishCon
     return lying.step <= publication.step
 
 
-def check_same_run(lying: Lying | None, publication: Publication, where: str) -> None:
-    """Refuse to mix the steps of two runs in one repository."""
-    if lying is None or lying.fingerprint in (None, publication.fingerprint):
-        return
-    raise ConfigurationError(
-        f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
-        f"{publication.fingerprint[:8]}), and steps of two runs under the same names would "
-        "replace each other.",
-        expected="a repository for each run that publishes several steps",
-        fix="put {fingerprint} or {seed} into `publish.repo_id`, or move that one away",
-    )
-
-
-def check_replaced(
-    lying: Lying | None, publication: Publication, config: PublishConfig, where: str
+def check_run(
+    lying: Lying | None, publication: Publication, config: PublishConfig, where: str, *, alone: bool
 ) -> None:
-    """Refuse to put a run's weights in the place of another run's, unless that is asked for.
+    """Refuse to put a run's weights in the place of another run's, unless that is asked for, or
+    beside them, where steps do not lie ``alone``.
 
     Names with {fingerprint} never meet; a name of one's own is easily used twice.
     """
-    if config.replace or lying is None or publication.only_these:
+    if lying is None or lying.fingerprint in (None, publication.fingerprint):
         return
-    if lying.fingerprint in (None, publication.fingerprint):
-        return
-    raise ConfigurationError(
+    what = (
         f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
-        f"{publication.fingerprint[:8]}).",
-        expected="a repository of its own for each run, or publish.replace=true",
-        fix="name another publish.repo_id (it may use {fingerprint} and {seed}), or set "
-        "publish.replace=true to put this one in its place; nothing is trained again",
+        f"{publication.fingerprint[:8]})"
     )
+    if not alone:
+        raise ConfigurationError(
+            f"{what}, and steps of two runs under the same names would replace each other.",
+            expected="a repository for each run that publishes several steps",
+            fix="put {fingerprint} or {seed} into `publish.repo_id`, or move that one away",
+        )
+    if not config.replace and not publication.only_these:
+        raise ConfigurationError(
+            f"{what}.",
+            expected="a repository of its own for each run, or publish.replace=true",
+            fix="name another publish.repo_id (it may use {fingerprint} and {seed}), or set "
+            "publish.replace=true to put this one in its place; nothing is trained again",
+        )
 
 
 def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
@@ -285,11 +281,10 @@ class FolderTarget:
             put_back(folder)
         before = _known(main)
         work = _Bringing(publication, progress, should_stop)
+        check_run(before, publication, self._config, str(main), alone=place == main)
         if place == main:
-            check_replaced(before, publication, self._config, str(main))
             files = work.bring(main, donors=())
         else:
-            check_same_run(before, publication, str(main))
             files = work.bring(place, donors=(main,))
             if moves_main(before, publication, self._config):
                 work.bring(main, donors=(place,))

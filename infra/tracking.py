@@ -304,12 +304,6 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
     return done
 
 
-def sync_command(runs: Sequence[OfflineRun]) -> list[str]:
-    """What is run: this environment's wandb, on folders whose state wandb has seen or not."""
-    words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
-    return [*words, *(str(run.folder) for run in runs)]
-
-
 def server_address() -> str:
     """The server that wandb would use: its variable, its settings file, or the cloud."""
     if given := os.environ.get("WANDB_BASE_URL"):
@@ -362,12 +356,13 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
     """What wandb has said, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
         (Path(folder) / "wandb").mkdir()
+        words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
         variables = {**environment(), "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
         variables.pop("WANDB_MODE", None)  # `offline` would keep it from sending
         variables.pop("WANDB_SILENT", None)
         try:
             done = subprocess.run(
-                sync_command(batch),
+                [*words, *(str(run.folder) for run in batch)],
                 cwd=folder,
                 env=variables,
                 stdin=subprocess.DEVNULL,

@@ -92,12 +92,16 @@ def file_damage(path: Path) -> str | None:
     """What is wrong with one file; None for what is whole, or of a kind that says nothing."""
     try:
         size = path.stat().st_size
+        if size == 0 and path.suffix in (*_ZIPPED, ".json"):
+            return "empty"
         if path.suffix == ".safetensors":
             return _safetensors_damage(path, size)
         if path.suffix in _ZIPPED:
             return _zip_damage(path, size)
         if path.suffix == ".json" and size <= _JSON_LIMIT:
-            return _json_damage(path, size)
+            json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return "no whole JSON"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return None
@@ -125,8 +129,6 @@ def _safetensors_damage(path: Path, size: int) -> str | None:
 
 
 def _zip_damage(path: Path, size: int) -> str | None:
-    if size == 0:
-        return "empty"
     with path.open("rb") as file:
         first = file.read(2)
     if first != b"PK":
@@ -138,16 +140,6 @@ def _zip_damage(path: Path, size: int) -> str | None:
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"cut short: {size} bytes without the directory of a zip"
     return None if members else "an empty zip"
-
-
-def _json_damage(path: Path, size: int) -> str | None:
-    if size == 0:
-        return "empty"
-    try:
-        json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return "no whole JSON"
-    return None
 
 
 def _missing_shard(path: Path) -> str | None:

@@ -20,15 +20,9 @@ from refiner_core.contract.errors import ConfigurationError, StageFailed
 
 #: What only goes on from; not part of a model.
 _STATE = (
-    *(
-        "optimizer*",
-        "scheduler*",
-        "rng_state*",
-        "trainer_state*",
-        "training_args*",
-        "random_states*",
-    ),
-    *("*optim_states*", "scaler*", "zero_to_fp32.py", "latest", "global_step*", ".*"),
+    *("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "training_args*"),
+    *("random_states*", "*optim_states*", "scaler*", "zero_to_fp32.py", "latest"),
+    *("global_step*", ".*"),
 )
 #: What a model needs beside its weights.
 COMPANIONS = (

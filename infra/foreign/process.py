@@ -89,14 +89,9 @@ class Call:
 
     def values(self) -> dict[str, str]:
         """Placeholder -> value, without ``resume``; those that have no value are empty."""
-        return {
-            "output": str(self.output),
-            "workdir": str(self.workdir),
-            "seed": str(self.seed),
-            "data": "" if self.data is None else str(self.data),
-            "model": self.model or "",
-            "checkpoint": "" if self.checkpoint is None else str(self.checkpoint),
-        }
+        names = ("output", "workdir", "seed", "data", "model", "checkpoint")
+        given = {name: getattr(self, name) for name in names}
+        return {name: "" if value is None else str(value) for name, value in given.items()}
 
 
 def command_text(config: CommandConfig, call: Call) -> str:

@@ -38,8 +38,7 @@ from infra.publishing import (
     Published,
     Target,
     all_files,
-    check_replaced,
-    check_same_run,
+    check_run,
     check_update,
     holds,
     moves_main,
@@ -165,11 +164,11 @@ class _Publishing:
         publication = self.publication
         revision = step_revision(self.config, publication.step, final=publication.final)
         main = self._read(self._repository())
-        if revision == "main":
-            check_replaced(main.lying, publication, self.config, publication.repo_id)
+        alone, repo_id = revision == "main", publication.repo_id
+        check_run(main.lying, publication, self.config, repo_id, alone=alone)
+        if alone:
             commit = self._bring("main", main)
         else:
-            check_same_run(main.lying, publication, publication.repo_id)
             refs = self.hub.refs()
             if self.config.per_step == "branch":
                 commit = self._on_branch(revision, refs, main)
@@ -192,12 +191,8 @@ class _Publishing:
                 fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
                 "publish.repo_id",
             )
-        check_visibility(publication.repo_id, is_private=info.private, wanted=wanted)
-        if info.private and not wanted:
-            log.warning(
-                "%s is private on the Hub, though publish.private=false; it stays private",
-                publication.repo_id,
-            )
+        for note in check_visibility(publication.repo_id, is_private=info.private, wanted=wanted):
+            log.warning("%s", note)
         return info.commit
 
     def _read(self, commit: str) -> _Revision:
@@ -325,8 +320,8 @@ class _Publishing:
         )
 
 
-def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> None:
-    """Refuse a public repository for what is to be private.
+def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> list[str]:
+    """Refuse a public repository for what is to be private; returns what else is to be known.
 
     Raises
     ------
@@ -341,6 +336,8 @@ def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> None:
             fix="make it private in its settings, set publish.private=false, or name another "
             "publish.repo_id",
         )
+    said = f"{repo_id} is private on the Hub, though publish.private=false; it stays private."
+    return [said] if is_private and not wanted else []
 
 
 def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) -> None:
@@ -473,11 +470,9 @@ def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> boo
 def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> list[str]:
     if info is None:
         return []
-    check_visibility(repo_id, is_private=info.private, wanted=private)
+    notes = check_visibility(repo_id, is_private=info.private, wanted=private)
     check_strangers(repo_id, info.names)
-    private_all_the_same = info.private and not private
-    said = f"{repo_id} is private on the Hub, though publish.private=false; it stays private."
-    return [said] if private_all_the_same else []
+    return notes
 
 
 def make_target(config: RecipeConfig, published: Path) -> Target:
