@@ -159,7 +159,7 @@ class ServerInfo:
     auth: str = field(default="", repr=False)
 
     def client_env(self) -> dict[str, str]:
-        """What a client process needs in its environment before it imports Prefect."""
+        """Settings that a client process needs before it imports Prefect."""
         if not self.ours:
             return {}
         return {
@@ -173,7 +173,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
+    """Status that ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
 
     state: Literal["running", "starting", "stopped", "yours"]
     info: ServerInfo | None
@@ -230,7 +230,7 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
 
 
 def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
-    """What there is, without starting anything."""
+    """Status of the server, without starting anything."""
     env = os.environ if env is None else env
     files = _Files(state_dir(env))
     where = (str(files.folder), str(files.log))
@@ -261,7 +261,7 @@ def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE
 
 
 def passed_on(env: Mapping[str, str]) -> dict[str, str]:
-    """What a client process needs of our environment; with the user's own server, its settings."""
+    """Settings of ours that a client process needs; with the user's own server, its, too."""
     names = {*_PASSED_ON, "REFINER_STATE_DIR", "XDG_STATE_HOME"}
     if _users_server(env):
         proxies = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")

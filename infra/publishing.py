@@ -68,7 +68,7 @@ class FileToPublish:
 
 @dataclass(frozen=True)
 class Publication:
-    """What is to lie in a repository.
+    """Files that are to lie in a repository.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class Publication:
 
 @dataclass(frozen=True)
 class Published:
-    """What lies there now, verified by hash.
+    """Files that lie there now, verified by hash.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ def report_of(published: Published, publication: Publication) -> dict[str, Any]:
 
 
 def own_evidence(publication: Publication) -> Lying | None:
-    """What the evidence file says that the publication brings."""
+    """Contents of the evidence file that the publication brings."""
     brought = next((file for file in publication.files if file.name == EVIDENCE), None)
     return read_evidence(bytes_of(brought)) if brought else None
 
@@ -193,7 +193,7 @@ def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFil
 
 
 def holds(lying: Lying | None, publication: Publication) -> bool:
-    """Whether a place holds this very step of this very run."""
+    """True if a place holds this very step of this very run."""
     if lying is None:
         return False
     known = lying.step is None or lying.step == publication.step
@@ -201,7 +201,7 @@ def holds(lying: Lying | None, publication: Publication) -> bool:
 
 
 def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
-    """Whether ``main`` of a shared repository moves to this step.
+    """True if ``main`` of a shared repository moves to this step.
 
     It never goes back: a step that comes late gets its own name only, and what says no step (older
     than the evidence file) is the last one of its run. With ``publish.which=best`` one step is
@@ -396,7 +396,7 @@ class _Bringing:
 
 
 def _known(place: Path) -> Lying | None:
-    """What of ours lies at a place that may be written to; None if it is empty.
+    """Publication of ours at a place that may be written to; None if it is empty.
 
     Raises
     ------
@@ -415,7 +415,7 @@ def _known(place: Path) -> Lying | None:
 
 
 def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
-    """Whether a file lies there already. Weights are known by manifest and size; the small files
+    """True if a file lies there already. Weights are known by manifest and size; the small files
     that change are read."""
     path = place / file.name
     if before is None or not path.is_file() or path.stat().st_size != file.bytes:
@@ -436,7 +436,7 @@ def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
 
 
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
-    """What others have put into a folder of ours goes along."""
+    """Take along what others have put into a folder of ours."""
     ours = {OLD_MANIFEST, *(before.names if before else ())}
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         name = path.relative_to(place)

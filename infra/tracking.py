@@ -53,7 +53,7 @@ _ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a run is called. ``run_id`` is the same for every attempt at a stage."""
+    """Names of a run. ``run_id`` is the same for every attempt at a stage."""
 
     run_id: str
     name: str
@@ -153,7 +153,7 @@ def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
 
 
 def tracked_address(folder: Path) -> str | None:
-    """Where the online run can be looked at whose files lie in ``folder``; None for any other."""
+    """Address of the online run whose files lie in ``folder``; None for any other."""
     try:
         noted = atomic.read_json(folder / ADDRESS_FILE) or {}
     except (OSError, ValueError) as error:
@@ -247,7 +247,7 @@ class OfflineRun:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has something that was not sent."""
+        """True if it has something that was not sent."""
         return self.bytes != self.sent_bytes
 
 
@@ -353,7 +353,7 @@ def _batches(runs: Sequence[OfflineRun]) -> Iterable[list[OfflineRun]]:
 
 
 def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
-    """What wandb has said, and its exit code."""
+    """Words of wandb, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
         (Path(folder) / "wandb").mkdir()
         words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
@@ -378,7 +378,7 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
 
 
 def _note(sent: Sequence[OfflineRun], said: str) -> None:
-    """What was sent, and where it can be looked at."""
+    """Note what was sent, and where it can be looked at."""
     addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
     for run in sent:
         tracker = run.folder.parent.parent

@@ -67,13 +67,13 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was asked for suffers from it."""
+        """True if nothing that was asked for suffers from it."""
         return self.state != "broken"
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is examined.
+    """Subject of an examination.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Look:
 
     @property
     def on_slurm(self) -> bool:
-        """Whether jobs go to Slurm."""
+        """True if jobs go to Slurm."""
         return self.config.dispatch.executor == "slurm"
 
     @functools.cached_property
@@ -161,20 +161,20 @@ class Look:
 
     @property
     def serves_here(self) -> bool:
-        """Whether servers of models would be started on the machine that is looked at."""
+        """True if servers of models would be started on the machine that is looked at."""
         kinds = [s.kind for s in self.here(self.stages)]
         return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
 
     @property
     def judge_engine(self) -> str:
-        """What serves the judge where refiner starts it: `vllm`, `transformers`, `command`."""
+        """Engine of a judge that refiner starts: `vllm`, `transformers`, `command`; or empty."""
         config = self.config
         asked = asks_judge(config) if self.recipe else True
         return engine_of(config.judge) if asked and serves(config.judge) else ""
 
     @property
     def publishes(self) -> bool:
-        """Whether something goes to the Hub."""
+        """True if something goes to the Hub."""
         return self.config.publish.target == "hub" and "publish" in self.config.stages
 
     @property
@@ -237,7 +237,7 @@ class Check:
 
 
 class Answer(NamedTuple):
-    """What a program said. ``code`` is None where it is not there; -1: no answer in time."""
+    """Answer of a program. ``code`` is None where it is not there; -1: no answer in time."""
 
     code: int | None
     out: str = ""
@@ -245,17 +245,17 @@ class Answer(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well."""
+        """True if it ended well."""
         return self.code == 0
 
     @property
     def hung(self) -> bool:
-        """Whether it gave no answer in time."""
+        """True if it gave no answer in time."""
         return self.code == -1
 
     @property
     def last_line(self) -> str:
-        """Where programs say what went wrong."""
+        """The line where programs say what went wrong."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         return lines[-1].strip()[:300] if lines else "it printed nothing"
 

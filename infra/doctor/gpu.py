@@ -103,7 +103,7 @@ def _listed(look: Look, rows: Sequence[Mapping[str, str]]) -> Finding:
 
 
 def _trouble(row: Mapping[str, str]) -> Iterator[Finding]:
-    """What the hardware or its settings would surprise with."""
+    """Surprises that the hardware or its settings hold."""
     name, index = f"GPU {row.get('index', '?')}", row.get("index", "0")
     cells = " ".join(row.values())
     if "requires reset" in cells.lower() or "ERR!" in cells or "lost" in cells.lower():
@@ -174,7 +174,7 @@ def _reinstall(*more: str) -> str:
 
 
 def _runs(arch: str, built: Sequence[str]) -> bool:
-    """Whether code for ``built`` runs there: the same major version and no later minor one."""
+    """True if code for ``built`` runs there: the same major version and no later minor one."""
     number = arch.removeprefix("sm_")
     for one in built:
         kind, _, its = one.partition("_")

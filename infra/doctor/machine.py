@@ -109,7 +109,7 @@ def _shared_memory(look: Look) -> Finding | None:
 
 
 def weight_bytes(config: RecipeConfig) -> int:
-    """What the model's weights take in its own type; 0 where its size is not known."""
+    """Bytes that the model's weights take in its own type; 0 where its size is not known."""
     name = config.model.name_or_path
     try:
         path: Path | None = Path(resolve_ref(name))
@@ -168,7 +168,7 @@ def _skew(off_s: float, doubt_s: float, name: str = "") -> Finding:
 
 
 def _host(look: Look) -> Finding:
-    """Who looks: of use in a report that somebody else reads."""
+    """The system that looks: of use in a report that somebody else reads."""
     kernel = ask(["uname", "-sr"], 5).out.strip() or os.uname().sysname
     return fine(f"{kernel} on {os.uname().nodename}")
 

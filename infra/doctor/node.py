@@ -91,7 +91,7 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
 
 
 def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, Any] | Finding:
-    """What the job has written; or why there is nothing."""
+    """The job's report; or why there is none."""
     over = 0
     while time.time() < until:
         if (said := atomic.read_json(folder / _REPORT)) is not None:
@@ -140,7 +140,7 @@ def _told(said: dict[str, Any], seconds: float) -> Iterator[Finding]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """What the job runs."""
+    """Look around on the node; run by the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workspace", type=Path, required=True)
     parser.add_argument("gpus", type=int)

@@ -105,7 +105,7 @@ class _Job:
         return replace(one, area=area, name=name, seconds=seconds)
 
     def findings(self, limit_s: float) -> list[Finding]:
-        """What it has found, once it has, or that it gives no answer."""
+        """Findings, once it has them, or that it gives no answer."""
         while self._found is None:
             if self._began is not None and time.monotonic() - self._began > limit_s:
                 # Who waits for a turn shall not wait for one that never ends.

@@ -63,7 +63,7 @@ def _key(look: Look) -> Finding | None:
 
 
 def _stored_key(address: str) -> str | None:
-    """Where wandb looks: its variable, then a netrc file."""
+    """The key where wandb looks: its variable, then a netrc file."""
     if given := os.environ.get("WANDB_API_KEY", "").strip():
         return given
     file = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")  # noqa: PTH111
@@ -75,7 +75,7 @@ def _stored_key(address: str) -> str | None:
 
 
 def _viewer(address: str, key: str) -> str:
-    """Whose key it is; empty where the server knows nobody by it."""
+    """Owner of the key; empty where the server knows nobody by it."""
     word = base64.b64encode(f"api:{key}".encode()).decode()
     request = urllib.request.Request(
         f"{address.rstrip('/')}/graphql",

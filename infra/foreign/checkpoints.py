@@ -57,7 +57,7 @@ _TRAINER_STATE = "trainer_state.json"
 
 
 def damage(path: Path, *, need_weights: bool = True) -> str | None:
-    """What is wrong with a checkpoint (a file, or a folder with all below it); None if nothing is.
+    """Damage of a checkpoint (a file, or a folder with all below it); None if there is none.
 
     ``need_weights`` makes a folder without any file of weights a damaged one.
     """
@@ -74,7 +74,7 @@ def damage(path: Path, *, need_weights: bool = True) -> str | None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a file is of a kind that holds tensors."""
+    """True if a file is of a kind that holds tensors."""
     return path.suffix == ".safetensors" or path.suffix in _ZIPPED
 
 
@@ -89,7 +89,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def file_damage(path: Path) -> str | None:
-    """What is wrong with one file; None for what is whole, or of a kind that says nothing."""
+    """Damage of one file; None for what is whole, or of a kind that says nothing."""
     try:
         size = path.stat().st_size
         if size == 0 and path.suffix in (*_ZIPPED, ".json"):
@@ -259,12 +259,12 @@ def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
 
 
 def is_half(path: Path) -> bool:
-    """Whether a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
+    """True if a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
     return (path / "training_args.bin").exists() and not (path / _TRAINER_STATE).exists()
 
 
 def steps_to_take(path: Path) -> int:
-    """How many steps Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
+    """Number of steps that Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
     try:
         state = json.loads((path / _TRAINER_STATE).read_bytes())
         return int(state["max_steps"])
@@ -297,7 +297,7 @@ class PassedOver:
 
     @classmethod
     def bring_back(cls, output: Path, pattern: str) -> None:
-        """What a worker has left that did not live to see the proof."""
+        """Bring back what a worker has left that did not live to see the proof."""
         folder = pattern.rpartition("/")[0]
         for hidden in output.glob("/".join(filter(None, (folder, f"{cls._MARK}*")))):
             path = hidden.with_name(hidden.name.removeprefix(cls._MARK))
@@ -392,7 +392,7 @@ class Recorded(NamedTuple):
 
 
 def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
-    """What lies there; nothing of a stage of another kind, or whose records cannot be read."""
+    """Checkpoints that lie there; none for another kind, or for records that cannot be read."""
     stage = workspace.layout.stage(stage_id)
     numbers = stage.attempt_numbers() if stage_id.startswith("command-") else []
     if not numbers:

@@ -1,4 +1,4 @@
-"""What another trainer made, in the layout that publishing and evaluation read.
+"""Models of other trainers, in the layout that publishing and evaluation read.
 
 In: a checkpoint's folder or file. Out: ``output/model`` with its weights, configuration and
 tokenizer: as links where the file system has them, else as copies. States of an optimiser and the
@@ -91,7 +91,7 @@ def model_files(
 
 
 def _real_file(path: Path, within: Path) -> Path:
-    """Where the file itself lies; a snapshot in the Hub's cache has links to its blobs."""
+    """Place of the file itself; a snapshot in the Hub's cache has links to its blobs."""
     real, home = path.resolve(), within.resolve()
     repository = home.parent.parent
     if home.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -116,12 +116,12 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
 
 
 def missing_in(source: Path, companions: Path | None = None) -> list[str]:
-    """What the model at ``source`` lacks to be loaded and published."""
+    """Files that the model at ``source`` lacks to be loaded and published."""
     return _lacking(list(model_files(source, companions)))
 
 
 def missing_files(model: Path) -> list[str]:
-    """What a model folder lacks to be loaded and published."""
+    """Files that a model folder lacks to be loaded and published."""
     return _lacking([p.name for p in model.iterdir()] if model.is_dir() else [])
 
 

@@ -72,7 +72,7 @@ CANNOT_START = (127, 126)
 
 @dataclass(frozen=True)
 class Call:
-    """What a trainer is called with.
+    """Call of a trainer.
 
     ``data`` and ``model`` are None where the recipe gives none; ``checkpoint`` is None at the first
     start.
@@ -146,7 +146,7 @@ def environment(
 
 
 class Line(NamedTuple):
-    """What was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
+    """Line that was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
 
     text: str
     redrawn: bool = False
@@ -174,7 +174,7 @@ class TrainerProcess:
         return self._child.code
 
     def lines(self, timeout_s: float) -> Iterator[Line]:
-        """What was printed since the last call, as far as it can be taken in half a second; waits
+        """Lines printed since the last call, as far as it can be taken in half a second; waits
         up to ``timeout_s`` for the first line."""
         with contextlib.suppress(queue.Empty):
             if not self._taken:
@@ -188,7 +188,7 @@ class TrainerProcess:
                 self._taken.extend(self._waiting.get_nowait())
 
     def last_lines(self) -> Iterator[Line]:
-        """What is left once it has ended."""
+        """Lines that are left once it has ended."""
         give_up = time.monotonic() + _LAST_WORDS_S
         while not self._child.is_read and time.monotonic() < give_up:
             yield from self.lines(0.05)
@@ -267,7 +267,7 @@ class LineReader:
 
 
 def says_that_it_moves(line: str, first_step: int) -> bool:
-    """Whether a line is of a training that has got beyond ``first_step``, whatever its pattern."""
+    """True if a line is of a training that has got beyond ``first_step``, whatever its pattern."""
     bar = _BAR.search(line)
     return bool(_NUMBERS.search(line) or (bar and int(bar[1]) > first_step))
 
@@ -317,7 +317,7 @@ class TrainerKilled(KilledError):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trainer ended.
+    """End of a trainer.
 
     ``code`` is that of a shell (128 + signal), ``lines`` are its last ones, ``oom_kills`` counts
     what the kernel has killed for lack of memory while it ran.
@@ -375,8 +375,9 @@ def error_of(ending: Ending) -> Exception:
 
 
 def kernel_oom_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for lack of memory: of our control group, where it
-    counts them, for a neighbour's job on the same node is none of ours; else of this machine.
+    """Number of processes that the kernel has killed for lack of memory: of our control group,
+    where it counts them, for a neighbour's job on the same node is none of ours; else of this
+    machine.
 
     Parameters
     ----------
@@ -392,7 +393,7 @@ def kernel_oom_kills(root: Path = Path("/")) -> int:
 
 
 def _counts_of_groups(root: Path) -> list[Path]:
-    """Where our control group's count may stand: of version 2, then of version 1."""
+    """Files where our control group's count may stand: of version 2, then of version 1."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():

@@ -78,7 +78,7 @@ _ROOM_FOR = 1.1
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """What to run, and what the runner may ask.
+    """Trainer to run, and what the runner may ask.
 
     ``grace_s`` is how long the trainer may take to save after a stop. Every ``watch_s`` seconds
     ``shortage(need)`` is asked how many of ``need`` bytes do not fit, and ``make_room(need)`` to
@@ -259,12 +259,12 @@ class _AtWork:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the trainer has printed its last step."""
+        """True if the trainer has printed its last step."""
         progress = self.reader.progress
         return 0 < progress.total <= progress.done
 
     def has_begun(self, found: list[ForeignCheckpoint]) -> bool:
-        """Whether it has done a step since it was started, by what it has printed and saved."""
+        """True if it has done a step since it was started, by what it has printed and saved."""
         return (
             self.moves
             or self.reader.progress.done > self._first_step
@@ -272,7 +272,7 @@ class _AtWork:
         )
 
     def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
-        """How far it is by its lines, and by its newest checkpoint where they do not say."""
+        """Progress by its lines, and by its newest checkpoint where they do not say."""
         told, newest = self.reader.progress, newest_complete(found)
         if newest is None:
             return told
@@ -282,7 +282,7 @@ class _AtWork:
         return replace(told, done=max(told.done, newest.step), total=total)
 
     def ending(self, code: int) -> Ending:
-        """How it ended, for who says why."""
+        """Its end, for who says why."""
         kills = kernel_oom_kills() - self._oom_before
         return Ending(code, tuple(self._lines), self.job.call.output, kills)
 

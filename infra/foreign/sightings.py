@@ -1,4 +1,4 @@
-"""What lies in the folder of a dead run of anybody's: checkpoints, of which layout, and how whole.
+"""Checkpoints in the folder of a dead run of anybody's: of which layout, and how whole.
 
 In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Names and headers are
 read, and of the one to be taken all its numbers (:func:`prove`).
@@ -64,7 +64,7 @@ _LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
 
 
 def contents_damage(path: Path) -> str | None:
-    """What is wrong with the numbers in a file of weights, or in those of a folder.
+    """Damage of the numbers in a file of weights, or in those of a folder.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def contents_damage(path: Path) -> str | None:
 
 
 def _is_empty(file: BinaryIO, start: int) -> bool:
-    """Whether the second half of what lies behind ``start`` is all zeros."""
+    """True if the second half of what lies behind ``start`` is all zeros."""
     end = file.seek(0, os.SEEK_END)
     at = file.seek((start + end) // 2)
     while at < end and not file.read(_CHUNK).strip(b"\0"):
@@ -146,7 +146,7 @@ class Sighting(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether it can be adopted as it is."""
+        """True if it can be adopted as it is."""
         return not self.damage and self.layout in ("hf", "weights")
 
 
@@ -256,7 +256,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _step_inside(folder: Path) -> int:
-    """What a trainer's own note says; 0 where there is none."""
+    """Step by a trainer's own note; 0 where there is none."""
     for name in ("trainer_state.json", "trainer.json", "state.json"):
         try:
             value = json.loads((folder / name).read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """What a read gives that changes nothing and may be repeated.
+    """Result of a read that changes nothing and may be repeated.
 
     That a file is not there, or is forbidden, is believed when it is said twice; other errors that
     pass are waited out for a moment.
@@ -72,7 +72,7 @@ def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """What ``stat`` says; None if it is not there."""
+    """Answer of ``stat``; None if it is not there."""
     try:
         return again(path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -80,12 +80,12 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
+    """True if it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
     return status_of(path) is not None
 
 
 def opens(path: Path) -> bool:
-    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
+    """True if a file is there, as its server says: where another node may just have deleted it, NFS
     may go on believing in it for a minute, but not when it is opened."""
     try:
         again(path.open, "rb").close()
@@ -95,7 +95,7 @@ def opens(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is there and a folder."""
+    """True if it is there and a folder."""
     found = status_of(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 

@@ -87,12 +87,12 @@ class ProcessId:
 
     @property
     def here(self) -> bool:
-        """Whether it is, or was, a process of this host, so that one can look."""
+        """True if it is, or was, a process of this host, so that one can look."""
         return self.host == host_name()
 
     @property
     def alive(self) -> bool:
-        """Whether the very same process still runs; False for one of another host."""
+        """True if the very same process still runs; False for one of another host."""
         if not self.here:
             return False
         if self.boot:
@@ -250,7 +250,7 @@ def _open_in(processes: list[psutil.Process]) -> set[int]:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether a process itself listens at a port."""
+    """True if a process itself listens at a port."""
     with contextlib.suppress(psutil.Error):
         for one in psutil.Process(pid).net_connections(kind="tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr.port == port:

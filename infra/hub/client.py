@@ -108,7 +108,7 @@ class Refs(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What went over the wire.
+    """Amounts that went over the wire.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class HubClient:
         self.by_xet = has_xet()
 
     def address(self, revision: str) -> str:
-        """Where a person finds a revision."""
+        """Address where a person finds a revision."""
         return masked(f"{self.endpoint}/{self.repo_id}/tree/{quote(revision, safe='')}")
 
     # ------------------------------------------------------------------ reading
@@ -313,7 +313,7 @@ def _unless(status: int) -> Iterator[None]:
 
 
 def has_xet() -> bool:
-    """Whether the client sends large files by Xet."""
+    """True if the client sends large files by Xet."""
     return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
 
 
@@ -399,7 +399,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 def _passing(response: httpx2.Response) -> bool:
-    """Whether the same request may get another answer a little later."""
+    """True if the same request may get another answer a little later."""
     if response.status_code in _TRANSIENT:
         return True
     return response.status_code == 409 and _BUSY in response.text
@@ -419,7 +419,7 @@ def _when(asked_s: float | None) -> str:
 
 @dataclass(eq=False)
 class Sending:
-    """What is told while files go out, by any of the sending threads."""
+    """Progress that is told while files go out, by any of the sending threads."""
 
     total: int
     progress: Callable[[Progress], None]

@@ -246,7 +246,7 @@ def rejection(error: BaseException) -> str | None:
 
 @dataclass(eq=False)
 class Patience:
-    """What is left of ``limit_s`` seconds.
+    """Rest of ``limit_s`` seconds.
 
     Attributes
     ----------

@@ -361,7 +361,7 @@ def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) 
 
 
 def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
-    """Whether what lies there is the file, by hash."""
+    """True if what lies there is the file, by hash."""
     if remote is None or remote.bytes != file.bytes:
         return False
     if remote.sha256 is not None:
@@ -459,7 +459,7 @@ def _check_token(who: Mapping[str, Any], repo_id: str) -> None:
 
 
 def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> bool:
-    """Whether a fine-grained token lists what it may write to, and this is not among it."""
+    """True if a fine-grained token lists what it may write to, and this is not among it."""
     scopes = (token.get("fineGrained") or {}).get("scoped")
     if token.get("role") != "fineGrained" or not scopes:
         return False

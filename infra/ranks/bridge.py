@@ -69,7 +69,7 @@ def greet(connection: Connection, key: bytes) -> None:
 
 
 def is_own(connection: Connection) -> bool:
-    """Whether the process at the other end of a Unix socket is this user's."""
+    """True if the process at the other end of a Unix socket is this user's."""
     with _socket(connection) as other:
         raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
@@ -123,7 +123,7 @@ class Bridge:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What rank 0 has to know. Not for command lines or files that others read."""
+        """Settings that rank 0 has to know. Not for command lines or files that others read."""
         return {ADDRESS: self._address.replace("\0", "@", 1), KEY: self._key.hex()}
 
     def __enter__(self) -> Bridge:
@@ -276,7 +276,7 @@ class RemoteIO:
         self._call("progress", progress)
 
     def should_stop(self) -> bool:
-        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        """True once it is to save at the next step boundary and raise ``Interrupted``."""
         return bool(self._call("should_stop"))
 
     def finish(self, report: Mapping[str, Any]) -> None:

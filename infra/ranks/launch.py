@@ -66,7 +66,7 @@ _LINES = 200
 
 @dataclass
 class Ended:
-    """What is known of a launch that did not end well.
+    """Traces of a launch that did not end well.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` torchrun's, by rank
     (``code``, ``pid``, ``late_s``: seconds after the first); ``code`` is how an agent ended.
@@ -101,7 +101,7 @@ def error_of(ended: Ended) -> Exception:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that somebody else is gone."""
+    """True if an error only says that somebody else is gone."""
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
@@ -165,7 +165,7 @@ def _unknown(ended: Ended) -> Exception:
 
 @dataclass(frozen=True)
 class RanksJob:
-    """What to launch.
+    """Ranks to launch.
 
     ``module`` is what each rank runs (``python -m``), ``order`` what it is told. ``folder`` is
     where the stage writes. ``check_fence`` raises if the attempt is no longer the newest;

@@ -57,7 +57,7 @@ _COME_S = 300.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where torchrun's agents of several nodes meet; one node needs none."""
+    """Meeting place of torchrun's agents of several nodes; one node needs none."""
 
     address: str = ""
     port: int = 0
@@ -65,7 +65,7 @@ class Meeting:
 
 
 def node_number(environment: Mapping[str, str] = os.environ) -> int:
-    """Which node of its step this process is on, from 0: 0 outside of Slurm, too."""
+    """Number of the node of its step that this process is on, from 0: 0 outside of Slurm, too."""
     return int(environment.get("SLURM_NODEID") or 0) if "SLURM_JOB_ID" in environment else 0
 
 
@@ -130,12 +130,12 @@ class OtherNodes:
             reader.start()
 
     def lines(self) -> Iterator[str]:
-        """What was printed elsewhere since the last call."""
+        """Lines printed elsewhere since the last call."""
         while not self._lines.empty():
             yield self._lines.get_nowait()
 
     def last_lines(self) -> Iterator[str]:
-        """What is left, once this node's ranks have ended: those of others get a moment."""
+        """Lines that are left, once this node's ranks have ended: those of others get a moment."""
         deadline = time.monotonic() + _LAST_WORDS_S
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -179,7 +179,7 @@ class OtherNodes:
 
 
 def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int) -> int:
-    """What a node other than the first does; returns the exit code when the worker is done."""
+    """Work on a node other than the first; returns the exit code when the worker is done."""
     ignore_stop_signals()  # the worker hears them, and says when to end
     connection = _connect(workspace, stage_id, job)
     if connection is None:

@@ -88,7 +88,7 @@ MARK_NAME = "rollout-servers"
 
 @dataclass(frozen=True)
 class Place:
-    """What one server has for itself.
+    """Belongings of one server.
 
     Attributes
     ----------
@@ -410,7 +410,7 @@ class LocalRolloutServers:
 
 @dataclass(frozen=True)
 class VllmRollouts:
-    """What a trainer has in its hands.
+    """Handle of a trainer on its servers.
 
     ``generator`` samples with the weights of the last :meth:`sync`.
     """
@@ -557,7 +557,7 @@ def _loaded(model: ModelConfig, model_ref: str) -> Iterator[Any]:
 
 
 def weight_transfer(config: RecipeConfig, servers: int) -> Literal["reload", "nccl", "ipc"]:
-    """How weights get to a node's servers.
+    """Way of the weights to a node's servers.
 
     ``auto`` is ``reload`` without GPUs; with them ``nccl``, which two processes on one GPU cannot
     use: there it is ``ipc`` for the one server that has the trainer's own GPU, and else ``reload``.

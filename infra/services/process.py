@@ -66,7 +66,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ServerProgram(NamedTuple):
-    """What is started. ``field`` is the section of the recipe that says so."""
+    """Program that serves models. ``field`` is the section of the recipe that says so."""
 
     config: RolloutServerConfig | ServeConfig
     field: str
@@ -74,7 +74,7 @@ class ServerProgram(NamedTuple):
 
     @property
     def lacking(self) -> str:
-        """What is sure not to be there; empty if nothing is."""
+        """Program that is sure not to be there, in words; empty if nothing is."""
         setup, name, path = self.config.setup, self.config.python or self.engine, ""
         if words := shlex.split(self.config.container or ""):
             name = words[0]
@@ -108,7 +108,7 @@ def split_words(args: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a server listens."""
+    """Address at which a server listens."""
 
     host: str
     port: int
@@ -255,16 +255,16 @@ class ServerProcess(abc.ABC):
     @property
     @abc.abstractmethod
     def words(self) -> Words:
-        """What it is called in messages, and what its user can change."""
+        """Name in messages, and what its user can change."""
 
     @property
     @abc.abstractmethod
     def settings(self) -> ServeConfig | RolloutServerConfig:
-        """How it is started."""
+        """Section of the recipe that says how it is started."""
 
     @property
     def by_daemon(self) -> bool:
-        """Whether a container's daemon may be who starts it."""
+        """True if a container's daemon may be who starts it."""
         return bool(self.settings.container)
 
     @abc.abstractmethod
@@ -283,7 +283,7 @@ class ServerProcess(abc.ABC):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where it answers."""
+        """Address at which it answers."""
         return Endpoint(self.at.url, self.key)
 
     @property
@@ -394,7 +394,7 @@ class ServerProcess(abc.ABC):
         return f". All that it has printed: {self.log}." if self.log else ""
 
     def ended(self, when: str) -> Exception:
-        """What its end means: its last words, classed by what they speak of."""
+        """Meaning of its end: its last words, classed by what they speak of."""
         code, early = self.code or 0, when.startswith("before")
         if self._child is not None:
             self._child.wait_read()

@@ -179,7 +179,7 @@ def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **
 
 
 def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
-    """Where a service answers now, by its records; empty while it is being started or replaced.
+    """Addresses at which a service answers now; empty while it is being started or replaced.
 
     Raises
     ------
