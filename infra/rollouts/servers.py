@@ -34,7 +34,7 @@ import psutil
 
 from infra.host.processes import ProcessId, host_name
 from infra.process.child import kill_leftovers
-from infra.ranks.settings import JOB_GPUS, VISIBLE, visible
+from infra.ranks.protocol import JOB_GPUS, VISIBLE, visible
 from infra.rollouts import sweeper
 from infra.services.process import (
     Listening,

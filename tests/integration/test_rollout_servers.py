@@ -25,7 +25,7 @@ import torch
 
 from infra.host.processes import free_port
 from infra.process.child import mark_of
-from infra.ranks.settings import JOB_GPUS
+from infra.ranks.protocol import JOB_GPUS
 from infra.rollouts import sweeper
 from infra.rollouts.servers import (
     EXTENSION,
