@@ -12,6 +12,7 @@ import errno
 import fnmatch
 import os
 import shutil
+from collections.abc import Collection
 from io import BufferedReader
 from pathlib import Path
 
@@ -83,10 +84,10 @@ def model_files(
     else:
         name = "model.safetensors" if source.suffix == ".safetensors" else source.name
         files[name] = _real_file(source, within or source.parent)
-    for path in companions.iterdir() if companions is not None and companions.is_dir() else ():
-        if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
-            assert companions is not None
-            files[path.name] = _real_file(path, companions)
+    if companions is not None and companions.is_dir():
+        for path in companions.iterdir():
+            if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
+                files[path.name] = _real_file(path, companions)
     return files
 
 
@@ -117,7 +118,7 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
 
 def missing_in(source: Path, companions: Path | None = None) -> list[str]:
     """Files that the model at ``source`` lacks to be loaded and published."""
-    return _lacking(list(model_files(source, companions)))
+    return _lacking(model_files(source, companions))
 
 
 def missing_files(model: Path) -> list[str]:
@@ -125,7 +126,7 @@ def missing_files(model: Path) -> list[str]:
     return _lacking([p.name for p in model.iterdir()] if model.is_dir() else [])
 
 
-def _lacking(names: list[str]) -> list[str]:
+def _lacking(names: Collection[str]) -> list[str]:
     return [need for need in _NEEDED if not any(fnmatch.fnmatch(n, need) for n in names)]
 
 

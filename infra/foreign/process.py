@@ -152,14 +152,14 @@ class Line(NamedTuple):
     redrawn: bool = False
 
 
-class TrainerProcess:
+class TrainerProcess(ChildProcess):
     """A started trainer; a context manager that leaves none of its processes behind."""
 
     def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
         self._waiting: queue.Queue[list[Line]] = queue.Queue(_MOST_WAITING)
         self._taken: deque[Line] = deque()
         self._left = threading.Event()
-        self._child = ChildProcess(command, environment, self._read, workdir)
+        super().__init__(command, environment, self._read_lines, workdir)
 
     def __enter__(self) -> TrainerProcess:
         return self
@@ -167,11 +167,6 @@ class TrainerProcess:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._left.set()
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, 128 + number for a signal; None while it runs."""
-        return self._child.code
 
     def lines(self, timeout_s: float) -> Iterator[Line]:
         """Lines printed since the last call, as far as it can be taken in half a second; waits
@@ -190,22 +185,18 @@ class TrainerProcess:
     def last_lines(self) -> Iterator[Line]:
         """Lines that are left once it has ended."""
         give_up = time.monotonic() + _LAST_WORDS_S
-        while not self._child.is_read and time.monotonic() < give_up:
+        while not self.is_read and time.monotonic() < give_up:
             yield from self.lines(0.05)
         while self._taken or not self._waiting.empty():
             yield from self.lines(0.05)
-            if not self._child.is_read:  # somebody whom nothing ends goes on printing
+            if not self.is_read:  # somebody whom nothing ends goes on printing
                 return
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes."""
-        self._child.signal(number)
 
     def kill(self) -> None:
         """End it and all it has started, now."""
-        self._child.end()
+        self.end()
 
-    def _read(self, output: IO[bytes]) -> None:
+    def _read_lines(self, output: IO[bytes]) -> None:
         rest = b""
         while chunk := os.read(output.fileno(), 1 << 16):
             *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
