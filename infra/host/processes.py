@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 
@@ -82,7 +82,7 @@ class ProcessId:
         number = os.getpid() if pid is None else pid
         boot, stat = _boot(), _stat(number)
         if boot and stat is not None:
-            return cls(host_name(), number, float(stat.ticks), boot)
+            return cls(host_name(), number, float(stat[1]), boot)
         return cls(host_name(), number, psutil.Process(number).create_time())
 
     @property
@@ -118,7 +118,7 @@ class ProcessId:
             return True
         if stat is None:
             return bool(psutil.pid_exists(self.pid))  # hidden by `hidepid`: another user's
-        return stat.ticks == int(self.started) and stat.state not in "ZX"
+        return stat[1] == int(self.started) and stat[0] not in "ZX"
 
     def terminate(self) -> bool:
         """Ask it to stop (SIGTERM to this process alone, so that it can save). False if gone."""
@@ -164,19 +164,14 @@ class ProcessId:
         return True
 
 
-class _Stat(NamedTuple):
-    state: str
-    ticks: int
-
-
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int) -> tuple[str, int] | None:
     """State and start of a process as the kernel tells them; None if it tells nothing of it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the command's name may hold anything
-    return _Stat(fields[_STATE], int(fields[_START_TICKS]))
+    return fields[_STATE], int(fields[_START_TICKS])
 
 
 def _boot() -> str:

@@ -291,7 +291,7 @@ def end_service(
         started = workspace.read_control(workspace.layout.attempt(*ref).started)
         attempt = OpenAttempt(ref, record.attempts[-1], started)
         if seen.sight == "dead":
-            _close(workspace, attempt, seen, reason)
+            _close(workspace, attempt, seen)
         elif asked_at is None:
             workspace.ask_stop(service_id, seen.number, "interrupted", reason)
             if attempt.started is None:
@@ -307,7 +307,7 @@ def end_service(
     return False
 
 
-def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
+def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen) -> None:
     """Note the end of a server that was dead before it could be asked."""
     if attempt.started is None and not workspace.void_attempt(*attempt.ref):
         return
