@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.host.processes import ProcessId, environment
-from infra.prefect_server.server import ServerInfo
-from infra.prefect_server.usable import usable_server
+from infra.prefect_server import ServerInfo, usable_server
 from infra.store.layout import is_sweep
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep

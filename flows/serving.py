@@ -14,8 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.prefect_server.server import ServerInfo
-from infra.prefect_server.usable import usable_server
+from infra.prefect_server import ServerInfo, usable_server
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.nightly.definition import Nightly

@@ -3,7 +3,7 @@
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
 job that the scheduler starts again gets the same command line; :mod:`infra.jobs.signals` finds out
 which attempt that means by then. On a job's further nodes it only starts ranks
-(:mod:`infra.ranks.nodes`). The exit code is the one of
+(:mod:`infra.ranks.launch`). The exit code is the one of
 :data:`refiner_core.contract.errors.EXIT_CODES`; whoever started the job needs nothing else of it.
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
 from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
-from infra.ranks.nodes import node_number, wait_for_work
+from infra.ranks.launch import node_number, wait_for_work
 from infra.store.provenance import refuse_other_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from infra.foreign.checkpoints import CheckpointRule, files_below, find_checkpoints, work_folder
+from infra.foreign.checkpoints import files_below, find_checkpoints, work_folder
 from infra.foreign.exports import copy, link, link_or_copy, model_files, open_file
 from infra.foreign.sightings import Sighting
 from infra.host.processes import ProcessId
@@ -345,8 +345,8 @@ def _foreign_steps(paths: StagePaths) -> list[int]:
     records = RecordFiles(Layout(paths.control, paths.data))
     for number in reversed(paths.attempt_numbers()):
         if value := records.part(paths.attempt(number), "config"):
-            rule = CheckpointRule.of(from_json(RecipeConfig, value).command)
-            return [c.step for c in find_checkpoints(work_folder(paths), rule) if not c.damage]
+            command = from_json(RecipeConfig, value).command
+            return [c.step for c in find_checkpoints(work_folder(paths), command) if not c.damage]
     return []
 
 

@@ -41,10 +41,19 @@ from refiner_core.contract.errors import RefinerError, UnsupportedError
 ADDRESS_FILE = "tracking.json"
 log = logging.getLogger(__name__)
 
+#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
+SENT_FILE = "sent.json"
+CLOUD = "https://api.wandb.ai"
+#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
+ANSWER_S, BATCH_S = 10.0, 900.0
+_BATCH = 50
+_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
+_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
+
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a run is called. ``run_id`` is the same for every attempt at a stage."""
+    """Names of a run. ``run_id`` is the same for every attempt at a stage."""
 
     run_id: str
     name: str
@@ -144,7 +153,7 @@ def start_run(config: TrackingConfig, run: TrackedRun) -> Any:
 
 
 def tracked_address(folder: Path) -> str | None:
-    """Where the online run can be looked at whose files lie in ``folder``; None for any other."""
+    """Address of the online run whose files lie in ``folder``; None for any other."""
     try:
         noted = atomic.read_json(folder / ADDRESS_FILE) or {}
     except (OSError, ValueError) as error:
@@ -191,34 +200,20 @@ def log_tables(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Tab
 
 
 def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
-    tracked = start_run(config, run)
+    tracked, ended_well = start_run(config, run), False
     import wandb
 
     try:
         tracked.log(
             {
-                name: wandb.Table(
-                    columns=list(table.columns), data=[list(row) for row in table.rows]
-                )
+                name: wandb.Table(columns=list(table.columns), data=[list(r) for r in table.rows])
                 for name, table in tables.items()
             }
         )
-        address = str(tracked.url) if config.wandb == "online" else str(tracked.dir)
-    except BaseException:
-        tracked.finish(exit_code=1)
-        raise
-    tracked.finish()
+        address, ended_well = str(tracked.url if config.wandb == "online" else tracked.dir), True
+    finally:
+        tracked.finish(exit_code=int(not ended_well))
     return address.removesuffix("/files")
-
-
-#: Beside the offline folders of an attempt: folder -> bytes of its file when it was sent.
-SENT_FILE = "sent.json"
-CLOUD = "https://api.wandb.ai"
-#: How long a server may take to answer at all, and how long it may take to take a batch, seconds.
-ANSWER_S, BATCH_S = 10.0, 900.0
-_BATCH = 50
-_FINISHED = re.compile(r"Finished syncing (?P<name>\S+)")
-_ADDRESS = re.compile(r"\bView run .* at (?P<url>https?://\S+)")
 
 
 class TrackerOutage(RefinerError, RuntimeError):
@@ -252,7 +247,7 @@ class OfflineRun:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has something that was not sent."""
+        """True if it has something that was not sent."""
         return self.bytes != self.sent_bytes
 
 
@@ -299,20 +294,14 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
     done = 0
     for batch in _batches(new):
         said, code = _sync(batch)
-        finished = set(_FINISHED.findall(said))
-        sent = batch if code == 0 else [r for r in batch if _is_named(r.folder, finished)]
+        finished = {Path(name).name for name in _FINISHED.findall(said)}
+        sent = [r for r in batch if code == 0 or r.folder.name in finished]
         _note(sent, said)
         done += len(sent)
         tell(done, len(new))
         if code != 0:
             raise _refused(said, done, len(new))
     return done
-
-
-def sync_command(runs: Sequence[OfflineRun]) -> list[str]:
-    """What is run: this environment's wandb, on folders whose state wandb has seen or not."""
-    words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
-    return [*words, *(str(run.folder) for run in runs)]
 
 
 def server_address() -> str:
@@ -364,15 +353,16 @@ def _batches(runs: Sequence[OfflineRun]) -> Iterable[list[OfflineRun]]:
 
 
 def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
-    """What wandb has said, and its exit code."""
+    """Words of wandb, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="refiner-wandb-") as folder:
         (Path(folder) / "wandb").mkdir()
+        words = [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced"]
         variables = {**environment(), "WANDB_DIR": folder, "PYTHONSAFEPATH": "1"}
         variables.pop("WANDB_MODE", None)  # `offline` would keep it from sending
         variables.pop("WANDB_SILENT", None)
         try:
             done = subprocess.run(
-                sync_command(batch),
+                [*words, *(str(run.folder) for run in batch)],
                 cwd=folder,
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -387,26 +377,17 @@ def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:
     return done.stdout.decode(errors="replace"), done.returncode
 
 
-def _is_named(folder: Path, finished: set[str]) -> bool:
-    return any(Path(name).name == folder.name for name in finished)
-
-
 def _note(sent: Sequence[OfflineRun], said: str) -> None:
-    """What was sent, and where it can be looked at."""
+    """Note what was sent, and where it can be looked at."""
     addresses = {url.rstrip("/").rpartition("/")[2]: url for url in _ADDRESS.findall(said)}
     for run in sent:
         tracker = run.folder.parent.parent
         with no_space_guard(tracker, "noting what W&B has"):
             noted = atomic.read_json(tracker / SENT_FILE) or {}
             atomic.write_json(tracker / SENT_FILE, {**noted, run.folder.name: run.bytes})
-            if (address := addresses.get(_id_of(run))) is not None:
+            file = next(run.folder.glob("run-*.wandb"), None)  # named after the run's id
+            if file and (address := addresses.get(file.stem.removeprefix("run-"))):
                 atomic.write_json(tracker / ADDRESS_FILE, {"url": address})
-
-
-def _id_of(run: OfflineRun) -> str:
-    """The W&B run's id, as its file is named after it."""
-    file = next(run.folder.glob("run-*.wandb"), None)
-    return "" if file is None else file.stem.removeprefix("run-")
 
 
 def _refused(said: str, done: int, total: int) -> RefinerError:

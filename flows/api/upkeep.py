@@ -16,7 +16,7 @@ from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report
-    from infra.prefect_server.server import ServerStatus
+    from infra.prefect_server import ServerStatus
     from infra.tracking import OfflineRun
 
 _HERE = RecipeConfig.workspace
@@ -174,7 +174,7 @@ def prefect_server_status() -> ServerStatus:
     OSError
         Its folder cannot be read.
     """
-    from infra.prefect_server.server import server_status
+    from infra.prefect_server import server_status
 
     return server_status()
 
@@ -192,7 +192,7 @@ def stop_prefect_server() -> bool:
     OSError
         Its folder cannot be read.
     """
-    from infra.prefect_server.server import stop_server
+    from infra.prefect_server import stop_server
 
     return stop_server()
 

@@ -144,7 +144,7 @@ def find_card(target: str) -> Source:
 
 def _from_hub(repo_id: str, revision: str) -> Source:
     """Card and evidence of a repository on the Hub; nothing else is downloaded."""
-    from infra.hub.client import open_hub
+    from infra.hub.target import open_hub
 
     with open_hub(repo_id, PublishConfig(), patience_s=_HUB_PATIENCE_S) as hub:
         card = hub.text(revision, CARD)

@@ -31,7 +31,7 @@ from flows.proving.planning import Asked, plan_proofs
 from flows.proving.runs import Room, run_recipe_in
 from flows.proving.work import prove
 from infra.jobs.failures import classify
-from infra.ranks.settings import ORDER
+from infra.ranks.protocol import ORDER
 from infra.store.workspace import Workspace
 from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.training.sft import train_sft

@@ -20,8 +20,7 @@ from flows.certify.work import Order, metrics_of, open_io, recipe
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.events import tell_error
-from infra.ranks.settings import ORDER
+from infra.ranks.protocol import ORDER, tell_error
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks

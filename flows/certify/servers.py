@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from flows.certify.work import Order, absent, check, recipe
-from infra.rollouts import opening
+from infra.rollouts import servers as opening
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.proofs import CertifiedCheck

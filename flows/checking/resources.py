@@ -257,8 +257,8 @@ def check_server_programs(plan: Plan) -> None:
 def _programs(config: RecipeConfig, kinds: Collection[str]) -> Iterator[ServerProgram]:
     grpo = "grpo" in kinds and config.grpo.generation_backend == "vllm"
     if grpo or ("sample" in kinds and config.sample.generation_backend == "vllm"):
-        yield ServerProgram.of(config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        yield ServerProgram(config.grpo.rollout_server, "grpo.rollout_server", "vllm")
     engine = engine_of(config.judge)
     asked = any(asks_judge(config, kind) for kind in kinds)
     if asked and serves(config.judge) and engine in ("vllm", "transformers"):
-        yield ServerProgram.of(config.judge.serve, "judge.serve", engine)
+        yield ServerProgram(config.judge.serve, "judge.serve", engine)

@@ -250,7 +250,7 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
         return
     click.echo(f"Prefect server: {status.state}{f' at {url}' if url else ''}")
     if status.state == "running" and status.info:
-        from infra.prefect_server.server import terminal_link
+        from infra.prefect_server import terminal_link
 
         click.echo(f"The page asks for a key: it stands in {status.folder}/auth")
         if (link := terminal_link(status.info, "/dashboard", sys.stdout)).startswith(f"{url}/open"):

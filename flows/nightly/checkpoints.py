@@ -175,7 +175,7 @@ def _models_of(run: RunRecord, workspace: Workspace) -> list[str]:
 
 def _commit(source: Source) -> str:
     """The commit that a branch or tag of the Hub is at."""
-    from infra.hub.client import open_hub
+    from infra.hub.target import open_hub
 
     with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
         refs = hub.refs()

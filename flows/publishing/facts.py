@@ -24,7 +24,7 @@ from flows.publishing.lineage import (
     runs_of,
     weights_of,
 )
-from infra.publishing.targets import step_revision
+from infra.publishing import step_revision
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address

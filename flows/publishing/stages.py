@@ -20,8 +20,8 @@ from flows.publishing.facts import Collected, collect
 from flows.publishing.lineage import need_result, runs_of, subject_at_work, weights_of
 from flows.stages.work import StageWork
 from infra.foreign.exports import require_whole
-from infra.publishing.folder import make_target
-from infra.publishing.targets import FileToPublish, Publication, Target, report_of
+from infra.hub.target import make_target
+from infra.publishing import FileToPublish, Publication, Target, report_of
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards import CardFacts, build_card, evidence_text, lint_card, load_evidence

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.events import tell_error
-from infra.ranks.settings import ORDER
+from infra.ranks.protocol import ORDER, tell_error
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.placement import TrainingStage, section_of, training_stage
 from refiner_core.contract.types import Progress
@@ -129,7 +128,7 @@ def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> 
 
 def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
     """The stage's own vLLM servers, as children of this process."""
-    from infra.rollouts.opening import open_vllm
+    from infra.rollouts.servers import open_vllm
 
     def tell(seconds: float) -> None:
         work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))

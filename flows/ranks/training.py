@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.stages.work import as_planned
 from infra.jobs.signals import AttemptClosed, job_of
-from infra.ranks.launch import RanksJob, run_ranks
-from infra.ranks.nodes import OtherNodes
+from infra.ranks.launch import OtherNodes, RanksJob, run_ranks
 from infra.store import atomic
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from infra.host.processes import environment
 from infra.jobs.protocol import job_settings, tail_of
-from infra.prefect_server.server import passed_on, server_status, state_dir, terminal_link
+from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of
 from infra.store.provenance import check_snapshot
 from infra.store.workspace import Workspace

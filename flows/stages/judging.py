@@ -22,10 +22,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.stages.work import StageWork
+from infra.host.processes import node_address
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
 from infra.services.registry import live_endpoints, service_key, write_endpoint
-from infra.services.server import Order, Server, node_address
+from infra.services.server import Server
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
@@ -76,20 +77,20 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     key, source = "", "none"
     if engine_of(judge) != "transformers":
         key, source = service_key(folder)
-    order = Order(
-        judge=judge,
-        mark=folder,
-        key=key,
-        host=_host(work),
-        weights=_weights(judge.model),
-        log=str(work.workspace.layout.attempt(*ref).log),
-    )
 
     def tell(seconds: float) -> None:
         work.io.progress(Progress(0, 0, "starting", {"seconds": round(seconds)}))
 
     work.io.progress(Progress(0, 0, "starting"))
-    with Server(order, should_stop=work.io.should_stop, tell=tell) as server:
+    with Server(
+        *(judge, folder),
+        key=key,
+        host=_host(work),
+        weights=_weights(judge.model),
+        log=str(work.workspace.layout.attempt(*ref).log),
+        should_stop=work.io.should_stop,
+        tell=tell,
+    ) as server:
         process = str(server.process or "")
         named = {"model": judge.model, "process": process, "key_from": source}
         write_endpoint(work.workspace, ref, server.endpoint, **named)
@@ -173,19 +174,19 @@ def _server_beside(work: StageWork) -> Server:
     key = ""
     if engine_of(judge) != "transformers":
         key, _ = service_key(paths.control)
-    order = Order(
-        judge=judge,
-        mark=paths.control,
-        key=key,
-        weights=_weights(judge.model),
-        log=str(paths.log),
-        prefix="[judge] ",
-    )
 
     def tell(seconds: float) -> None:
         work.io.progress(Progress(0, 0, "starting the judge", {"seconds": round(seconds)}))
 
-    return Server(order, should_stop=work.io.should_stop, tell=tell)
+    return Server(
+        *(judge, paths.control),
+        key=key,
+        weights=_weights(judge.model),
+        log=str(paths.log),
+        prefix="[judge] ",
+        should_stop=work.io.should_stop,
+        tell=tell,
+    )
 
 
 def _endpoint_of(server: Server) -> list[Endpoint]:

@@ -34,7 +34,7 @@ def _sampling_servers(
     work: StageWork, tokenizer: Any, on_step: Callable[[int, int], None]
 ) -> AbstractContextManager[Generator]:
     """The stage's own vLLM servers, as children of this process, on a model that does not move."""
-    from infra.rollouts.opening import open_sampler
+    from infra.rollouts.servers import open_sampler
 
     def tell(seconds: float) -> None:
         work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))

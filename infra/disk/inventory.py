@@ -188,7 +188,7 @@ def _doubt_of_hub(copy: Copy, files: Sequence[OutputFile]) -> str:
     Our token goes to the Hub that this process is set up for and to no other address."""
     from huggingface_hub import constants
 
-    from infra.hub.client import endpoint_now, open_hub
+    from infra.hub.target import endpoint_now, open_hub
 
     if constants.HF_HUB_OFFLINE:
         return f"{copy.text} was not looked at: HF_HUB_OFFLINE is set here"

@@ -1,1 +1,1 @@
-"""What of this machine works for refiner, what does not, and what mends it."""
+"""Checks of this machine: what works for refiner, what does not, and what mends it."""

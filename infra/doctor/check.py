@@ -17,8 +17,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -68,13 +67,13 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was asked for suffers from it."""
+        """True if nothing that was asked for suffers from it."""
         return self.state != "broken"
 
 
 @dataclass(frozen=True)
 class Look:
-    """What is examined.
+    """Subject of an examination.
 
     Attributes
     ----------
@@ -114,14 +113,12 @@ class Look:
     @property
     def folders(self) -> dict[str, Path]:
         """The workspace, and the folder of its large files where that is another."""
-        found = {"workspace": self.workspace}
-        if self.config.data_root is not None:
-            found["data_root"] = Path(self.config.data_root).expanduser().absolute()
-        return found
+        given = {"workspace": self.config.workspace, "data_root": self.config.data_root}
+        return {name: Path(f).expanduser().absolute() for name, f in given.items() if f is not None}
 
     @property
     def on_slurm(self) -> bool:
-        """Whether jobs go to Slurm."""
+        """True if jobs go to Slurm."""
         return self.config.dispatch.executor == "slurm"
 
     @functools.cached_property
@@ -164,20 +161,20 @@ class Look:
 
     @property
     def serves_here(self) -> bool:
-        """Whether servers of models would be started on the machine that is looked at."""
+        """True if servers of models would be started on the machine that is looked at."""
         kinds = [s.kind for s in self.here(self.stages)]
         return self.on_node or not self.on_slurm or bool({"grpo", "sample"}.intersection(kinds))
 
     @property
     def judge_engine(self) -> str:
-        """What serves the judge where refiner starts it: `vllm`, `transformers`, `command`."""
+        """Engine of a judge that refiner starts: `vllm`, `transformers`, `command`; or empty."""
         config = self.config
         asked = asks_judge(config) if self.recipe else True
         return engine_of(config.judge) if asked and serves(config.judge) else ""
 
     @property
     def publishes(self) -> bool:
-        """Whether something goes to the Hub."""
+        """True if something goes to the Hub."""
         return self.config.publish.target == "hub" and "publish" in self.config.stages
 
     @property
@@ -195,13 +192,23 @@ class Look:
 
 
 def absent(needed: object) -> State:
-    """What is not there is broken only where it is needed."""
+    """State of what is not there: broken only where it is needed."""
     return "broken" if needed else "missing"
 
 
 def doubtful(needed: object) -> State:
-    """What does not work is broken where it is needed, else it may surprise."""
+    """State of what does not work: broken where it is needed, else it may surprise."""
     return "broken" if needed else "warning"
+
+
+def found(state: State, what: str, mend: str = "", why: str = "", *, name: str = "") -> Finding:
+    """A finding of the check that is at work; ``name`` where it is not the check's own."""
+    return Finding("", name, state, what, mend, why)
+
+
+def fine(what: str, *, name: str = "") -> Finding:
+    """A finding that all is well."""
+    return Finding("", name, "ok", what)
 
 
 @dataclass(frozen=True)
@@ -211,7 +218,8 @@ class Check:
     Attributes
     ----------
     look
-        Gives the findings; may raise a RefinerError, which becomes one.
+        Gives the findings; those without area and name get the check's. It may raise a
+        RefinerError, which becomes one.
     limit_s
         After so many seconds it counts as hung.
     needed
@@ -222,14 +230,14 @@ class Check:
 
     area: str
     name: str
-    look: Callable[[Look], Iterable[Finding]]
+    look: Callable[[Look], Finding | Iterable[Finding] | None]
     limit_s: float = 20.0
     needed: Callable[[Look], object] = lambda _: False
     hung: str = ""
 
 
 class Answer(NamedTuple):
-    """What a program said. ``code`` is None where it is not there; -1: no answer in time."""
+    """Answer of a program. ``code`` is None where it is not there; -1: no answer in time."""
 
     code: int | None
     out: str = ""
@@ -237,48 +245,38 @@ class Answer(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well."""
+        """True if it ended well."""
         return self.code == 0
 
     @property
     def hung(self) -> bool:
-        """Whether it gave no answer in time."""
+        """True if it gave no answer in time."""
         return self.code == -1
 
     @property
     def last_line(self) -> str:
-        """Where programs say what went wrong."""
+        """The line where programs say what went wrong."""
         lines = (self.err.strip() or self.out.strip()).splitlines()
         return lines[-1].strip()[:300] if lines else "it printed nothing"
 
 
 def last_json(text: str) -> dict[str, Any] | None:
     """The last line of an answer that is a JSON object; None if there is none."""
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            value: dict[str, Any] = json.loads(line)
-            return value
-    return None
+    lines = [line for line in text.splitlines() if line.startswith("{")]
+    return dict(json.loads(lines[-1])) if lines else None
 
 
-def ask(
-    command: Sequence[str],
-    timeout_s: float,
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Answer:
+def ask(command: Sequence[str], timeout_s: float) -> Answer:
     """Run a program; it and all that it has started are ended after ``timeout_s`` seconds."""
     try:
         process = subprocess.Popen(
-            list(command),
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env={**(environment() if env is None else env), "LC_ALL": "C"},
-            cwd=cwd,
+            env={**environment(), "LC_ALL": "C"},
             start_new_session=True,
         )
     except OSError as error:
@@ -314,7 +312,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-@contextmanager
+@contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
     """A new folder below ``folder``, or below the nearest one above it that exists."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}doctor-", dir=existing(folder)))

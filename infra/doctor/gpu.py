@@ -14,10 +14,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, last_json
+from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
 from infra.doctor.packages import asked_for, install, installed
 
-_AREA = "gpu"
 _SMI_S, _TORCH_S = 15.0, 100.0
 _CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
 _FIELDS = (
@@ -51,136 +50,103 @@ print("\\n" + json.dumps(value))
 
 
 def _gpus(look: Look) -> Iterator[Finding]:
-    needed = look.gpus
     if shutil.which("nvidia-smi") is None:
-        yield _none(look, "this machine has no `nvidia-smi`: no GPU, or no driver")
+        yield _none(look)
         return
     query = f"--query-gpu={','.join(_FIELDS)}"
     answer = ask(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
+    lines = [line for line in answer.out.splitlines() if line.count(",") >= 2]
     if answer.hung:
-        yield Finding(
-            *(_AREA, "driver", doubtful(needed), f"`nvidia-smi` gave {answer.last_line}"),
-            mend="sudo dmesg | grep -iE 'NVRM|Xid'",
-            why="a GPU that has fallen off the bus hangs whoever asks for it, a reset too: the "
+        yield found(
+            *(doubtful(look.gpus), f"`nvidia-smi` gave {answer.last_line}"),
+            "sudo dmesg | grep -iE 'NVRM|Xid'",
+            "a GPU that has fallen off the bus hangs whoever asks for it, a reset too: the "
             "driver's last words say which; its node has to be drained and started again",
+            name="driver",
         )
-        return
-    rows = [_row(line) for line in answer.out.splitlines() if line.count(",") >= 2]
-    if not answer.ok or not rows:
-        yield Finding(
-            *(_AREA, "driver", doubtful(needed), f"`nvidia-smi` failed: {answer.last_line}"),
-            mend="sudo modprobe nvidia",
-            why="GPUs are used through the driver",
-        )
-        return
-    yield from _listed(look, rows)
-    for row in rows:
-        yield from _trouble(row)
-    yield from _torch(look, rows)
-
-
-def _none(look: Look, what: str) -> Finding:
-    elsewhere = look.on_slurm and not look.on_node
-    hint = "; stages with GPUs go to Slurm, `--job` looks there" if elsewhere else ""
-    torch = f"; torch {installed('torch')}"
-    return Finding(
-        *(_AREA, "GPUs", absent(look.gpus), f"{what}{hint}{torch}"),
-        mend=f"{look.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
-        if look.gpus and not look.on_node
-        else _on_node(look),
-        why=f"a stage asks for {look.gpus} GPUs here" if look.gpus else "large models",
-    )
-
-
-def _on_node(look: Look) -> str:
-    """What a person would try next on a compute node without its GPU."""
-    option = "--gres=gpu:1" if look.profile.gpu_option == "gres" else "--gpus-per-node=1"
-    return f"srun {option} nvidia-smi --list-gpus" if look.gpus else ""
-
-
-def _row(line: str) -> dict[str, str]:
-    return dict(zip(_FIELDS, (cell.strip() for cell in line.split(",")), strict=False))
-
-
-def _listed(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    names = sorted({r["name"] for r in rows})
-    memory = min((float(r["memory.total"]) for r in rows if _number(r["memory.total"])), default=0)
-    what = (
-        f"{len(rows)} x {', '.join(names)}, {memory / 1024:.0f} GiB each, driver "
-        f"{rows[0]['driver_version']}"
-    )
-    if len(rows) < look.gpus:
-        yield Finding(
-            *(_AREA, "GPUs", "broken", f"{what}; a stage asks for {look.gpus}"),
-            mend=f"{look.command('plan')} --json",
-            why="who gets which GPU stands in the plan",
-        )
+    elif not answer.ok or not lines:
+        what, why = f"`nvidia-smi` failed: {answer.last_line}", "GPUs are used through the driver"
+        yield found(doubtful(look.gpus), what, "sudo modprobe nvidia", why, name="driver")
     else:
-        yield Finding(_AREA, "GPUs", "ok", what)
+        cells = ((cell.strip() for cell in line.split(",")) for line in lines)
+        rows = [dict(zip(_FIELDS, row, strict=False)) for row in cells]
+        yield _listed(look, rows)
+        for row in rows:
+            yield from _trouble(row)
+        yield from _torch(look, rows)
 
 
-def _number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
+def _none(look: Look) -> Finding:
+    what = "this machine has no `nvidia-smi`: no GPU, or no driver"
+    if look.on_slurm and not look.on_node:
+        what += "; stages with GPUs go to Slurm, `--job` looks there"
+    what += f"; torch {installed('torch')}"
+    if not look.gpus:
+        return found("missing", what, why="large models")
+    mend = f"{look.command('run')} dispatch.executor=slurm dispatch.profile=PROFILE"
+    if look.on_node:  # what a person would try next there
+        option = "--gres=gpu:1" if look.profile.gpu_option == "gres" else "--gpus-per-node=1"
+        mend = f"srun {option} nvidia-smi --list-gpus"
+    return found("broken", what, mend, f"a stage asks for {look.gpus} GPUs here")
+
+
+def _listed(look: Look, rows: Sequence[Mapping[str, str]]) -> Finding:
+    names = sorted({r["name"] for r in rows})
+    sizes = [r["memory.total"] for r in rows if r["memory.total"].replace(".", "", 1).isdigit()]
+    memory = min(map(float, sizes), default=0) / 1024
+    driver = rows[0]["driver_version"]
+    what = f"{len(rows)} x {', '.join(names)}, {memory:.0f} GiB each, driver {driver}"
+    if len(rows) >= look.gpus:
+        return fine(what)
+    what, why = f"{what}; a stage asks for {look.gpus}", "who gets which GPU stands in the plan"
+    return found("broken", what, f"{look.command('plan')} --json", why)
 
 
 def _trouble(row: Mapping[str, str]) -> Iterator[Finding]:
-    """What the hardware or its settings would surprise with."""
-    name = f"GPU {row.get('index', '?')}"
+    """Surprises that the hardware or its settings hold."""
+    name, index = f"GPU {row.get('index', '?')}", row.get("index", "0")
     cells = " ".join(row.values())
     if "requires reset" in cells.lower() or "ERR!" in cells or "lost" in cells.lower():
-        yield Finding(
-            *(_AREA, name, "broken", f"it is in error ({cells})"),
-            mend=f"sudo nvidia-smi --gpu-reset --id={row.get('index', '0')}",
-        )
+        mend = f"sudo nvidia-smi --gpu-reset --id={index}"
+        yield found("broken", f"it is in error ({cells})", mend, name=name)
     errors = row.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdigit() and int(errors):
-        yield Finding(
-            *(_AREA, name, "warning", f"{errors} uncorrected memory errors since the driver began"),
-            mend=f"nvidia-smi --query --display=ECC,ROW_REMAPPER --id={row.get('index', '0')}",
-            why="such a GPU ends jobs; the scheduler should drain its node",
+        yield found(
+            *("warning", f"{errors} uncorrected memory errors since the driver began"),
+            f"nvidia-smi --query --display=ECC,ROW_REMAPPER --id={index}",
+            "such a GPU ends jobs; the scheduler should drain its node",
+            name=name,
         )
     if row.get("mig.mode.current") == "Enabled":
-        yield Finding(
-            *(_AREA, name, "warning", "MIG is on: a process sees one slice of it, never two"),
-            mend="nvidia-smi -L",
-            why="training on several GPUs, and NCCL between them, needs whole ones",
-        )
+        what = "MIG is on: a process sees one slice of it, never two"
+        why = "training on several GPUs, and NCCL between them, needs whole ones"
+        yield found("warning", what, "nvidia-smi -L", why, name=name)
     mode = row.get("compute_mode", "")
     if mode in ("Exclusive_Process", "Prohibited"):
-        yield Finding(
-            *(_AREA, name, "warning", f"compute mode {mode}"),
-            mend=f"sudo nvidia-smi --compute-mode=DEFAULT --id={row.get('index', '0')}",
-            why="grpo.rollout_server.colocate lets two processes share a GPU",
-        )
+        mend = f"sudo nvidia-smi --compute-mode=DEFAULT --id={index}"
+        why = "grpo.rollout_server.colocate lets two processes share a GPU"
+        yield found("warning", f"compute mode {mode}", mend, why, name=name)
 
 
 def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    needed, version = look.gpus, installed("torch") or "none"
+    state, version = doubtful(look.gpus), installed("torch") or "none"
     if "+cpu" in version:
-        yield Finding(
-            *(_AREA, "torch", doubtful(needed), f"torch {version} is built without CUDA"),
-            mend=_reinstall(),
-            why="training on these GPUs",
-        )
+        what = f"torch {version} is built without CUDA"
+        yield found(state, what, _reinstall(), "training on these GPUs", name="torch")
         return
     answer = ask([sys.executable, "-P", "-c", _TORCH], _TORCH_S)
     value = last_json(answer.out)
     if value is None:
-        yield Finding(
-            *(_AREA, "torch", doubtful(needed), f"torch cannot be imported: {answer.last_line}"),
-            mend=_reinstall(),
-        )
+        what = f"torch cannot be imported: {answer.last_line}"
+        yield found(state, what, _reinstall(), name="torch")
         return
     yield _usable(look, value)
     for row, capability in zip(rows, value.get("capabilities", ()), strict=False):
         arch = f"sm_{capability[0]}{capability[1]}"
-        built = ", ".join(value["arches"])
-        if built and not _runs(arch, value["arches"]):
-            yield Finding(
-                *(_AREA, f"GPU {row['index']}", doubtful(needed)),
-                f"{row['name']} is {arch}, and this torch is built for {built}",
-                mend=_reinstall(),
-            )
+        if value["arches"] and not _runs(arch, value["arches"]):
+            built = ", ".join(value["arches"])
+            what = f"{row['name']} is {arch}, and this torch is built for {built}"
+            yield found(state, what, _reinstall(), name=f"GPU {row['index']}")
     yield from _kernels(look, value)
 
 
@@ -190,27 +156,25 @@ def _usable(look: Look, value: Mapping[str, Any]) -> Finding:
     what = f"torch {value['version']}, CUDA {value['cuda']}{supports}"
     if not value["why"]:
         free = ", ".join(f"{size / 2**30:.0f}" for size in value["free"])
-        return Finding(_AREA, "torch", "ok", f"{what}; computes on them ({free} GiB free)")
+        return fine(f"{what}; computes on them ({free} GiB free)", name="torch")
     mend, why = _reinstall(), "training on these GPUs"
     if driver and value["cuda"] and int(driver[1]) < int(value["cuda"].partition(".")[0]):
-        wheels = f"WHEELS_OF_TORCH/cu{driver[1]}{driver[2]}"
-        mend = install("--force-reinstall", asked_for("torch"), "--index-url", wheels)
+        mend = _reinstall("--index-url", f"WHEELS_OF_TORCH/cu{driver[1]}{driver[2]}")
         why = "torch's CUDA must not be of a later major version than the driver's"
     elif "CUDA_VISIBLE_DEVICES" in os.environ and "No CUDA GPUs" in value["why"]:
         what += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides them"
         mend = "unset CUDA_VISIBLE_DEVICES"
     elif "unknown error" in value["why"]:
         mend = "sudo modprobe nvidia_uvm"
-    what = f"{what}: {value['why']}"
-    return Finding(_AREA, "torch", doubtful(look.gpus), what, mend=mend, why=why)
+    return found(doubtful(look.gpus), f"{what}: {value['why']}", mend, why, name="torch")
 
 
-def _reinstall() -> str:
-    return install("--force-reinstall", asked_for("torch"))
+def _reinstall(*more: str) -> str:
+    return install("--force-reinstall", asked_for("torch"), *more)
 
 
 def _runs(arch: str, built: Sequence[str]) -> bool:
-    """Whether code for ``built`` runs there: the same major version and no later minor one."""
+    """True if code for ``built`` runs there: the same major version and no later minor one."""
     number = arch.removeprefix("sm_")
     for one in built:
         kind, _, its = one.partition("_")
@@ -223,30 +187,30 @@ def _runs(arch: str, built: Sequence[str]) -> bool:
 
 
 def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
-    wanted = look.config.model.attn_implementation == "flash_attention_2" and look.gpus
     if value["flash"]:
-        yield Finding(_AREA, "FlashAttention", "ok", f"flash-attn {value['flash']}")
+        yield fine(f"flash-attn {value['flash']}", name="FlashAttention")
     else:
-        why_not = value["flash_why"]
-        there = "cannot be imported: " + why_not if installed("flash-attn") else "is not installed"
-        yield Finding(
-            *(_AREA, "FlashAttention", absent(wanted), f"flash-attn {there}"),
-            mend=install("--no-build-isolation", asked_for("flash-attn")),
-            why="model.attn_implementation=flash_attention_2",
+        wanted = look.config.model.attn_implementation == "flash_attention_2" and look.gpus
+        why_not = f"cannot be imported: {value['flash_why']}"
+        yield found(
+            *(
+                absent(wanted),
+                f"flash-attn {why_not if installed('flash-attn') else 'is not installed'}",
+            ),
+            install("--no-build-isolation", asked_for("flash-attn")),
+            "model.attn_implementation=flash_attention_2",
+            name="FlashAttention",
         )
     if value["nccl"]:
-        yield Finding(_AREA, "NCCL", "ok", f"NCCL {value['nccl']} comes with torch")
+        yield fine(f"NCCL {value['nccl']} comes with torch", name="NCCL")
     elif look.gpus > 1:
-        yield Finding(
-            *(_AREA, "NCCL", "broken", "this torch has no NCCL"),
-            mend=_reinstall(),
-            why="training on several GPUs",
-        )
+        what, why = "this torch has no NCCL", "training on several GPUs"
+        yield found("broken", what, _reinstall(), why, name="NCCL")
 
 
 CHECKS = (
     Check(
-        *(_AREA, "GPUs", _gpus),
+        *("gpu", "GPUs", _gpus),
         limit_s=2 * _SMI_S + _TORCH_S,
         needed=lambda look: look.gpus,
         hung="nvidia-smi",

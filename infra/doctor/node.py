@@ -23,7 +23,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.doctor.check import Check, Finding, Look, ask, scratch_in
+from infra.doctor import gpu, machine, network, serving, workspace
+from infra.doctor.check import Check, Finding, Look, ask, fine, found, scratch_in
 from infra.doctor.runner import run_checks
 from infra.doctor.slurm import SLURM_S
 from infra.jobs.protocol import JobRequest, WorkerCommand
@@ -35,7 +36,6 @@ from refiner_core.contract.config import RecipeConfig, Resources
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import from_json, to_json
 
-_AREA = "node"
 _REPORT, _LOOK = "node.json", "look.json"
 _NODE_S = 60.0
 _WHY = "stages run there"
@@ -44,7 +44,7 @@ _WHY = "stages run there"
 def node_check(wait_s: float) -> Check:
     """The check that submits a job and waits for it, at most so long."""
     return Check(
-        *(_AREA, "job", lambda look: _visit(look, wait_s)),
+        *("node", "job", lambda look: _visit(look, wait_s)),
         limit_s=wait_s + 60,
         needed=lambda look: look.on_slurm,
         hung="squeue --me",
@@ -64,17 +64,17 @@ def _visit(look: Look, wait_s: float) -> Iterator[Finding]:
         atexit.register(leave_nothing)  # for Ctrl-C, which threads do not hear of
         try:
             job = _submit(look, folder, name, gpus)
-            found = _wait(look, folder, job, began + wait_s)
+            said = _wait(look, folder, job, began + wait_s)
         except RefinerError as error:
-            yield Finding(_AREA, "job", "broken", error.what, mend="sinfo --long", why=_WHY)
+            yield found("broken", error.what, "sinfo --long", _WHY)
             return
         finally:
             atexit.unregister(leave_nothing)
             leave_nothing()
-        if isinstance(found, Finding):
-            yield found
+        if isinstance(said, Finding):
+            yield said
         else:
-            yield from _told(found, time.time() - began)
+            yield from _told(said, time.time() - began)
 
 
 def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
@@ -91,69 +91,56 @@ def _submit(look: Look, folder: Path, name: str, gpus: int) -> str:
 
 
 def _wait(look: Look, folder: Path, job: str, until: float) -> dict[str, Any] | Finding:
-    """What the job has written; or why there is nothing."""
+    """The job's report; or why there is none."""
     over = 0
     while time.time() < until:
-        found = atomic.read_json(folder / _REPORT)
-        if found is not None:
-            return dict(found)
+        if (said := atomic.read_json(folder / _REPORT)) is not None:
+            return dict(said)
         state = _state(job)
         over = over + 1 if state == "" else 0
         if over > 2:  # files may be seen a little later than the end of a job
-            return Finding(
-                *(_AREA, "job", "broken", f"job {job} ended without a word: {_log(folder)}"),
-                mend=f"scontrol show job {job}",
-                why=_WHY,
-            )
+            logs = sorted(folder.glob("submitit/*.err"))
+            lines = "".join(path.read_text(errors="replace") for path in logs).strip().splitlines()
+            last = lines[-1][:300] if lines else "its log is empty, or is not seen from here"
+            what = f"job {job} ended without a word: {last}"
+            return found("broken", what, f"scontrol show job {job}", _WHY)
         time.sleep(0.5)
-    return Finding(
-        *(_AREA, "job", "warning", f"job {job} has not started: {_state(job) or 'it is gone'}"),
-        mend=look.again("--job --wait 600"),
-        why="it was cancelled; how a compute node is, is not known",
-    )
+    what = f"job {job} has not started: {_state(job) or 'it is gone'}"
+    why = "it was cancelled; how a compute node is, is not known"
+    return found("warning", what, look.again("--job --wait 600"), why)
 
 
 def _state(job: str) -> str | None:
     """State and reason; empty if the queue does not have it, None if nobody can say."""
     answer = ask(["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"], SLURM_S)
-    if answer.hung or answer.code is None:
-        return None
-    return answer.out.strip()
+    return None if answer.hung or answer.code is None else answer.out.strip()
 
 
-def _log(folder: Path) -> str:
-    text = "".join(p.read_text(errors="replace") for p in sorted(folder.glob("submitit/*.err")))
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "its log is empty, or is not seen from here"
-
-
-def _told(found: dict[str, Any], seconds: float) -> Iterator[Finding]:
-    node = str(found["node"])
-    yield Finding(
-        *(_AREA, "job", "ok"),
-        f"{node} sees the workspace; Python {found['python']} imports refiner from a code "
-        f"snapshot; {seconds:.1f} s from sbatch to its word",
+def _told(said: dict[str, Any], seconds: float) -> Iterator[Finding]:
+    node = str(said["node"])
+    yield fine(
+        f"{node} sees the workspace; Python {said['python']} imports refiner from a code "
+        f"snapshot; {seconds:.1f} s from sbatch to its word"
     )
-    written = found["written_at"]
-    off = float(found["clock"]) - float(written) if written is not None else 0.0
+    off = float(said["clock"]) - float(said["written_at"])
     if abs(off) > 5:
-        yield Finding(
-            *(_AREA, "clock", "warning", f"{off:+.0f} s against the file system's"),
-            mend="chronyc tracking",
-            why="times in logs; no decision rests on it",
+        what, why = (
+            f"{off:+.0f} s against the file system's",
+            "times in logs; no decision rests on it",
         )
+        yield found("warning", what, "chronyc tracking", why, name="clock")
     else:
-        yield Finding(_AREA, "clock", "ok", f"{node} agrees with the file system's within 5 s")
-    for value in found["findings"]:
+        yield fine(f"{node} agrees with the file system's within 5 s", name="clock")
+    for value in said["findings"]:
         one = Finding(**value)
-        yield replace(one, area=_AREA, name=f"{one.area}: {one.name}")
+        yield replace(one, area="node", name=f"{one.area}: {one.name}")
 
 
 # ---------------------------------------------------------------- there
 
 
 def main(argv: list[str] | None = None) -> int:
-    """What the job runs."""
+    """Look around on the node; run by the job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workspace", type=Path, required=True)
     parser.add_argument("gpus", type=int)
@@ -162,6 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     noted = json.loads((given.workspace / _LOOK).read_text())
     config = from_json(RecipeConfig, noted["config"])
     look = Look(config=config, recipe=noted["recipe"], on_node=True, asked_gpus=given.gpus)
+    names = ("cores", "memory", "memory as a folder", "file system")
+    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
+    checks += [*network.CHECKS, *serving.CHECKS, *(gpu.CHECKS if given.gpus else ())]
     stamp = given.workspace / "stamp"
     stamp.write_text("x")
     value = {
@@ -169,21 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         "python": sys.version.split()[0],
         "clock": time.time(),
         "written_at": stamp.stat().st_mtime,
-        "findings": [asdict(f) for f in _there(look, given.gpus)],
+        "findings": [asdict(f) for f in run_checks(checks, look, limit_s=_NODE_S)],
     }
     atomic.write_json(given.workspace / _REPORT, value)
     return 0
-
-
-def _there(look: Look, gpus: int) -> list[Finding]:
-    from infra.doctor import gpu, machine, network, serving, workspace
-
-    names = ("cores", "memory", "memory as a folder", "file system")
-    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
-    checks += network.CHECKS
-    checks += serving.CHECKS
-    checks += gpu.CHECKS if gpus else ()
-    return run_checks(checks, look, limit_s=_NODE_S)
 
 
 if __name__ == "__main__":

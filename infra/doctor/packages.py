@@ -9,60 +9,45 @@ import importlib.metadata as metadata
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from infra.doctor.check import Check, Finding, Look
-
-_AREA = "python"
+from infra.doctor.check import Check, Finding, Look, fine, found
 
 
-def _interpreter(look: Look) -> Iterator[Finding]:
+def _interpreter(look: Look) -> Finding:
     asked = metadata.metadata("refiner")["Requires-Python"] or ""
     version = platform.python_version()
-    fits = SpecifierSet(asked).contains(version, prereleases=True)
-    yield Finding(
-        _AREA,
-        "interpreter",
-        "ok" if fits else "broken",
-        f"Python {version} at {sys.executable}" + ("" if fits else f", and refiner asks {asked}"),
-        mend="" if fits else "python3.12 -m venv .venv && .venv/bin/python -m pip install .",
-    )
+    what = f"Python {version} at {sys.executable}"
+    if SpecifierSet(asked).contains(version, prereleases=True):
+        return fine(what)
+    mend = "python3.12 -m venv .venv && .venv/bin/python -m pip install ."
+    return found("broken", f"{what}, and refiner asks {asked}", mend)
 
 
-def _packages(look: Look) -> Iterator[Finding]:
-    wanted = [r for r in map(Requirement, metadata.requires("refiner") or ()) if _applies(r)]
-    wrong: list[Requirement] = []
+def _packages(look: Look) -> list[Finding]:
+    wanted = [r for r in _requirements() if r.marker is None or r.marker.evaluate({"extra": ""})]
+    wrong: list[Finding] = []
     for requirement in wanted:
-        found = installed(requirement.name)
-        if found is not None and requirement.specifier.contains(found, prereleases=True):
-            continue
-        wrong.append(requirement)
-        there = "is not installed" if found is None else f"is {found}"
-        asked = f"{requirement.name}{requirement.specifier}"
-        yield Finding(
-            _AREA,
-            requirement.name,
-            "broken",
-            f"{requirement.name} {there}, and refiner asks for {asked}",
-            mend=install(asked),
-        )
-    if not wrong:
-        named = ("torch", "transformers", "prefect", "submitit", "wandb", "huggingface-hub")
-        versions = ", ".join(f"{name} {installed(name)}" for name in named)
-        yield Finding(_AREA, "packages", "ok", f"all {len(wanted)} as asked for: {versions}")
+        name, there = requirement.name, installed(requirement.name)
+        if there is None or not requirement.specifier.contains(there, prereleases=True):
+            is_ = "is not installed" if there is None else f"is {there}"
+            asked = f"{name}{requirement.specifier}"
+            what = f"{name} {is_}, and refiner asks for {asked}"
+            wrong.append(found("broken", what, install(asked), name=name))
+    named = ("torch", "transformers", "prefect", "submitit", "wandb", "huggingface-hub")
+    versions = ", ".join(f"{name} {installed(name)}" for name in named)
+    return wrong or [fine(f"all {len(wanted)} as asked for: {versions}")]
 
 
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+def _requirements() -> list[Requirement]:
+    return [Requirement(text) for text in metadata.requires("refiner") or ()]
 
 
 def asked_for(name: str) -> str:
     """A requirement of refiner's own, as pip takes it: ``torch>=2.13,<2.15``."""
-    wanted = map(Requirement, metadata.requires("refiner") or ())
-    return next((f"{r.name}{r.specifier}" for r in wanted if r.name == name), name)
+    return next((f"{r.name}{r.specifier}" for r in _requirements() if r.name == name), name)
 
 
 def installed(name: str) -> str | None:
@@ -79,6 +64,6 @@ def install(*asked: str) -> str:
 
 
 CHECKS = (
-    Check(_AREA, "interpreter", _interpreter, needed=lambda _: True),
-    Check(_AREA, "packages", _packages, needed=lambda _: True),
+    Check("python", "interpreter", _interpreter, needed=lambda _: True),
+    Check("python", "packages", _packages, needed=lambda _: True),
 )

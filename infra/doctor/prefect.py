@@ -5,32 +5,33 @@ In: the environment and the state folder. Out: findings. Imports no Prefect.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.doctor.check import Check, Finding, Look
+from infra.doctor.check import Check, Finding, Look, fine, found
 from infra.doctor.packages import installed
 from infra.host.secrets import masked
-from infra.prefect_server.server import (
+from infra.prefect_server import (
+    KeyRefused,
     ServerInfo,
-    ServerStatus,
+    check_server,
+    http_status,
     is_network_file_system,
     server_status,
     state_dir,
 )
-from infra.prefect_server.usable import KeyRefused, check_server
 from refiner_core.contract.errors import RefinerError
 
-_AREA = "prefect"
 _ANSWER_S = 6.0
 #: A server takes some ten seconds to start, on a machine that has other work some more.
 _STARTS_S = 60.0
 _WHY = "flow runs; the work itself goes on without them"
+
+_MOVE = "export REFINER_STATE_DIR=/var/tmp/refiner"
 
 
 def _server(look: Look) -> Iterator[Finding]:
@@ -39,72 +40,42 @@ def _server(look: Look) -> Iterator[Finding]:
         yield _users(status.info)
     elif status.state == "running" and status.info is not None:
         yield _ours(status.info)
-    elif status.state == "starting" and _writes(Path(status.log)):
-        yield Finding(_AREA, "server", "ok", f"it starts; {_said(status)}")
     elif status.state == "starting":
-        yield Finding(
-            *(_AREA, "server", "warning", f"it lives and does not answer (yet); {_said(status)}"),
-            mend="refiner server stop",
-            why=_WHY,
-        )
+        silent_s = float("inf")
+        with contextlib.suppress(OSError):
+            silent_s = time.time() - Path(status.log).stat().st_mtime
+        if silent_s < _STARTS_S:  # one that starts says something, one that hangs does not
+            yield fine(f"it starts; its log: {status.log}")
+        else:
+            what = f"it lives and does not answer (yet); its log: {status.log}"
+            yield found("warning", what, "refiner server stop", _WHY)
     else:
-        yield Finding(_AREA, "server", "ok", "none runs; `refiner run` starts one")
+        yield fine("none runs; `refiner run` starts one")
         yield _port()
 
 
-def _writes(log: Path) -> bool:
-    """Whether a server has just said something: one that starts does, one that hangs does not."""
-    try:
-        return time.time() - log.stat().st_mtime < _STARTS_S
-    except OSError:
-        return False
-
-
-def _said(status: ServerStatus) -> str:
-    return f"its log: {status.log}"
-
-
 def _ours(info: ServerInfo) -> Finding:
-    there = installed("prefect")
+    there, mend = installed("prefect"), "refiner server stop"
     what = f"Prefect {info.version} answers at {info.url}, and asks for a key"
     if info.version != there:
-        return Finding(
-            *(_AREA, "server", "warning", f"{what}; installed here is {there}"),
-            mend="refiner server stop",
-            why="the next run starts one of the installed version",
-        )
-    status = _ask(f"{info.api_url}/admin/version")
+        why = "the next run starts one of the installed version"
+        return found("warning", f"{what}; installed here is {there}", mend, why)
+    status = http_status(f"{info.api_url}/admin/version", _ANSWER_S)
     if status != 401:
-        return Finding(
-            *(_AREA, "server", "warning", f"{what} at the door, yet answers {status} without one"),
-            mend="refiner server stop",
-            why="others on this machine could read your runs",
-        )
-    return Finding(_AREA, "server", "ok", what)
+        what = f"{what} at the door, yet answers {status} without one"
+        return found("warning", what, mend, "others on this machine could read your runs")
+    return fine(what)
 
 
 def _users(info: ServerInfo) -> Finding:
     """The user's own server: PREFECT_API_URL."""
     try:
         check_server(info)
+    except KeyRefused as error:
+        return found("warning", error.what, "export PREFECT_API_AUTH_STRING=USER:PASSWORD", _WHY)
     except RefinerError as error:
-        mend = "unset PREFECT_API_URL"
-        if isinstance(error, KeyRefused):
-            mend = "export PREFECT_API_AUTH_STRING=USER:PASSWORD"
-        return Finding(_AREA, "server", "warning", error.what, mend=mend, why=_WHY)
-    return Finding(_AREA, "server", "ok", f"{masked(info.api_url)} (PREFECT_API_URL) answers")
-
-
-def _ask(url: str) -> int | str:
-    """The HTTP status without a key, or why there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(url, timeout=_ANSWER_S) as got:
-            return int(got.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError) as error:
-        return f"no answer ({getattr(error, 'reason', error)})"
+        return found("warning", error.what, "unset PREFECT_API_URL", _WHY)
+    return fine(f"{masked(info.api_url)} (PREFECT_API_URL) answers")
 
 
 def _port() -> Finding:
@@ -113,32 +84,21 @@ def _port() -> Finding:
             probe.bind(("127.0.0.1", 0))
             number = probe.getsockname()[1]
     except OSError as error:
-        return Finding(
-            *(_AREA, "port", "warning", f"no port of 127.0.0.1 can be bound ({error})"),
-            mend="refiner run RECIPE --no-server",
-            why=_WHY,
-        )
-    return Finding(_AREA, "port", "ok", f"127.0.0.1 can be listened on (tried {number})")
+        what = f"no port of 127.0.0.1 can be bound ({error})"
+        return found("warning", what, "refiner run RECIPE --no-server", _WHY, name="port")
+    return fine(f"127.0.0.1 can be listened on (tried {number})", name="port")
 
 
-def _database(look: Look) -> Iterator[Finding]:
+def _database(look: Look) -> Finding:
     folder = state_dir()
-    kind = is_network_file_system(folder)
-    if kind:
-        yield Finding(
-            *(_AREA, "database", "warning", f"{folder} lies on {kind}"),
-            mend=f"export REFINER_STATE_DIR=/var/tmp/refiner-{os.getuid()}",
-            why="SQLite must not live on a network file system",
-        )
-    else:
-        yield Finding(_AREA, "database", "ok", f"{folder}, on a disk of this machine, mode 0700")
+    if kind := is_network_file_system(folder):
+        mend = f"export REFINER_STATE_DIR=/var/tmp/refiner-{os.getuid()}"
+        why = "SQLite must not live on a network file system"
+        return found("warning", f"{folder} lies on {kind}", mend, why)
+    return fine(f"{folder}, on a disk of this machine, mode 0700")
 
 
 CHECKS = (
-    Check(_AREA, "server", _server, limit_s=15, hung="refiner server stop"),
-    Check(
-        *(_AREA, "database", _database),
-        limit_s=10,
-        hung="export REFINER_STATE_DIR=/var/tmp/refiner",
-    ),
+    Check("prefect", "server", _server, limit_s=15, hung="refiner server stop"),
+    Check("prefect", "database", _database, limit_s=10, hung=_MOVE),
 )

@@ -9,10 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from infra.doctor.check import Check, Finding, Look, State
+from infra.doctor import (
+    gpu,
+    hub,
+    machine,
+    network,
+    packages,
+    prefect,
+    serving,
+    slurm,
+    tracking,
+    workspace,
+)
+from infra.doctor.check import Check, Finding, Look, doubtful, found
 from refiner_core.contract.errors import RefinerError
 
 #: The order in which areas are shown.
@@ -26,19 +38,6 @@ _AT_ONCE = 12
 
 def all_checks() -> list[Check]:
     """Every check of this package. What a recipe's own parts need is added in ``flows.doctor``."""
-    from infra.doctor import (
-        gpu,
-        hub,
-        machine,
-        network,
-        packages,
-        prefect,
-        serving,
-        slurm,
-        tracking,
-        workspace,
-    )
-
     modules = (
         *(packages, machine, gpu, workspace, slurm),
         *(prefect, hub, tracking, serving, network),
@@ -63,65 +62,59 @@ def run_checks(
         Told how many of how many are done.
     """
     room = threading.Semaphore(_AT_ONCE)
-    jobs = [_Job(check, look, room, limit_s) for check in checks]
-    for job in jobs:
-        job.thread.start()
-    found: list[Finding] = []
+    jobs = [_Job(check, look, room) for check in checks]
+    findings: list[Finding] = []
     for number, job in enumerate(jobs, 1):
-        found += job.findings()
+        findings += job.findings(min(job.check.limit_s, limit_s or job.check.limit_s))
         tell(number, len(jobs))
-    return sorted(found, key=lambda f: AREAS.index(f.area) if f.area in AREAS else len(AREAS))
+    return sorted(findings, key=lambda f: AREAS.index(f.area) if f.area in AREAS else len(AREAS))
 
 
 class _Job:
     """One check on its way."""
 
-    def __init__(
-        self, check: Check, look: Look, room: threading.Semaphore, limit_s: float | None
-    ) -> None:
+    def __init__(self, check: Check, look: Look, room: threading.Semaphore) -> None:
         self.check, self._look, self._room = check, look, room
-        self.limit_s = check.limit_s if limit_s is None else min(limit_s, check.limit_s)
         self._found: list[Finding] | None = None
         self._began: float | None = None
-        self.thread = threading.Thread(target=self._work, daemon=True, name=f"doctor {check.name}")
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
 
     def _work(self) -> None:
         with self._room:
             self._began = time.monotonic()
-            found = _looked(self.check, self._look)
-            seconds = time.monotonic() - self._began
-            self._found = [replace(f, seconds=round(seconds, 3)) for f in found]
+            made = self._looked()
+            seconds = round(time.monotonic() - self._began, 3)
+            self._found = [self._named(one, seconds) for one in made]
 
-    def findings(self) -> list[Finding]:
-        """What it has found, once it has, or that it gives no answer."""
+    def _looked(self) -> list[Finding]:
+        try:
+            made = self.check.look(self._look) or ()
+            return [made] if isinstance(made, Finding) else list(made)
+        except RefinerError as error:
+            return [found(doubtful(self.check.needed(self._look)), error.what, error.fix)]
+        except OSError as error:
+            what = f"the system refused: {error}"
+            return [found(doubtful(self.check.needed(self._look)), what, self.check.hung)]
+        except Exception as error:  # the others' findings are worth having all the same
+            what = f"this check itself failed ({type(error).__name__}: {error})"
+            return [found("warning", what, "refiner doctor --debug")]
+
+    def _named(self, one: Finding, seconds: float) -> Finding:
+        area, name = one.area or self.check.area, one.name or self.check.name
+        return replace(one, area=area, name=name, seconds=seconds)
+
+    def findings(self, limit_s: float) -> list[Finding]:
+        """Findings, once it has them, or that it gives no answer."""
         while self._found is None:
-            if self._began is not None and time.monotonic() - self._began > self.limit_s:
+            if self._began is not None and time.monotonic() - self._began > limit_s:
                 # Who waits for a turn shall not wait for one that never ends.
                 self._room.release()
-                return [self._no_answer()]
-            self.thread.join(0.02)
+                state = doubtful(self.check.needed(self._look))
+                return [
+                    self._named(
+                        found(state, f"no answer in {limit_s:g} s", self.check.hung), limit_s
+                    )
+                ]
+            self._thread.join(0.02)
         return self._found
-
-    def _no_answer(self) -> Finding:
-        return Finding(
-            self.check.area,
-            self.check.name,
-            "broken" if self.check.needed(self._look) else "warning",
-            f"no answer in {self.limit_s:g} s",
-            mend=self.check.hung,
-            seconds=self.limit_s,
-        )
-
-
-def _looked(check: Check, look: Look) -> Iterable[Finding]:
-    state: State = "broken" if check.needed(look) else "warning"
-    try:
-        return list(check.look(look))
-    except RefinerError as error:
-        return [Finding(check.area, check.name, state, error.what, mend=error.fix)]
-    except OSError as error:
-        what = f"the system refused: {error}"
-        return [Finding(check.area, check.name, state, what, mend=check.hung)]
-    except Exception as error:  # the others' findings are worth having all the same
-        what = f"this check itself failed ({type(error).__name__}: {error})"
-        return [Finding(check.area, check.name, "warning", what, mend="refiner doctor --debug")]

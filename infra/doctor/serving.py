@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterator
 
-from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, last_json
-from infra.services.process import ServerProgram
+from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
+from infra.services.process import ServerProgram, shell_text
 
-_AREA = "vllm"
 #: Importing vLLM and torch from a cold network file system.
 _IMPORT_S = 120.0
 _DISTRIBUTION = {"vllm": "vllm", "transformers": "'transformers[serving]'"}
@@ -32,69 +30,55 @@ except Exception as error:
 print("\\n" + json.dumps(value))
 """
 
-
-def _rollouts(look: Look) -> Iterator[Finding]:
-    if not look.rollout_servers and look.on_node:
-        return
-    if not look.rollout_servers:
-        if shutil.which("vllm"):
-            yield Finding(_AREA, "vllm", "ok", f"{shutil.which('vllm')} is on PATH")
-        else:
-            yield Finding(
-                *(_AREA, "vllm", "missing", "no `vllm` on PATH"),
-                mend=_make(look, "grpo.rollout_server", "vllm"),
-                why="grpo.generation_backend=vllm, and judge.serve.engine=vllm",
-            )
-        return
-    program = ServerProgram.of(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
-    yield _environment(look, program, look.config.grpo.resources.gpus)
+_LIMIT_S = _IMPORT_S + 5
 
 
-def _judge(look: Look) -> Iterator[Finding]:
+def _rollouts(look: Look) -> Finding | None:
+    if look.rollout_servers:
+        program = ServerProgram(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        return _environment(look, program, look.config.grpo.resources.gpus)
+    if look.on_node:
+        return None
+    if path := shutil.which("vllm"):
+        return fine(f"{path} is on PATH", name="vllm")
+    mend = _make(look, "grpo.rollout_server", "vllm")
+    why = "grpo.generation_backend=vllm, and judge.serve.engine=vllm"
+    return found("missing", "no `vllm` on PATH", mend, why, name="vllm")
+
+
+def _judge(look: Look) -> Finding | None:
     engine = look.judge_engine
     if engine not in ("vllm", "transformers"):
-        return
-    program = ServerProgram.of(look.config.judge.serve, "judge.serve", engine)
-    yield _environment(look, program, look.config.judge.resources.gpus)
+        return None
+    program = ServerProgram(look.config.judge.serve, "judge.serve", engine)
+    return _environment(look, program, look.config.judge.resources.gpus)
 
 
 def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
     name, engine, needed = program.field, program.engine, look.serves_here
-    why = f"{name} serves models with {engine}"
-    mend = _make(look, name, engine)
+    state, why = doubtful(needed), f"{name} serves models with {engine}"
     if program.lacking:
         elsewhere = "" if needed else " here; `refiner doctor --job` looks at a compute node"
-        return Finding(
-            *(_AREA, name, doubtful(needed), program.lacking + elsewhere), mend=mend, why=why
-        )
+        mend = _make(look, name, engine)
+        return found(state, program.lacking + elsewhere, mend, why, name=name)
     answer = ask(["bash", "-c", _text(program)], _IMPORT_S)
     value = last_json(answer.out)
     if value is None:
-        if program.python is None and answer.ok:
-            return Finding(_AREA, name, "ok", f"{engine} {answer.out.split()[-1]} answers")
-        return Finding(
-            *(_AREA, name, doubtful(needed), f"it cannot be started: {answer.last_line}"),
-            mend=f"bash -c {shlex.quote(_text(program, short=True))}",
-            why=why,
-        )
+        if program.config.python is None and answer.ok:
+            return fine(f"{engine} {answer.out.split()[-1]} answers", name=name)
+        mend = f"bash -c {shlex.quote(_text(program, short=True))}"
+        return found(state, f"it cannot be started: {answer.last_line}", mend, why, name=name)
+    python = shlex.quote(program.config.python or "python3")
+    mend = f"{python} -m pip install --upgrade {_DISTRIBUTION[engine]}"
     if value.get("why"):
         what = f"Python {value['python']} cannot use {engine}: {value['why']}"
-        return Finding(_AREA, name, doubtful(needed), what, mend=_install(program), why=why)
+        return found(state, what, mend, why, name=name)
     build = f"torch {value['torch']}, CUDA {value['cuda'] or 'none'}"
     what = f"{engine} {value['engine']}, {build}, sees {value['gpus']} GPUs"
     asked = look.asked_gpus if look.on_node else gpus
     if asked and needed and not value["gpus"]:
-        return Finding(
-            *(_AREA, name, absent(needed), what),
-            mend=_install(program),
-            why=f"it needs {asked} GPUs",
-        )
-    return Finding(_AREA, name, "ok", what)
-
-
-def _install(program: ServerProgram) -> str:
-    asked = _DISTRIBUTION[program.engine]
-    return f"{shlex.quote(program.python or 'python3')} -m pip install --upgrade {asked}"
+        return found(absent(needed), what, mend, f"it needs {asked} GPUs", name=name)
+    return fine(what, name=name)
 
 
 def _make(look: Look, field: str, engine: str) -> str:
@@ -105,26 +89,23 @@ def _make(look: Look, field: str, engine: str) -> str:
 
 
 def _text(program: ServerProgram, *, short: bool = False) -> str:
-    """As a server is started (:mod:`infra.rollouts.servers`), with a question in its place."""
-    if program.python is None:
+    """As a server is started, with a question in its place."""
+    if program.config.python is None:
         words = [program.engine, "--version" if program.engine == "vllm" else "version"]
     elif short:
-        words = [program.python, "-c", f"import {program.engine}"]
+        words = [program.config.python, "-c", f"import {program.engine}"]
     else:
-        words = [program.python, "-c", _PROBE.replace("ENGINE", program.engine)]
-    call = " ".join(filter(None, ((program.container or "").strip(), shlex.join(words))))
-    return "\n".join(["set -e", *program.setup, f"exec {call}"])
+        words = [program.config.python, "-c", _PROBE.replace("ENGINE", program.engine)]
+    return shell_text(program.config, shlex.join(words))
 
 
 CHECKS = (
     Check(
-        *(_AREA, "rollout servers", _rollouts),
-        limit_s=_IMPORT_S + 5,
-        needed=lambda x: x.rollout_servers and not x.on_slurm,
+        "vllm",
+        "rollout servers",
+        _rollouts,
+        _LIMIT_S,
+        lambda x: x.rollout_servers and not x.on_slurm,
     ),
-    Check(
-        *(_AREA, "judge's server", _judge),
-        limit_s=_IMPORT_S + 5,
-        needed=lambda x: x.judge_engine and not x.on_slurm,
-    ),
+    Check("vllm", "judge's server", _judge, _LIMIT_S, lambda x: x.judge_engine and not x.on_slurm),
 )

@@ -6,17 +6,27 @@ here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is as
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
-from infra.doctor.check import Answer, Check, Finding, Look, absent, ask, doubtful, scratch_in
+from infra.doctor.check import (
+    Answer,
+    Check,
+    Finding,
+    Look,
+    absent,
+    ask,
+    doubtful,
+    fine,
+    found,
+    scratch_in,
+)
 from infra.host.processes import user_name
 from infra.jobs.protocol import JobRequest
-from infra.slurm.profiles import Place
 from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import RefinerError
@@ -25,12 +35,14 @@ from refiner_core.contract.errors import RefinerError
 SLURM_S = 8.0
 _LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
 _AT = re.compile(r"Configuration data as of (\S+)")
+_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+_AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
 
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """``values`` by name as `scontrol show config` prints them; ``at`` the controller's clock,
-    seconds since 1970; ``answer`` what it said where it gave none."""
+    """Settings of the controller: ``values`` by name as `scontrol show config` prints them; ``at``
+    its clock, seconds since 1970; ``answer`` what it said where it gave none."""
 
     values: Mapping[str, str]
     at: float | None
@@ -53,22 +65,11 @@ def slurm_settings(look: Look) -> SlurmSettings:
 
 def _ask_controller() -> SlurmSettings:
     answer = ask(["scontrol", "show", "config"], SLURM_S)
-    found = (_LINE.match(line) for line in answer.out.splitlines())
-    values = {m["name"]: m["value"] for m in found if m}
-    stamp = _AT.search(answer.out)
-    at = None
-    if stamp is not None:
-        try:
-            at = datetime.fromisoformat(stamp[1]).astimezone().timestamp()
-        except ValueError:
-            at = None  # another version's way of writing times
-    return SlurmSettings(values, at, answer)
-
-
-_AREA = "slurm"
-_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
-_WHY = "dispatch.executor=slurm"
-_AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
+    lines = (_LINE.match(line) for line in answer.out.splitlines())
+    at, stamp = None, _AT.search(answer.out)
+    with contextlib.suppress(ValueError):  # another version's way of writing times
+        at = datetime.fromisoformat(stamp[1]).astimezone().timestamp() if stamp else None
+    return SlurmSettings({m["name"]: m["value"] for m in lines if m}, at, answer)
 
 
 def _there() -> bool:
@@ -79,167 +80,127 @@ def _answering(look: Look) -> bool:
     return _there() and bool(slurm_settings(look).values)
 
 
-def _commands(look: Look) -> Iterator[Finding]:
-    lacking = [c for c in _COMMANDS if shutil.which(c) is None]
-    if lacking:
-        yield Finding(
-            *(_AREA, "commands", absent(look.on_slurm), f"no {', '.join(lacking)} on PATH"),
-            mend=f"{look.command('run')} dispatch.executor=local" if look.on_slurm else "",
-            why=_WHY,
-        )
-        return
+def _commands(look: Look) -> Finding:
+    if lacking := [c for c in _COMMANDS if shutil.which(c) is None]:
+        mend = f"{look.command('run')} dispatch.executor=local" if look.on_slurm else ""
+        what = f"no {', '.join(lacking)} on PATH"
+        return found(absent(look.on_slurm), what, mend, "dispatch.executor=slurm")
     version = ask(["sbatch", "--version"], SLURM_S)
     less = [c for c in ("sacct", "sinfo") if shutil.which(c) is None]
     without = f"; without {', '.join(less)}" if less else ""
-    said = version.out.strip() or "they are on PATH"
-    yield Finding(_AREA, "commands", "ok", f"{said}{without}")
+    return fine(f"{version.out.strip() or 'they are on PATH'}{without}")
 
 
 def _controller(look: Look) -> Iterator[Finding]:
     if not _there():
         return
     settings = slurm_settings(look)
-    if not settings.values:
-        answer = settings.answer
-        yield Finding(
-            *(_AREA, "controller", absent(look.on_slurm)),
-            f"it gives no answer ({answer.last_line})",
-            mend="export SLURM_CONF=/PATH/TO/slurm.conf"
-            if "configuration source" in answer.last_line
-            else _AGAIN,
-            why="starting jobs; those that run go on meanwhile",
-        )
+    if settings.values:
+        cluster, version = settings.get("ClusterName"), settings.get("SLURM_VERSION")
+        yield fine(f"cluster {cluster} answers, Slurm {version}")
+        yield _nodes(look)
         return
-    host = settings.get("ClusterName")
-    yield Finding(
-        *(_AREA, "controller", "ok"),
-        f"cluster {host} answers, Slurm {settings.get('SLURM_VERSION')}",
-    )
-    yield from _nodes(look)
+    said = settings.answer.last_line
+    mend = "export SLURM_CONF=/PATH/TO/slurm.conf" if "configuration source" in said else _AGAIN
+    why = "starting jobs; those that run go on meanwhile"
+    yield found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
 
 
-def _nodes(look: Look) -> Iterator[Finding]:
+def _nodes(look: Look) -> Finding:
+    state = doubtful(look.on_slurm)
     answer = ask(["sinfo", "--noheader", "--format=%D %t"], SLURM_S)
     if not answer.ok:
-        yield Finding(
-            *(_AREA, "nodes", doubtful(look.on_slurm), f"`sinfo`: {answer.last_line}"), mend=_AGAIN
-        )
-        return
+        return found(state, f"`sinfo`: {answer.last_line}", _AGAIN, name="nodes")
     pairs = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2]
     away = ("down", "drain", "drng", "fail", "unk", "maint", "boot", "inval")
     up = sum(int(n) for n, state in pairs if not state.startswith(away) and state[-1] != "*")
     what = ", ".join(f"{n} {state}" for n, state in pairs)
     if up:
-        yield Finding(_AREA, "nodes", "ok", what)
-    else:
-        yield Finding(
-            *(_AREA, "nodes", doubtful(look.on_slurm), f"none can take a job: {what or 'none'}"),
-            mend="sinfo --list-reasons",
-        )
+        return fine(what, name="nodes")
+    what = f"none can take a job: {what or 'none'}"
+    return found(state, what, "sinfo --list-reasons", name="nodes")
 
 
-def _accounting(look: Look) -> Iterator[Finding]:
+def _accounting(look: Look) -> Finding | None:
     if not _answering(look):
-        return
+        return None
     settings = slurm_settings(look)
     kind, age = settings.get("AccountingStorageType"), settings.get("MinJobAge")
     if not kind or kind.endswith("/none"):
-        yield Finding(
-            *(_AREA, "accounting", "missing"),
+        return found(
+            "missing",
             f"it is off: how jobs ended is asked of the controller, which forgets after {age}",
-            mend="AccountingStorageType=accounting_storage/slurmdbd",
-            why="a line of slurm.conf, for who runs the cluster: without it, a job that ended "
+            "AccountingStorageType=accounting_storage/slurmdbd",
+            "a line of slurm.conf, for who runs the cluster: without it, a job that ended "
             "while nobody looked counts as killed",
         )
-        return
     answer = ask(["sacct", "--noheader", "--allocations", "--starttime=now-1hour"], SLURM_S)
     if answer.ok:
-        yield Finding(_AREA, "accounting", "ok", f"{kind} answers")
-    else:
-        yield Finding(
-            *(_AREA, "accounting", "warning", f"{kind} gives no answer: {answer.last_line}"),
-            mend=_ACCOUNTS_AGAIN,
-            why="runs go on by what the controller remembers",
-        )
+        return fine(f"{kind} answers")
+    what, why = f"{kind} gives no answer: {answer.last_line}", "what the controller remembers"
+    return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
 
 
 def _settings(look: Look) -> Iterator[Finding]:
     if not _answering(look):
         return
-    settings = slurm_settings(look)
+    settings, profile = slurm_settings(look), look.profile
     plugins, limited = settings.get("TaskPlugin"), settings.get("ConstrainRAMSpace")
     if "cgroup" in plugins and limited.lower() in ("yes", ""):
-        yield Finding(_AREA, "memory of jobs", "ok", f"enforced by {plugins}")
+        yield fine(f"enforced by {plugins}", name="memory of jobs")
     else:
-        yield Finding(
-            *(_AREA, "memory of jobs", "missing"),
+        yield found(
+            "missing",
             f"not enforced (TaskPlugin={plugins or 'none'}): a job that takes too much takes it "
             "from others on its node",
-            mend="TaskPlugin=task/cgroup,task/affinity",
-            why="a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
+            "TaskPlugin=task/cgroup,task/affinity",
+            "a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
+            name="memory of jobs",
         )
     preempt = settings.get("PreemptMode") or "OFF"
     again = "on" if settings.get("JobRequeue") == "1" else "off, and refiner asks for it job by job"
-    yield Finding(
-        _AREA, "requeue", "ok", f"preemption {preempt}; starting jobs again is {again} by default"
-    )
+    said = f"preemption {preempt}; starting jobs again is {again} by default"
+    yield fine(said, name="requeue")
     most = settings.get("MaxArraySize")
-    if most.isdigit() and look.profile.array_size >= int(most):
-        yield Finding(
-            *(_AREA, "arrays", "warning"),
-            f"MaxArraySize={most}, and profile {look.profile.name!r} has array_size "
-            f"{look.profile.array_size}",
-            mend=f"array_size: {int(most) - 1}",
-            why=_line_of(look),
-        )
+    if most.isdigit() and profile.array_size >= int(most):
+        what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size "
+        mend = f"array_size: {int(most) - 1}"
+        yield found("warning", f"{what}{profile.array_size}", mend, _line_of(look), name="arrays")
 
 
 # ---------------------------------------------------------------- what the profile names
 
 
-def _profile(look: Look) -> Iterator[Finding]:
+def _profile(look: Look) -> list[Finding]:
     profile = look.profile  # refuses one that cannot be read
     if not _answering(look) or not (look.on_slurm or look.config.dispatch.profile):
-        return
-    needed, wrong = look.on_slurm, False
-    for place in (profile, profile.cpu):
-        for finding in _named(look, place, needed):
-            wrong = True
-            yield finding
-    if not wrong:
-        nodes = "reach the internet" if profile.network else "do not reach the internet"
-        what = f"{profile.name}: what it names exists; compute nodes, it says, {nodes}"
-        yield Finding(_AREA, "profile", "ok", what)
+        return []
+    nodes = "reach the internet" if profile.network else "do not reach the internet"
+    what = f"{profile.name}: what it names exists; compute nodes, it says, {nodes}"
+    return list(_unknown_names(look)) or [fine(what)]
 
 
-def _named(look: Look, place: Place, needed: bool) -> Iterator[Finding]:
-    """Partitions, accounts and QOS that are not there."""
-    name = look.profile.name
+def _unknown_names(look: Look) -> Iterator[Finding]:
+    """Partitions, accounts and QOS of the profile that are not there."""
+    state, why, profile = doubtful(look.on_slurm), _line_of(look), look.profile
     words = _words("sinfo", "--noheader", "--all", "--format=%P")
-    there = None if words is None else {w.rstrip("*") for w in words}
-    for wanted in (place.partition or "").split(","):
-        if wanted and there is not None and wanted not in there:
-            yield Finding(
-                *(_AREA, "profile", doubtful(needed)),
-                f"profile {name!r} names partition {wanted!r}; there are "
-                f"{', '.join(sorted(there))}",
-                mend=f"partition: {_default(words or []) or 'NAME'}",
-                why=_line_of(look),
-            )
-    if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
-        return
-    me = user_name()
-    asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations", f"user={me}")
-    for field, value in (("account", place.account), ("qos", place.qos)):
-        found = _words(*asked, f"format={field}") if value else None
-        mine = {one for text in found or () for one in text.split(",") if one}
-        if value and mine and value not in mine:
-            yield Finding(
-                *(_AREA, "profile", doubtful(needed)),
-                f"profile {name!r} names {field} {value!r}; you have {', '.join(sorted(mine))}",
-                mend=f"{field}: {sorted(mine)[0]}",
-                why=_line_of(look),
-            )
+    there = sorted({w.rstrip("*") for w in words or ()})
+    marked = [name.rstrip("*") for name in words or () if name.endswith("*")]
+    for place in (profile, profile.cpu):
+        for wanted in (place.partition or "").split(","):
+            if wanted and words is not None and wanted not in there:
+                what = f"profile {profile.name!r} names partition {wanted!r}; there are "
+                mend = f"partition: {[*marked, *there, 'NAME'][0]}"
+                yield found(state, what + ", ".join(there), mend, why)
+        if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
+            continue
+        asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations")
+        for field, value in (("account", place.account), ("qos", place.qos)):
+            texts = _words(*asked, f"user={user_name()}", f"format={field}") if value else None
+            mine = sorted({one for text in texts or () for one in text.split(",") if one})
+            if mine and value not in mine:
+                what = f"profile {profile.name!r} names {field} {value!r}; you have "
+                yield found(state, what + ", ".join(mine), f"{field}: {mine[0]}", why)
 
 
 def _line_of(look: Look) -> str:
@@ -251,83 +212,64 @@ def _words(*command: str) -> list[str] | None:
     return answer.out.split() if answer.ok else None
 
 
-def _default(partitions: Sequence[str]) -> str:
-    """The default partition, which `sinfo` marks; else the first."""
-    marked = [name for name in partitions if name.endswith("*")]
-    return (marked or [*partitions, ""])[0].rstrip("*")
-
-
 # ---------------------------------------------------------------- what sbatch would say
 
 
 def _test_only(look: Look) -> Iterator[Finding]:
     if not _answering(look) or not look.on_slurm:
         return
-    submitter = Submitter(look.profile, "python3")
-    stages = [s for s in look.stages if look.profile.executor_for(s) == "slurm"]
     shapes: dict[Resources, list[str]] = {}
-    for stage in stages:
-        shapes.setdefault(stage.resources, []).append(stage.name)
+    for stage in look.stages:
+        if look.profile.executor_for(stage) == "slurm":
+            shapes.setdefault(stage.resources, []).append(stage.name)
     if not shapes:
         shapes[Resources(time_limit_min=1, memory_gb=1)] = ["a tiny job"]
-    with scratch_in(look.workspace) as folder:
-        for resources, names in shapes.items():
-            yield _one_shape(look, submitter, folder, resources, names)
+    for resources, names in shapes.items():
+        yield _one_shape(look, resources, names)
 
 
-def _one_shape(
-    look: Look, submitter: Submitter, folder: Path, resources: Resources, names: Sequence[str]
-) -> Finding:
-    name = f"job of {', '.join(names)}"
+def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Finding:
+    name, profile = f"job of {', '.join(names)}", look.profile
     kind = next((s.kind for s in look.stages if s.name == names[0]), "")
     request = JobRequest(names[0], 1, "doctor", resources, kind=kind)
     try:
-        look.profile.check(resources, names[0])
-        work = Submission("refiner-doctor", folder, (request,), (["true"],))
-        said = submitter.test_only(work, SLURM_S)
+        profile.check(resources, names[0])
+        with scratch_in(look.workspace) as folder:
+            work = Submission("refiner-doctor", folder, (request,), (["true"],))
+            said = Submitter(profile, "python3").test_only(work, SLURM_S)
     except RefinerError as error:
-        return Finding(
-            *(_AREA, name, "broken", error.what),
-            mend=error.fix
-            if error.fix.startswith("scontrol")
-            else _less(look, names[0], resources),
-            why=f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
+        mend = error.fix if error.fix.startswith("scontrol") else _less(look, kind, resources)
+        why = (
+            f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
             f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
-            f"{look.profile.name!r}",
+            f"{profile.name!r}"
         )
-    return Finding(_AREA, name, "ok", f"sbatch would take it: {said}")
+        return found("broken", error.what, mend, why, name=name)
+    return fine(f"sbatch would take it: {said}", name=name)
 
 
-def _less(look: Look, stage: str, asked: Resources) -> str:
+def _less(look: Look, kind: str, asked: Resources) -> str:
     """The same question with what the largest node has, where more was asked for."""
-    kind = next((s.kind for s in look.stages if s.name == stage), "")
     section = {"evaluate": "evaluate", "export": "publish", "card": "publish"}.get(kind, kind)
-    words = _words("sinfo", "--noheader", "--exact", "--format=%c %m") or []
+    words = _words("sinfo", "--noheader", "--exact", "--format=%c %m") or ()
     numbers = [int(word.rstrip("+")) for word in words if word.rstrip("+").isdigit()]
-    most = Resources(
-        cpus=max(numbers[::2], default=0), memory_gb=max(numbers[1::2], default=0) >> 10
-    )
-    less = {n: v for n in ("cpus", "memory_gb") if 0 < (v := getattr(most, n)) < getattr(asked, n)}
+    cpus, memory_gb = max(numbers[::2], default=0), max(numbers[1::2], default=0) >> 10
+    less = {"cpus": cpus} if 0 < cpus < asked.cpus else {}
+    less |= {"memory_gb": memory_gb} if 0 < memory_gb < asked.memory_gb else {}
     if not (less and look.recipe and hasattr(getattr(look.config, section, None), "resources")):
         return 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
     return " ".join([look.again(), *(f"{section}.resources.{n}={v}" for n, v in less.items())])
 
 
+def _profile_matters(look: Look) -> bool:
+    return look.on_slurm or bool(look.config.dispatch.profile)
+
+
 CHECKS = (
-    Check(_AREA, "commands", _commands, needed=lambda x: x.on_slurm, hung=_AGAIN),
-    Check(_AREA, "controller", _controller, needed=lambda x: x.on_slurm, hung=_AGAIN),
-    Check(_AREA, "accounting", _accounting, hung=_ACCOUNTS_AGAIN),
-    Check(_AREA, "settings", _settings, hung=_AGAIN),
-    Check(
-        *(_AREA, "profile", _profile),
-        limit_s=30,
-        needed=lambda x: x.on_slurm or x.config.dispatch.profile,
-        hung=_AGAIN,
-    ),
-    Check(
-        *(_AREA, "jobs of the recipe", _test_only),
-        limit_s=60,
-        needed=lambda x: x.on_slurm,
-        hung=_AGAIN,
-    ),
+    Check("slurm", "commands", _commands, needed=lambda x: x.on_slurm, hung=_AGAIN),
+    Check("slurm", "controller", _controller, needed=lambda x: x.on_slurm, hung=_AGAIN),
+    Check("slurm", "accounting", _accounting, hung=_ACCOUNTS_AGAIN),
+    Check("slurm", "settings", _settings, hung=_AGAIN),
+    Check("slurm", "profile", _profile, 30, _profile_matters, _AGAIN),
+    Check("slurm", "jobs of the recipe", _test_only, 60, lambda x: x.on_slurm, _AGAIN),
 )

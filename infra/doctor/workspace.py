@@ -18,12 +18,11 @@ from pathlib import Path
 
 from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, run_tool
 from infra.disk.usage import size_of
-from infra.doctor.check import Check, Finding, Look, ask, doubtful, gib, scratch_in
+from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
 
-_AREA = "workspace"
 _HUNG = "refiner doctor workspace=/ANOTHER/DISK/runs"
 #: Where quotas are the rule, and free figures of the file system know nothing of them.
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "fuse")
@@ -32,37 +31,41 @@ _FULL = ("(ENOSPC)", "(EDQUOT)")
 #: Not for records of a run: gone with the machine, or slow and without what we need.
 _FLEETING = ("tmpfs", "ramfs")
 
+#: Without these no run can be trusted.
+_NEEDED = {
+    "atomic rename": "records are replaced in one step",
+    "exclusive create": "of two orchestrators one may claim an attempt",
+    "one winner": "of two orchestrators one may claim an attempt",
+    "visible to others": "workers and orchestrators meet in the workspace",
+    "fsync": "a checkpoint must be on the disk before it counts",
+    "long names": "ids of stages and files of checkpoints",
+}
 
-def _folder(look: Look) -> Iterator[Finding]:
+
+def _folder(look: Look) -> list[Finding]:
     root = look.workspace
     room = Workspace.read_only(root)  # refuses a newer format, or no folder
     place = existing(root)
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         owner = place.stat()
-        yield Finding(
-            *(_AREA, "folder", doubtful(look.recipe)),
+        what = (
             f"{place} cannot be written to by user {os.geteuid()} (owner {owner.st_uid}, mode "
-            f"{stat.filemode(owner.st_mode)})",
-            mend=f"{look.command('run')} workspace=DIR",
-            why="every record of a run is kept there",
+            f"{stat.filemode(owner.st_mode)})"
         )
-        return
+        mend, why = f"{look.command('run')} workspace=DIR", "every record of a run is kept there"
+        return [found(doubtful(look.recipe), what, mend, why)]
     if not room.layout.format_file.exists():
         where = "is made by the first run" if not root.exists() else "has no run yet"
-        yield Finding(_AREA, "folder", "ok", f"{root} {where}; {place} can be written to")
-        return
+        return [fine(f"{root} {where}; {place} can be written to")]
     refuse_doubtful(room.layout)
     runs = len(room.run_ids())
-    held = f"{runs} run{'s' * (runs != 1)}"
-    yield Finding(_AREA, "folder", "ok", f"{root}: {held}, format {FORMAT} is understood")
+    good = fine(f"{root}: {runs} run{'s' * (runs != 1)}, format {FORMAT} is understood")
     mode, mask = root.stat().st_mode, _umask()
-    if mode & stat.S_IWGRP and mask & stat.S_IWGRP:
-        yield Finding(
-            *(_AREA, "group", "warning"),
-            f"the group may write to {root}, and your umask {mask:03o} keeps it from what you make",
-            mend="umask 002",
-            why="another user of the group could not go on with your runs",
-        )
+    if not mode & mask & stat.S_IWGRP:
+        return [good]
+    what = f"the group may write to {root}, and your umask {mask:03o} keeps it from what you make"
+    why = "another user of the group could not go on with your runs"
+    return [good, found("warning", what, "umask 002", why, name="group")]
 
 
 def _umask() -> int:
@@ -78,7 +81,7 @@ def _umask() -> int:
 def _features(look: Look) -> Iterator[Finding]:
     for name, folder in look.folders.items():
         mount, prefix = mount_of(folder), "" if name == "workspace" else f"{name}: "
-        where = f"{mount.type} at {mount.point}"
+        where, itself = f"{mount.type} at {mount.point}", f"{prefix}file system"
         if not os.access(existing(folder), os.W_OK | os.X_OK):
             continue  # said by the check of the folder
         with scratch_in(folder) as scratch:
@@ -86,32 +89,26 @@ def _features(look: Look) -> Iterator[Finding]:
             wrong = [(n, why) for n, tried in _TRIALS if (why := _tried(tried, scratch))]
             seconds = time.monotonic() - began
         if any(why.endswith(_FULL) for _, why in wrong):  # says nothing of what it can do
-            yield Finding(
-                *(_AREA, f"{prefix}file system", "broken"),
-                f"{where} is full: {wrong[0][1]}; what it can do is not known until there is room",
-                mend=f"refiner disk --reclaim workspace={look.workspace}"
-                if name == "workspace"
-                else f"df -h {folder}",
-                why="records are written, and a run waits for room",
+            what = (
+                f"{where} is full: {wrong[0][1]}; what it can do is not known until there is room"
             )
+            mend = f"refiner disk --reclaim workspace={look.workspace}"
+            mend = mend if name == "workspace" else f"df -h {folder}"
+            why = "records are written, and a run waits for room"
+            yield found("broken", what, mend, why, name=itself)
             continue
-        for trial, why in wrong:
-            yield Finding(
-                *(_AREA, f"{prefix}{trial}", "broken" if trial in _NEEDED else "warning"),
-                f"{where}: {why}",
-                mend=f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs",
-                why=_NEEDED.get(trial, "works without it, but less well"),
-            )
+        mend = f"{look.command('run')} {name}=/SCRATCH/{os.environ.get('USER', 'me')}/runs"
+        for trial, said in wrong:
+            state = doubtful(trial in _NEEDED)
+            why = _NEEDED.get(trial, "works without it, but less well")
+            yield found(state, f"{where}: {said}", mend, why, name=f"{prefix}{trial}")
         if not wrong:
             listed = ", ".join(n for n, _ in _TRIALS)
-            said = f"{where}: {listed} work ({seconds * 1000:.0f} ms)"
-            yield Finding(_AREA, f"{prefix}file system", "ok", said)
+            yield fine(f"{where}: {listed} work ({seconds * 1000:.0f} ms)", name=itself)
         if mount.type in _FLEETING:
-            yield Finding(
-                *(_AREA, f"{prefix}file system", "warning"),
-                f"{where} is memory: gone when the machine restarts",
-                mend=f"{look.command('run')} {name}={Path.home() / 'runs'}",
-            )
+            what = f"{where} is memory: gone when the machine restarts"
+            mend = f"{look.command('run')} {name}={Path.home() / 'runs'}"
+            yield found("warning", what, mend, name=itself)
 
 
 def _tried(trial: Callable[[Path], str], folder: Path) -> str:
@@ -134,21 +131,16 @@ def _rename(folder: Path) -> str:
 
 
 def _exclusive(folder: Path) -> str:
-    path = folder / "exclusive"
-    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return ""
-    return "two may create the same file exclusively"
+    (folder / "exclusive").touch(exist_ok=False)
+    with contextlib.suppress(FileExistsError):
+        (folder / "exclusive").touch(exist_ok=False)
+        return "two may create the same file exclusively"
+    return ""
 
 
 def _create(folder: Path) -> str:
-    if not atomic.create_bytes(folder / "claim", b"1") or atomic.create_bytes(
-        folder / "claim", b"2"
-    ):
-        return "of two writers not exactly one wins"
-    return ""
+    wins = [atomic.create_bytes(folder / "claim", text) for text in (b"1", b"2")]
+    return "" if wins == [True, False] else "of two writers not exactly one wins"
 
 
 def _links(folder: Path) -> str:
@@ -158,12 +150,9 @@ def _links(folder: Path) -> str:
 
 
 def _fsync(folder: Path) -> str:
-    descriptor = os.open(folder / "synced", os.O_CREAT | os.O_WRONLY)
-    try:
-        os.write(descriptor, b"x" * 4096)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with (folder / "synced").open("wb", buffering=0) as file:
+        file.write(b"x" * 4096)
+        os.fsync(file)
     atomic.sync_folder(folder)
     return ""
 
@@ -173,9 +162,8 @@ def _visible(folder: Path) -> str:
     (folder / "seen").write_text("from here")
     reading = f"import sys; sys.stdout.write(open({str(folder / 'seen')!r}).read())"
     answer = ask([sys.executable, "-I", "-S", "-c", reading], 10)
-    return (
-        "" if answer.out == "from here" else f"another process does not see it: {answer.last_line}"
-    )
+    seen = answer.out == "from here"
+    return "" if seen else f"another process does not see it: {answer.last_line}"
 
 
 def _case(folder: Path) -> str:
@@ -208,15 +196,6 @@ _TRIALS: Sequence[tuple[str, Callable[[Path], str]]] = (
     ("hard links", _links),
     ("fine times", _fine_times),
 )
-#: Without these no run can be trusted.
-_NEEDED = {
-    "atomic rename": "records are replaced in one step",
-    "exclusive create": "of two orchestrators one may claim an attempt",
-    "one winner": "of two orchestrators one may claim an attempt",
-    "visible to others": "workers and orchestrators meet in the workspace",
-    "fsync": "a checkpoint must be on the disk before it counts",
-    "long names": "ids of stages and files of checkpoints",
-}
 
 
 # ---------------------------------------------------------------- room
@@ -237,29 +216,25 @@ def _room_of(look: Look, prefix: str, folder: Path) -> Iterator[Finding]:
             failed[command[0]] = str(error)
             raise
 
-    mount = mount_of(folder)
-    room = Prober(
-        folder, look.config.disk, measure=lambda: size_of(folder), run=run, mount=mount
-    ).look()
+    mount, disk = mount_of(folder), look.config.disk
+    room = Prober(folder, disk, measure=lambda: size_of(folder), run=run, mount=mount).look()
     what = _room_text(room) + "".join(f"; {why}" for why in failed.values())
-    least = max(1 << 30, int(look.config.disk.margin_gb * 2**30))
+    least = max(1 << 30, int(disk.margin_gb * 2**30))
     full = room.free_bytes < least or (room.free_inodes is not None and room.free_inodes < 1000)
-    if full or room.share > look.config.disk.warn_share:
-        yield Finding(
-            *(_AREA, f"{prefix}room", doubtful(full and look.recipe and room.free_bytes < 1 << 20)),
-            what,
-            mend=f"refiner disk --reclaim workspace={look.workspace}",
-            why="a run pauses when the disk is full",
-        )
+    if full or room.share > disk.warn_share:
+        state = doubtful(full and look.recipe and room.free_bytes < 1 << 20)
+        mend = f"refiner disk --reclaim workspace={look.workspace}"
+        yield found(state, what, mend, "a run pauses when the disk is full", name=f"{prefix}room")
     else:
-        yield Finding(_AREA, f"{prefix}room", "ok", what)
+        yield fine(what, name=f"{prefix}room")
     if not room.knows_quota and mount.type.startswith(_SHARED):
-        yield Finding(
-            *(_AREA, f"{prefix}quota", "warning"),
+        yield found(
+            "warning",
             f"nothing says what quota holds on {mount.type} at {mount.point}: free figures of the "
             "file system do not",
-            mend=f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
-            why="without it a run learns of its quota when a write fails",
+            f'{look.command("run")} disk.probe="command:PROGRAM" disk.pattern="REGEX"',
+            "without it a run learns of its quota when a write fails",
+            name=f"{prefix}quota",
         )
     if room.knows_quota and not mount.type.startswith(_FLEETING):
         yield from _caches(look, folder)
@@ -283,15 +258,14 @@ def _caches(look: Look, folder: Path) -> Iterator[Finding]:
         if not text or not (place := Path(text).expanduser()).is_dir():
             continue
         if place.stat().st_dev == here:
-            yield Finding(
-                *(_AREA, f"cache {name}", "warning", f"{place} fills the same quota as {folder}"),
-                mend=f"export {name}=/var/tmp/{os.environ.get('USER', 'me')}/{place.name}",
-                why="`refiner disk` shows it, and `--reclaim --caches` empties it",
-            )
+            what = f"{place} fills the same quota as {folder}"
+            mend = f"export {name}=/var/tmp/{os.environ.get('USER', 'me')}/{place.name}"
+            why = "`refiner disk` shows it, and `--reclaim --caches` empties it"
+            yield found("warning", what, mend, why, name=f"cache {name}")
 
 
 CHECKS = (
-    Check(_AREA, "folder", _folder, limit_s=10, needed=lambda x: x.recipe, hung=_HUNG),
-    Check(_AREA, "file system", _features, limit_s=20, needed=lambda x: x.recipe, hung=_HUNG),
-    Check(_AREA, "room", _room, limit_s=45, hung=_HUNG),
+    Check("workspace", "folder", _folder, 10, lambda x: x.recipe, _HUNG),
+    Check("workspace", "file system", _features, 20, lambda x: x.recipe, _HUNG),
+    Check("workspace", "room", _room, limit_s=45, hung=_HUNG),
 )

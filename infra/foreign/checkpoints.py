@@ -1,6 +1,6 @@
 """Checkpoints in somebody else's layout: found by pattern, ordered by number, whole or not.
 
-In: a folder that another trainer writes into, and a :class:`CheckpointRule`; or a stage whose
+In: a folder that another trainer writes into, and a recipe's ``command``; or a stage whose
 records say both. Out: its checkpoints, oldest step first, each with what is wrong with it, and
 which of them may go. Looking writes nothing, but for the one small file by which ``quiet:SECONDS``
 asks the file server for the time.
@@ -22,6 +22,7 @@ files of tensors, by size.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
 import logging
@@ -30,7 +31,6 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +47,17 @@ _JSON_LIMIT = 16 * 2**20
 _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LEGACY_PICKLE = b"\x80"
 
+log = logging.getLogger(__name__)
+#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
+_SIZE_SHARE = 0.9
+#: Files of which each process writes one: another number of processes is no damage.
+_OF_RANKS = ("rng_state*", "random_states*")
+#: What Hugging Face's Trainer writes last.
+_TRAINER_STATE = "trainer_state.json"
+
 
 def damage(path: Path, *, need_weights: bool = True) -> str | None:
-    """What is wrong with a checkpoint (a file, or a folder with all below it); None if nothing is.
+    """Damage of a checkpoint (a file, or a folder with all below it); None if there is none.
 
     ``need_weights`` makes a folder without any file of weights a damaged one.
     """
@@ -66,27 +74,34 @@ def damage(path: Path, *, need_weights: bool = True) -> str | None:
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a file is of a kind that holds tensors."""
+    """True if a file is of a kind that holds tensors."""
     return path.suffix == ".safetensors" or path.suffix in _ZIPPED
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file below ``folder`` in name order; links to folders are not followed."""
+    """Every file below a folder in name order, or a file itself; links to folders are not
+    followed."""
+    if not folder.is_dir():
+        yield folder
     for root, folders, names in os.walk(folder):
         folders.sort()
         yield from (Path(root) / name for name in sorted(names))
 
 
 def file_damage(path: Path) -> str | None:
-    """What is wrong with one file; None for what is whole, or of a kind that says nothing."""
+    """Damage of one file; None for what is whole, or of a kind that says nothing."""
     try:
         size = path.stat().st_size
+        if size == 0 and path.suffix in (*_ZIPPED, ".json"):
+            return "empty"
         if path.suffix == ".safetensors":
             return _safetensors_damage(path, size)
         if path.suffix in _ZIPPED:
             return _zip_damage(path, size)
         if path.suffix == ".json" and size <= _JSON_LIMIT:
-            return _json_damage(path, size)
+            json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return "no whole JSON"
     except OSError as error:
         return f"cannot be read ({error.strerror or error})"
     return None
@@ -114,8 +129,6 @@ def _safetensors_damage(path: Path, size: int) -> str | None:
 
 
 def _zip_damage(path: Path, size: int) -> str | None:
-    if size == 0:
-        return "empty"
     with path.open("rb") as file:
         first = file.read(2)
     if first != b"PK":
@@ -127,16 +140,6 @@ def _zip_damage(path: Path, size: int) -> str | None:
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return f"cut short: {size} bytes without the directory of a zip"
     return None if members else "an empty zip"
-
-
-def _json_damage(path: Path, size: int) -> str | None:
-    if size == 0:
-        return "empty"
-    try:
-        json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return "no whole JSON"
-    return None
 
 
 def _missing_shard(path: Path) -> str | None:
@@ -152,34 +155,6 @@ def _missing_shard(path: Path) -> str | None:
     return None
 
 
-log = logging.getLogger(__name__)
-
-#: A file of tensors is cut short where it has less than this share of its siblings' bytes.
-_SIZE_SHARE = 0.9
-#: Files of which each process writes one: another number of processes is no damage.
-_OF_RANKS = ("rng_state*", "random_states*")
-#: What Hugging Face's Trainer writes last.
-_TRAINER_STATE = "trainer_state.json"
-
-
-@dataclass(frozen=True)
-class CheckpointRule:
-    """How a trainer's checkpoints look; see :class:`~refiner_core.contract.config.CommandConfig`.
-
-    ``step_pattern`` has one group, the step in the name. ``complete`` is ``weights``, ``file:NAME``
-    or ``quiet:SECONDS``.
-    """
-
-    pattern: str
-    step_pattern: str
-    complete: str = "weights"
-
-    @classmethod
-    def of(cls, config: CommandConfig) -> CheckpointRule:
-        """The rule of a recipe."""
-        return cls(config.checkpoints, config.step_pattern, config.complete)
-
-
 class ForeignCheckpoint(NamedTuple):
     """One checkpoint; ``damage`` is empty where it is complete.
 
@@ -192,18 +167,19 @@ class ForeignCheckpoint(NamedTuple):
     certain: bool = False
 
 
-def find_checkpoints(folder: Path, rule: CheckpointRule) -> list[ForeignCheckpoint]:
-    """All checkpoints below ``folder``, oldest step first (by number, not by name)."""
+def find_checkpoints(folder: Path, command: CommandConfig) -> list[ForeignCheckpoint]:
+    """All checkpoints below ``folder``, oldest step first (by number, not by name); ``command``
+    says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``."""
     found = []
-    for path in folder.glob(rule.pattern) if folder.is_dir() else ():
-        match = re.search(rule.step_pattern, path.name)
+    for path in folder.glob(command.checkpoints) if folder.is_dir() else ():
+        match = re.search(command.step_pattern, path.name)
         if match is None or path.name.startswith(atomic.TEMPORARY):
             continue
         number = next((g for g in match.groups() if g), "")
         if number.isdigit():
-            found.append(_checked(int(number), path, rule.complete))
+            found.append(_checked(int(number), path, command.complete))
     found.sort(key=lambda c: (c.step, c.path.name))
-    return _beside_siblings(found) if rule.complete == "weights" else found
+    return _beside_siblings(found) if command.complete == "weights" else found
 
 
 def newest_complete(found: list[ForeignCheckpoint]) -> ForeignCheckpoint | None:
@@ -234,45 +210,39 @@ def older(found: list[ForeignCheckpoint], keep: int) -> list[ForeignCheckpoint]:
 
 def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
     """Delete what no trainer can go on from; returns how many. Call it while none writes."""
-    gone = unfinished(found)
-    for checkpoint in gone:
-        log.warning("deleting unfinished checkpoint %s: %s", checkpoint.path, checkpoint.damage)
-    return _remove(gone)
+    return _remove(
+        {c.path: f"unfinished checkpoint {c.path}: {c.damage}" for c in unfinished(found)}
+    )
 
 
 def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
     """Delete what is older than ``keep`` complete checkpoints (at least 1); returns how many."""
-    gone = older(found, keep)
-    for checkpoint in gone:
-        log.warning("deleting checkpoint %s to make room", checkpoint.path)
-    return _remove(gone)
+    return _remove({c.path: f"checkpoint {c.path} to make room" for c in older(found, keep)})
 
 
-def _remove(gone: list[ForeignCheckpoint]) -> int:
-    for checkpoint in gone:
-        atomic.remove_tree(checkpoint.path)
+def _remove(gone: Mapping[Path, str]) -> int:
+    for path, named in gone.items():
+        log.warning("deleting %s", named)
+        atomic.remove_tree(path)
     if gone:  # some file systems give room back with the next commit only
-        sync_file_system(gone[0].path.parent)
+        sync_file_system(next(iter(gone)).parent)
     return len(gone)
 
 
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a folder."""
-    files = files_below(path) if path.is_dir() else iter((path,))
-    return sum(_size(f) for f in files)
+    return sum(_size(file) for file in files_below(path))
 
 
 def signature(path: Path) -> tuple[int, int, int]:
     """Number, size and newest change of a file, or of all below a folder: differs once one is
     written."""
     count = total = newest = 0
-    for file in files_below(path) if path.is_dir() else (path,):
-        try:
+    for file in files_below(path):
+        with contextlib.suppress(OSError):
             found = file.stat()
-        except OSError:
-            continue
-        count, total = count + 1, total + found.st_size
-        newest = max(newest, found.st_mtime_ns)
+            count, total = count + 1, total + found.st_size
+            newest = max(newest, found.st_mtime_ns)
     return count, total, newest
 
 
@@ -281,22 +251,20 @@ def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
     wrong = damage(path, need_weights=rule == "weights")
     if wrong:
         return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
-    if rule == "file":
-        sign = path / value
-        if not sign.is_file() or sign.stat().st_size == 0:
-            return ForeignCheckpoint(step, path, f"{value} is not there")
+    if rule == "file" and not ((path / value).is_file() and _size(path / value)):
+        return ForeignCheckpoint(step, path, f"{value} is not there")
     if rule == "quiet" and (age := _age_s(path)) < float(value):
         return ForeignCheckpoint(step, path, f"changed {age:.0f} s ago, less than {value} s")
     return ForeignCheckpoint(step, path)
 
 
 def is_half(path: Path) -> bool:
-    """Whether a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
+    """True if a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
     return (path / "training_args.bin").exists() and not (path / _TRAINER_STATE).exists()
 
 
 def steps_to_take(path: Path) -> int:
-    """How many steps Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
+    """Number of steps that Hugging Face's Trainer wanted to take when it saved; 0: nothing says."""
     try:
         state = json.loads((path / _TRAINER_STATE).read_bytes())
         return int(state["max_steps"])
@@ -328,9 +296,9 @@ class PassedOver:
         atomic.remove_tree(self.hidden)
 
     @classmethod
-    def bring_back(cls, output: Path, rule: CheckpointRule) -> None:
-        """What a worker has left that did not live to see the proof."""
-        folder = rule.pattern.rpartition("/")[0]
+    def bring_back(cls, output: Path, pattern: str) -> None:
+        """Bring back what a worker has left that did not live to see the proof."""
+        folder = pattern.rpartition("/")[0]
         for hidden in output.glob("/".join(filter(None, (folder, f"{cls._MARK}*")))):
             path = hidden.with_name(hidden.name.removeprefix(cls._MARK))
             if path.exists():
@@ -349,13 +317,12 @@ class _File(NamedTuple):
 
 def _beside_siblings(found: list[ForeignCheckpoint]) -> list[ForeignCheckpoint]:
     contents = {c.path: _contents(c.path) for c in found if not c.damage}
-    compared = []
-    for checkpoint in found:
-        if not checkpoint.damage:
-            others = {p.name: files for p, files in contents.items() if p != checkpoint.path}
-            checkpoint = checkpoint._replace(damage=_lacking(contents[checkpoint.path], others))
-        compared.append(checkpoint)
-    return compared
+
+    def lacking(path: Path) -> str:
+        others = {p.name: files for p, files in contents.items() if p != path}
+        return _lacking(contents[path], others)
+
+    return [c if c.damage else c._replace(damage=lacking(c.path)) for c in found]
 
 
 def _lacking(own: Mapping[str, _File], others: Mapping[str, Mapping[str, _File]]) -> str:
@@ -391,7 +358,7 @@ def _contents(path: Path) -> dict[str, _File]:
 def _age_s(path: Path) -> float:
     """Seconds since the last change, by the clock of whoever keeps the files: a node's own clock
     may differ from it."""
-    files = [path, *files_below(path)] if path.is_dir() else [path]
+    files = [path, *files_below(path)]
     newest = max((f.stat().st_mtime for f in files if f.exists()), default=0.0)
     probe = atomic.temporary_name(path.parent / "clock")
     try:
@@ -425,7 +392,7 @@ class Recorded(NamedTuple):
 
 
 def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
-    """What lies there; nothing of a stage of another kind, or whose records cannot be read."""
+    """Checkpoints that lie there; none for another kind, or for records that cannot be read."""
     stage = workspace.layout.stage(stage_id)
     numbers = stage.attempt_numbers() if stage_id.startswith("command-") else []
     if not numbers:
@@ -433,9 +400,7 @@ def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
     try:
         recorded = workspace.part(stage.attempt(numbers[-1]), "config")
         command = from_json(CommandConfig, recorded["command"])
-        return Recorded(
-            find_checkpoints(work_folder(stage), CheckpointRule.of(command)), command.keep
-        )
+        return Recorded(find_checkpoints(work_folder(stage), command), command.keep)
     except (RefinerError, OSError, KeyError, TypeError, ValueError) as error:
         log.warning("the checkpoints of %s cannot be told: %s", stage_id, error)
         return Recorded([], 1)

@@ -1,4 +1,4 @@
-"""What another trainer made, in the layout that publishing and evaluation read.
+"""Models of other trainers, in the layout that publishing and evaluation read.
 
 In: a checkpoint's folder or file. Out: ``output/model`` with its weights, configuration and
 tokenizer: as links where the file system has them, else as copies. States of an optimiser and the
@@ -12,6 +12,7 @@ import errno
 import fnmatch
 import os
 import shutil
+from collections.abc import Collection
 from io import BufferedReader
 from pathlib import Path
 
@@ -20,15 +21,9 @@ from refiner_core.contract.errors import ConfigurationError, StageFailed
 
 #: What only goes on from; not part of a model.
 _STATE = (
-    *(
-        "optimizer*",
-        "scheduler*",
-        "rng_state*",
-        "trainer_state*",
-        "training_args*",
-        "random_states*",
-    ),
-    *("*optim_states*", "scaler*", "zero_to_fp32.py", "latest", "global_step*", ".*"),
+    *("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "training_args*"),
+    *("random_states*", "*optim_states*", "scaler*", "zero_to_fp32.py", "latest"),
+    *("global_step*", ".*"),
 )
 #: What a model needs beside its weights.
 COMPANIONS = (
@@ -89,15 +84,15 @@ def model_files(
     else:
         name = "model.safetensors" if source.suffix == ".safetensors" else source.name
         files[name] = _real_file(source, within or source.parent)
-    for path in companions.iterdir() if companions is not None and companions.is_dir() else ():
-        if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
-            assert companions is not None
-            files[path.name] = _real_file(path, companions)
+    if companions is not None and companions.is_dir():
+        for path in companions.iterdir():
+            if path.name not in files and path.is_file() and _matches(path.name, COMPANIONS):
+                files[path.name] = _real_file(path, companions)
     return files
 
 
 def _real_file(path: Path, within: Path) -> Path:
-    """Where the file itself lies; a snapshot in the Hub's cache has links to its blobs."""
+    """Place of the file itself; a snapshot in the Hub's cache has links to its blobs."""
     real, home = path.resolve(), within.resolve()
     repository = home.parent.parent
     if home.parent.name == "snapshots" and repository.name.startswith("models--"):
@@ -122,16 +117,16 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
 
 
 def missing_in(source: Path, companions: Path | None = None) -> list[str]:
-    """What the model at ``source`` lacks to be loaded and published."""
-    return _lacking(list(model_files(source, companions)))
+    """Files that the model at ``source`` lacks to be loaded and published."""
+    return _lacking(model_files(source, companions))
 
 
 def missing_files(model: Path) -> list[str]:
-    """What a model folder lacks to be loaded and published."""
+    """Files that a model folder lacks to be loaded and published."""
     return _lacking([p.name for p in model.iterdir()] if model.is_dir() else [])
 
 
-def _lacking(names: list[str]) -> list[str]:
+def _lacking(names: Collection[str]) -> list[str]:
     return [need for need in _NEEDED if not any(fnmatch.fnmatch(n, need) for n in names)]
 
 

@@ -42,10 +42,37 @@ OURS = (
     *("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"),
 )
 
+#: A line without an end is cut after this many bytes.
+_LINE_LIMIT = 1 << 16
+#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
+_MOST_WAITING = 16
+#: Seconds after which whoever takes lines may look at something else.
+_TURN_S = 0.5
+_LAST_WORDS_S = 5.0
+PHASE = "train"
+_NOTHING = Progress(0, 0, PHASE)
+#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
+_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
+_BAR = re.compile(r"\b(\d+)/\d+ \[")
+#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
+_AT_ONCE, _EACH_S = 16 << 20, 8 << 10
+_MOST_LINES_WAITING = 400
+#: Lines from the end that are looked at: what went well long before says nothing about the end.
+_LINES = 60
+_SHOWN = 6
+_NOT_FINITE = re.compile(
+    r"(FloatingPointError|loss (is|became|was) (nan|inf)|(nan|inf)(inity)? (loss|grad)"
+    r"|(loss|gradients?|grad_?norm)\b.{0,40}\b(nan|inf|not finite|non-?finite)\b)",
+    re.IGNORECASE,
+)
+_ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
+#: Exit codes of a shell whose program is not there, or can not be run.
+CANNOT_START = (127, 126)
+
 
 @dataclass(frozen=True)
 class Call:
-    """What a trainer is called with.
+    """Call of a trainer.
 
     ``data`` and ``model`` are None where the recipe gives none; ``checkpoint`` is None at the first
     start.
@@ -62,14 +89,9 @@ class Call:
 
     def values(self) -> dict[str, str]:
         """Placeholder -> value, without ``resume``; those that have no value are empty."""
-        return {
-            "output": str(self.output),
-            "workdir": str(self.workdir),
-            "seed": str(self.seed),
-            "data": "" if self.data is None else str(self.data),
-            "model": self.model or "",
-            "checkpoint": "" if self.checkpoint is None else str(self.checkpoint),
-        }
+        names = ("output", "workdir", "seed", "data", "model", "checkpoint")
+        given = {name: getattr(self, name) for name in names}
+        return {name: "" if value is None else str(value) for name, value in given.items()}
 
 
 def command_text(config: CommandConfig, call: Call) -> str:
@@ -82,14 +104,19 @@ def command_text(config: CommandConfig, call: Call) -> str:
 def fill(text: str, values: Mapping[str, str]) -> str:
     """``text`` with ``{name}`` replaced; ``{{`` and ``}}`` are single braces, ``${…}`` stays."""
 
-    def replaced(match: object) -> str:
-        whole = match.group(0)  # type: ignore[attr-defined]
-        name = match.group("name")  # type: ignore[attr-defined]
-        if name is None:
-            return whole[0] if whole in ("{{", "}}") else str(whole)
-        return values.get(name, str(whole))
+    def replaced(match: re.Match[str]) -> str:
+        if match["name"] is None:
+            return match[0][0] if match[0] in ("{{", "}}") else match[0]
+        return values.get(match["name"], match[0])
 
     return PLACEHOLDER.sub(replaced, text)
+
+
+def without_ours(base: Mapping[str, str], ours: Path | None) -> dict[str, str]:
+    """An environment without what we have made for our own worker, whose code is in ``ours``."""
+    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
+    paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)} if paths else kept
 
 
 def environment(
@@ -103,16 +130,12 @@ def environment(
     ``ours`` is the folder that this worker imports refiner from, which is no business of the
     trainer's.
     """
-    kept = {k: v for k, v in base.items() if k not in OURS and k != "PYTHONPATH"}
-    paths = [p for p in base.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(ours)]
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(paths)
     values = call.values()
     names = ("seed", "data", "model", "checkpoint", "workdir")
     settings = {f"REFINER_{name.upper()}": values[name] for name in names}
     own = (setting.partition("=") for setting in config.env)
     return {
-        **kept,
+        **without_ours(base, ours),
         "PYTHONUNBUFFERED": "1",
         **settings,
         "REFINER_STAGE": call.stage_id,
@@ -122,30 +145,21 @@ def environment(
     }
 
 
-#: A line without an end is cut after this many bytes.
-_LINE_LIMIT = 1 << 16
-#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
-_MOST_WAITING = 16
-#: Seconds after which whoever takes lines may look at something else.
-_TURN_S = 0.5
-_LAST_WORDS_S = 5.0
-
-
 class Line(NamedTuple):
-    """What was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
+    """Line that was printed; ``redrawn`` for a line that ends in a carriage return, as bars do."""
 
     text: str
     redrawn: bool = False
 
 
-class TrainerProcess:
+class TrainerProcess(ChildProcess):
     """A started trainer; a context manager that leaves none of its processes behind."""
 
     def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
         self._waiting: queue.Queue[list[Line]] = queue.Queue(_MOST_WAITING)
         self._taken: deque[Line] = deque()
         self._left = threading.Event()
-        self._child = ChildProcess(command, environment, self._read, workdir)
+        super().__init__(command, environment, self._read_lines, workdir)
 
     def __enter__(self) -> TrainerProcess:
         return self
@@ -154,13 +168,8 @@ class TrainerProcess:
         self.kill()
         self._left.set()
 
-    @property
-    def code(self) -> int | None:
-        """Exit code, 128 + number for a signal; None while it runs."""
-        return self._child.code
-
     def lines(self, timeout_s: float) -> Iterator[Line]:
-        """What was printed since the last call, as far as it can be taken in half a second; waits
+        """Lines printed since the last call, as far as it can be taken in half a second; waits
         up to ``timeout_s`` for the first line."""
         with contextlib.suppress(queue.Empty):
             if not self._taken:
@@ -174,24 +183,20 @@ class TrainerProcess:
                 self._taken.extend(self._waiting.get_nowait())
 
     def last_lines(self) -> Iterator[Line]:
-        """What is left once it has ended."""
+        """Lines that are left once it has ended."""
         give_up = time.monotonic() + _LAST_WORDS_S
-        while not self._child.is_read and time.monotonic() < give_up:
+        while not self.is_read and time.monotonic() < give_up:
             yield from self.lines(0.05)
         while self._taken or not self._waiting.empty():
             yield from self.lines(0.05)
-            if not self._child.is_read:  # somebody whom nothing ends goes on printing
+            if not self.is_read:  # somebody whom nothing ends goes on printing
                 return
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to all its processes."""
-        self._child.signal(number)
 
     def kill(self) -> None:
         """End it and all it has started, now."""
-        self._child.end()
+        self.end()
 
-    def _read(self, output: IO[bytes]) -> None:
+    def _read_lines(self, output: IO[bytes]) -> None:
         rest = b""
         while chunk := os.read(output.fileno(), 1 << 16):
             *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
@@ -223,21 +228,6 @@ def _text(line: bytes) -> str:
     return line.decode(errors="replace").rstrip()
 
 
-PHASE = "train"
-_NOTHING = Progress(0, 0, PHASE)
-#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
-_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
-_BAR = re.compile(r"\b(\d+)/\d+ \[")
-
-
-class Reading(NamedTuple):
-    """What a line says; ``metrics`` is empty where it has none that is new."""
-
-    progress: Progress
-    step: int
-    metrics: dict[str, float]
-
-
 class LineReader:
     """Reads lines with a pattern whose groups are ``step``, ``total`` and metrics by name."""
 
@@ -246,46 +236,37 @@ class LineReader:
         self._logged_step = told.done + 1 if told.done else 0
         self.progress = told
 
-    def read(self, line: str) -> Reading | None:
-        """What the line says of the training; None if nothing."""
+    def read(self, line: str) -> dict[str, float] | None:
+        """Numbers of the line's step to log, where these are new; None if it says nothing of the
+        training. How far that is, :attr:`progress` says then."""
         match = self._pattern.search(line)
         if match is None:
             return None
         groups = {name: text for name, text in match.groupdict().items() if text is not None}
-        step = _number(groups.pop("step", ""))
-        total = _number(groups.pop("total", ""))
-        metrics = {
-            name: value for name, text in groups.items() if (value := _number(text)) is not None
-        }
-        done = self.progress.done if step is None else int(step)
-        self.progress = Progress(
-            done,
-            self.progress.total if total is None else int(total),
-            PHASE,
-            {**self.progress.values, **metrics},
-        )
+        step, total = (_number(groups.pop(name, "")) for name in ("step", "total"))
+        numbers = {name: _number(text) for name, text in groups.items()}
+        metrics = {name: value for name, value in numbers.items() if value is not None}
+        before = self.progress
+        done = before.done if step is None else int(step)
+        total = before.total if total is None else int(total)
+        self.progress = Progress(done, total, PHASE, {**before.values, **metrics})
         if step is None or done < self._logged_step:
-            return Reading(self.progress, done, {})
+            return {}
         if metrics:
             self._logged_step = done
-        return Reading(self.progress, done, metrics)
+        return metrics
 
 
 def says_that_it_moves(line: str, first_step: int) -> bool:
-    """Whether a line is of a training that has got beyond ``first_step``, whatever its pattern."""
+    """True if a line is of a training that has got beyond ``first_step``, whatever its pattern."""
     bar = _BAR.search(line)
-    return bool(_NUMBERS.search(line)) or (bar is not None and int(bar.group(1)) > first_step)
+    return bool(_NUMBERS.search(line) or (bar and int(bar[1]) > first_step))
 
 
 def _number(text: str) -> float | None:
     with contextlib.suppress(ValueError):
         return float(text.replace(",", "").rstrip("%"))
     return None
-
-
-#: Bytes that go in at once, and bytes for each second besides (700 MB a day).
-_AT_ONCE, _EACH_S = 16 << 20, 8 << 10
-_MOST_LINES_WAITING = 400
 
 
 class TrainerLog:
@@ -306,7 +287,8 @@ class TrainerLog:
 
     def flush(self, *, last: bool = False) -> None:
         """Write what waits, as far as it goes in; the ``last`` lines go in always."""
-        while self._waiting and (last or self._written < self._allowed()):
+        allowed = _AT_ONCE + _EACH_S * (self._clock() - self._began)
+        while self._waiting and (last or self._written < allowed):
             line = f"{self._waiting[0]}\n"
             if self._left_out:
                 line = f"[{self._left_out:,} lines are left out here]\n{line}"
@@ -319,21 +301,6 @@ class TrainerLog:
             self._left_out = 0
             self._waiting.popleft()
 
-    def _allowed(self) -> float:
-        return _AT_ONCE + _EACH_S * (self._clock() - self._began)
-
-
-#: Lines from the end that are looked at: what went well long before says nothing about the end.
-_LINES = 60
-_SHOWN = 6
-_NOT_FINITE = re.compile(
-    r"(FloatingPointError|loss (is|became|was) (nan|inf)|(nan|inf)(inity)? (loss|grad)"
-    r"|(loss|gradients?|grad_?norm)\b.{0,40}\b(nan|inf|not finite|non-?finite)\b)",
-    re.IGNORECASE,
-)
-_ERROR_LINE = re.compile(r"^\W*(\[\w+\d*\]:\s*)?[\w.]*(Error|Exception|Killed|Interrupt)\b")
-_NOT_FOUND, _NOT_RUNNABLE = 127, 126
-
 
 class TrainerKilled(KilledError):
     """The trainer was ended from outside, or crashed: another try may well get further."""
@@ -341,7 +308,7 @@ class TrainerKilled(KilledError):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a trainer ended.
+    """End of a trainer.
 
     ``code`` is that of a shell (128 + signal), ``lines`` are its last ones, ``oom_kills`` counts
     what the kernel has killed for lack of memory while it ran.
@@ -364,7 +331,12 @@ def error_of(ending: Ending) -> Exception:
             return MemoryError(f"The trainer ran out of memory: {line}")
         if failure is not None:  # of the GPU: whoever classifies goes by the text
             return _failed(ending, line, lines)
-    if _no_room(ending, lines):
+    # Writers say only that a write failed, and a full disk kills those of a mapped file: a probe
+    # decides.
+    no_room = any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
+    if ending.code == 128 + signal.SIGBUS:
+        no_room = not has_room(ending.output)
+    if no_room:
         return no_space_error(ending.output, "the trainer was writing", OSError(_last(lines)))
     if ending.oom_kills and ending.code in (128 + signal.SIGKILL, 1):
         return MemoryError(f"The kernel killed {ending.oom_kills} processes for lack of memory")
@@ -375,14 +347,16 @@ def error_of(ending: Ending) -> Exception:
                 expected="finite losses and gradients",
                 fix="lower its learning rate, or look at its data",
             )
-    if ending.code in (_NOT_FOUND, _NOT_RUNNABLE):
+    if ending.code in CANNOT_START:
         return ConfigurationError(
             f"The trainer could not be started (exit code {ending.code}): {_last(lines)}",
             expected="a command that can be run where the job runs",
             fix="correct command.run, or command.workdir",
         )
     if ending.code > 128 and ending.code != 128 + signal.SIGINT:
-        name = _signal_name(ending.code - 128)
+        name = f"signal {ending.code - 128}"
+        with contextlib.suppress(ValueError):
+            name = signal.Signals(ending.code - 128).name
         return TrainerKilled(
             f"The trainer was ended by {name}; its last line: {_last(lines)}",
             fix="nothing, if that was an accident: the next attempt goes on from its last "
@@ -392,8 +366,9 @@ def error_of(ending: Ending) -> Exception:
 
 
 def kernel_oom_kills(root: Path = Path("/")) -> int:
-    """How many processes the kernel has killed for lack of memory: of our control group, where it
-    counts them, for a neighbour's job on the same node is none of ours; else of this machine.
+    """Number of processes that the kernel has killed for lack of memory: of our control group,
+    where it counts them, for a neighbour's job on the same node is none of ours; else of this
+    machine.
 
     Parameters
     ----------
@@ -409,7 +384,7 @@ def kernel_oom_kills(root: Path = Path("/")) -> int:
 
 
 def _counts_of_groups(root: Path) -> list[Path]:
-    """Where our control group's count may stand: of version 2, then of version 1."""
+    """Files where our control group's count may stand: of version 2, then of version 1."""
     found = []
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -435,22 +410,7 @@ def _failed(ending: Ending, line: str, lines: Sequence[str]) -> ScriptFailed:
     return error
 
 
-def _no_room(ending: Ending, lines: Sequence[str]) -> bool:
-    """Writers that say only that a write failed, and those that a full disk kills (SIGBUS from a
-    mapped file): a probe decides."""
-    if ending.code == 128 + signal.SIGBUS:
-        return not has_room(ending.output)
-    return any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
-
-
 def _last(lines: Sequence[str]) -> str:
     """The line that names the error."""
     errors = [line for line in lines if _ERROR_LINE.match(line)]
     return (errors or list(lines) or ["(it printed nothing)"])[-1]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

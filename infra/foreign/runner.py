@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infra.foreign.checkpoints import (
-    CheckpointRule,
     ForeignCheckpoint,
     PassedOver,
     find_checkpoints,
@@ -79,7 +78,7 @@ _ROOM_FOR = 1.1
 
 @dataclass(frozen=True)
 class TrainerJob:
-    """What to run, and what the runner may ask.
+    """Trainer to run, and what the runner may ask.
 
     ``grace_s`` is how long the trainer may take to save after a stop. Every ``watch_s`` seconds
     ``shortage(need)`` is asked how many of ``need`` bytes do not fit, and ``make_room(need)`` to
@@ -96,10 +95,9 @@ class TrainerJob:
     watch_s: float = 30.0
     ours: Path | None = None
 
-    @property
-    def rule(self) -> CheckpointRule:
-        """How its checkpoints look."""
-        return CheckpointRule.of(self.command)
+    def checkpoints(self) -> list[ForeignCheckpoint]:
+        """Its checkpoints now."""
+        return find_checkpoints(self.call.output, self.command)
 
 
 @dataclass(frozen=True)
@@ -124,11 +122,16 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
     NoSpaceError, MemoryError, NotFiniteError, ConfigurationError, ScriptFailed
         Why it ended otherwise (:mod:`infra.foreign.process`).
     """
-    _check_workdir(job.call.workdir)
+    if not job.call.workdir.is_dir():
+        raise ConfigurationError(
+            f"command.workdir {job.call.workdir} is not a folder here",
+            expected="the folder that the trainer starts in, seen from where the job runs",
+            fix="correct command.workdir",
+        )
     job.call.output.mkdir(parents=True, exist_ok=True)
     kill_leftovers(job.call.output)
     job.check_fence()
-    PassedOver.bring_back(job.call.output, job.rule)
+    PassedOver.bring_back(job.call.output, job.command.checkpoints)
     start = newest_complete(_tidied(job))
     _go_on_from(job, io, start)
     try:
@@ -136,7 +139,7 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
     except ScriptFailed as failed:
         if start is None or not failed.before_first_step:
             raise
-        earlier = _before(job, start)
+        earlier = newest_complete([c for c in job.checkpoints() if c.step < start.step])
         if earlier is None and not is_half(start.path):
             raise
         why = f"the trainer has failed before its first step from it: {failed.what}"
@@ -163,7 +166,8 @@ def _run(
     step and can go on."""
     told, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
     while True:
-        at_work = _AtWork(_with_checkpoint(job, start), io, told, passed_over)
+        call = replace(job.call, checkpoint=None if start is None else start.path)
+        at_work = _AtWork(replace(job, call=call), io, told, passed_over)
         at_work.moves = ended_at >= 0  # it has once
         found = _to_its_end(at_work)
         told = at_work.progress_with(found)
@@ -186,12 +190,12 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
     except NoSpaceError:  # ours; nobody writes any more
         _tidied(job, short=True)
         raise
-    found = find_checkpoints(job.call.output, job.rule)
+    found = job.checkpoints()
     if at_work.stopped and not (code == 0 and at_work.is_at_end):
         remove_unfinished(found)
         raise Interrupted(
             f"The trainer was asked to stop and ended with exit code {code}; it goes on from "
-            f"{_named(newest_complete(find_checkpoints(job.call.output, job.rule)))}",
+            f"{_named(newest_complete(job.checkpoints()))}",
             fix="run the same command again",
         )
     if code != 0:
@@ -212,19 +216,13 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
 def _tidied(job: TrainerJob, *, short: bool = False) -> list[ForeignCheckpoint]:
     """The trainer's checkpoints while it does not run: without saves that were cut off, and no more
     than ``command.keep`` complete ones where room is short."""
-    found = find_checkpoints(job.call.output, job.rule)
+    found = job.checkpoints()
     if remove_unfinished(found):
-        found = find_checkpoints(job.call.output, job.rule)
+        found = job.checkpoints()
     largest = max((size_of(c.path) for c in found if not c.damage), default=0)
     if (short or (largest and job.shortage(largest))) and remove_older(found, job.command.keep):
-        found = find_checkpoints(job.call.output, job.rule)
+        found = job.checkpoints()
     return found
-
-
-def _before(job: TrainerJob, start: ForeignCheckpoint) -> ForeignCheckpoint | None:
-    """The newest complete checkpoint before another one."""
-    found = find_checkpoints(job.call.output, job.rule)
-    return newest_complete([c for c in found if c.step < start.step])
 
 
 def _go_on_from(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> None:
@@ -261,12 +259,12 @@ class _AtWork:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the trainer has printed its last step."""
+        """True if the trainer has printed its last step."""
         progress = self.reader.progress
         return 0 < progress.total <= progress.done
 
     def has_begun(self, found: list[ForeignCheckpoint]) -> bool:
-        """Whether it has done a step since it was started, by what it has printed and saved."""
+        """True if it has done a step since it was started, by what it has printed and saved."""
         return (
             self.moves
             or self.reader.progress.done > self._first_step
@@ -274,7 +272,7 @@ class _AtWork:
         )
 
     def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
-        """How far it is by its lines, and by its newest checkpoint where they do not say."""
+        """Progress by its lines, and by its newest checkpoint where they do not say."""
         told, newest = self.reader.progress, newest_complete(found)
         if newest is None:
             return told
@@ -284,7 +282,7 @@ class _AtWork:
         return replace(told, done=max(told.done, newest.step), total=total)
 
     def ending(self, code: int) -> Ending:
-        """How it ended, for who says why."""
+        """Its end, for who says why."""
         kills = kernel_oom_kills() - self._oom_before
         return Ending(code, tuple(self._lines), self.job.call.output, kills)
 
@@ -307,7 +305,9 @@ class _AtWork:
                     self._look_around(process)
             except NoSpaceError:  # ours; the trainer may still be able to save
                 self._stop(process)
-                self._wait(process)
+                while process.code is None and time.monotonic() < self._stop_deadline:
+                    for line in process.lines(_POLL_S):
+                        self._log.write(line.text)
                 raise
             for line in process.last_lines():
                 self._take(line)
@@ -315,19 +315,17 @@ class _AtWork:
             return process.code
 
     def _take(self, line: Line) -> None:
-        if line.redrawn and time.monotonic() - self._last_redraw < _REDRAW_S:
-            pass
-        else:
-            if line.redrawn:
-                self._last_redraw = time.monotonic()
+        now = time.monotonic()
+        if not line.redrawn or now - self._last_redraw >= _REDRAW_S:
+            self._last_redraw = now if line.redrawn else self._last_redraw
             self._log.write(line.text)
         if line.text:
             self._lines.append(line.text)
         self.moves = self.moves or says_that_it_moves(line.text, self._first_step)
-        reading = self.reader.read(line.text)
-        if reading is not None and reading.metrics:
-            self.io.log_metrics(reading.step, reading.metrics)
-        if reading is not None or self.job.command.heartbeat == "output":
+        metrics = self.reader.read(line.text)
+        if metrics:
+            self.io.log_metrics(self.reader.progress.done, metrics)
+        if metrics is not None or self.job.command.heartbeat == "output":
             self._tell()
 
     def _look_around(self, process: TrainerProcess) -> None:
@@ -351,9 +349,7 @@ class _AtWork:
 
     def _tell(self) -> None:
         progress = self.reader.progress
-        if self.stopped:
-            progress = Progress(progress.done, progress.total, "stopping", progress.values)
-        self.io.progress(progress)
+        self.io.progress(replace(progress, phase="stopping") if self.stopped else progress)
 
     def _stop(self, process: TrainerProcess) -> None:
         self.stopped = True
@@ -363,22 +359,16 @@ class _AtWork:
         process.signal(number)
         self._tell()
 
-    def _wait(self, process: TrainerProcess) -> None:
-        while process.code is None and time.monotonic() < self._stop_deadline:
-            for line in process.lines(_POLL_S):
-                self._log.write(line.text)
-
     def _look_at_saves(self) -> None:
         """Room for the next save: own older checkpoints go first, then what the policy allows.
 
         Whenever there is a new one, and every ``watch_s`` besides. One that has changed since the
         last look may be just being written: it is left alone, and does not count.
         """
-        output, rule = self.job.call.output, self.job.rule
-        names = frozenset(output.glob(rule.pattern))
+        names = frozenset(self.job.call.output.glob(self.job.command.checkpoints))
         if not self._is_due("room", self.job.watch_s) and names == self._names:
             return
-        found = find_checkpoints(output, rule)
+        found = self.job.checkpoints()
         before, self._signatures = self._signatures, {c.path: signature(c.path) for c in found}
         settled = [c for c in found if self._signatures[c.path] == before.get(c.path)]
         if len(settled) == len(found):
@@ -398,20 +388,6 @@ class _AtWork:
             return False
         self._due[name] = now + every_s
         return True
-
-
-def _with_checkpoint(job: TrainerJob, start: ForeignCheckpoint | None) -> TrainerJob:
-    call = replace(job.call, checkpoint=None if start is None else start.path)
-    return replace(job, call=call)
-
-
-def _check_workdir(folder: Path) -> None:
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"command.workdir {folder} is not a folder here",
-            expected="the folder that the trainer starts in, seen from where the job runs",
-            fix="correct command.workdir",
-        )
 
 
 def _named(checkpoint: ForeignCheckpoint | None) -> str:

@@ -1,4 +1,4 @@
-"""What lies in the folder of a dead run of anybody's: checkpoints, of which layout, and how whole.
+"""Checkpoints in the folder of a dead run of anybody's: of which layout, and how whole.
 
 In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Names and headers are
 read, and of the one to be taken all its numbers (:func:`prove`).
@@ -44,9 +44,27 @@ _LARGEST: dict[str, tuple[str, int]] = {
 _PAGE = 4096
 _CHUNK = 1024 * _PAGE
 
+Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
+#: Why a layout cannot be used as it is, and what makes it usable.
+CONVERSIONS: dict[Layout, str] = {
+    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
+    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
+    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
+    "distributed": "torch.distributed.checkpoint: `python -m "
+    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
+    "none": "no weights in it",
+}
+_DEPTH = 4
+_NAME = re.compile(
+    r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
+    r"[-_.]?(?:step|iter)?[-_=]?0*(\d+)(?:[-_.].*)?$",
+    re.IGNORECASE,
+)
+_LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
+
 
 def contents_damage(path: Path) -> str | None:
-    """What is wrong with the numbers in a file of weights, or in those of a folder.
+    """Damage of the numbers in a file of weights, or in those of a folder.
 
     Raises
     ------
@@ -79,7 +97,7 @@ def contents_damage(path: Path) -> str | None:
 
 
 def _is_empty(file: BinaryIO, start: int) -> bool:
-    """Whether the second half of what lies behind ``start`` is all zeros."""
+    """True if the second half of what lies behind ``start`` is all zeros."""
     end = file.seek(0, os.SEEK_END)
     at = file.seek((start + end) // 2)
     while at < end and not file.read(_CHUNK).strip(b"\0"):
@@ -109,26 +127,6 @@ def _tensor_damage(file: BinaryIO, dtype: str, shape: list[int], size: int) -> s
     return None
 
 
-Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
-
-#: Why a layout cannot be used as it is, and what makes it usable.
-CONVERSIONS: dict[Layout, str] = {
-    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
-    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
-    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
-    "distributed": "torch.distributed.checkpoint: `python -m "
-    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
-    "none": "no weights in it",
-}
-_DEPTH = 4
-_NAME = re.compile(
-    r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
-    r"[-_.]?(?:step|iter)?[-_=]?0*(\d+)(?:[-_.].*)?$",
-    re.IGNORECASE,
-)
-_LEFT_OUT = (".git", "__pycache__", "wandb", "tensorboard", "logs")
-
-
 class Sighting(NamedTuple):
     """One checkpoint; ``damage`` is empty where its files are whole."""
 
@@ -148,7 +146,7 @@ class Sighting(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether it can be adopted as it is."""
+        """True if it can be adopted as it is."""
         return not self.damage and self.layout in ("hf", "weights")
 
 
@@ -225,10 +223,11 @@ def choose(found: list[Sighting], step: int | None) -> Sighting:
 
 
 def _candidates(folder: Path) -> Iterator[tuple[int, Path]]:
-    if (step := _step_of(folder)) is not None and _holds_weights(folder):
+    step = _step_of(folder)
+    if step is not None and _layout_of(folder) != "none":
         yield step, folder
-        return
-    yield from _below(folder, 1)
+    else:
+        yield from _below(folder, 1)
 
 
 def _below(folder: Path, depth: int) -> Iterator[tuple[int, Path]]:
@@ -257,7 +256,7 @@ def _step_of(path: Path) -> int | None:
 
 
 def _step_inside(folder: Path) -> int:
-    """What a trainer's own note says; 0 where there is none."""
+    """Step by a trainer's own note; 0 where there is none."""
     for name in ("trainer_state.json", "trainer.json", "state.json"):
         try:
             value = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -267,10 +266,6 @@ def _step_inside(folder: Path) -> int:
         except (OSError, ValueError, AttributeError):
             continue
     return 0
-
-
-def _holds_weights(folder: Path) -> bool:
-    return _layout_of(folder) != "none"
 
 
 def _described(step: int, path: Path) -> Sighting:

@@ -38,9 +38,14 @@ PASSING = frozenset(
 #: Before the second, third and last time. Two nodes may replace a file one after the other.
 _PAUSES_S = (0.0, 0.05, 0.3)
 
+_FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
+_BTRFS_INO_LOOKUP = 0xD0009412
+_BTRFS_FIRST_FREE = 256
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
 
 def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """What a read gives that changes nothing and may be repeated.
+    """Result of a read that changes nothing and may be repeated.
 
     That a file is not there, or is forbidden, is believed when it is said twice; other errors that
     pass are waited out for a moment.
@@ -67,7 +72,7 @@ def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """What ``stat`` says; None if it is not there."""
+    """Answer of ``stat``; None if it is not there."""
     try:
         return again(path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -75,12 +80,12 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
+    """True if it is there. Unlike ``Path.exists``, in every version of Python an error is one."""
     return status_of(path) is not None
 
 
 def opens(path: Path) -> bool:
-    """Whether a file is there, as its server says: where another node may just have deleted it, NFS
+    """True if a file is there, as its server says: where another node may just have deleted it, NFS
     may go on believing in it for a minute, but not when it is opened."""
     try:
         again(path.open, "rb").close()
@@ -90,7 +95,7 @@ def opens(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is there and a folder."""
+    """True if it is there and a folder."""
     found = status_of(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
@@ -107,7 +112,12 @@ def walk(folder: Path) -> list[tuple[Path, list[str]]]:
     """A folder and all below it, each with the names of its files; links to folders are not
     followed. One that cannot be listed is an error, where ``rglob`` and ``os.walk`` would leave out
     what is in it."""
-    return again(_walk, folder)
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = again(lambda: list(os.walk(folder, onerror=refuse)))
+    return [(Path(root), names) for root, _, names in found]
 
 
 def files_within(folder: Path) -> dict[Path, os.stat_result]:
@@ -127,11 +137,13 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
-def _walk(folder: Path) -> list[tuple[Path, list[str]]]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    return [(Path(root), names) for root, _, names in os.walk(folder, onerror=refuse)]
+def write_private(path: Path, text: str) -> None:
+    """Write a new file that nobody else can read, onto the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _look_anew(filename: str | bytes | None) -> None:
@@ -139,12 +151,6 @@ def _look_anew(filename: str | bytes | None) -> None:
     if isinstance(filename, str | os.PathLike):
         with contextlib.suppress(OSError):
             os.close(os.open(Path(filename).parent, os.O_RDONLY))
-
-
-_FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
-_BTRFS_INO_LOOKUP = 0xD0009412
-_BTRFS_FIRST_FREE = 256
-_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 class Mount(NamedTuple):
@@ -165,10 +171,13 @@ def existing(path: Path) -> Path:
 
 def mount_of(path: Path, table: str | None = None) -> Mount:
     """The mount that ``path`` lies on, by the kernel's own table (``table``: that text)."""
-    text = _read(_MOUNTINFO) if table is None else table
+    text = table
+    if text is None:
+        with contextlib.suppress(OSError):
+            text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     target = existing(path).resolve() if table is None else path
     best = Mount(Path("/"), "unknown", "")
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         left, _, right = line.partition(" - ")
         before, after = left.split(" "), right.split(" ")
         if len(before) < 5 or len(after) < 2:
@@ -229,13 +238,6 @@ def _opened(folder: Path) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ""
 
 
 def _unescaped(text: str) -> str:

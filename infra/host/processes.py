@@ -19,9 +19,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
+
+log = logging.getLogger(__name__)
+#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
+_START_TOLERANCE_S = 2.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
+Holder = Literal["nobody", "ours", "another"]
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_LISTENS = "0A"
 
 
 def environment() -> dict[str, str]:
@@ -29,14 +38,6 @@ def environment() -> dict[str, str]:
     meanwhile, as submitting a job does with the settings of the job that we run in."""
     known = ((name, os.environ.get(name)) for name in list(os.environ))
     return {name: value for name, value in known if value is not None}
-
-
-log = logging.getLogger(__name__)
-
-#: For times of the clock: the kernel counts from boot, and the boot time moves a little with it.
-_START_TOLERANCE_S = 2.0
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STATE, _START_TICKS = 0, 19  # fields of /proc/PID/stat after the command's name
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,17 @@ class ProcessId:
         number = os.getpid() if pid is None else pid
         boot, stat = _boot(), _stat(number)
         if boot and stat is not None:
-            return cls(host_name(), number, float(stat.ticks), boot)
+            return cls(host_name(), number, float(stat[1]), boot)
         return cls(host_name(), number, psutil.Process(number).create_time())
 
     @property
     def here(self) -> bool:
-        """Whether it is, or was, a process of this host, so that one can look."""
+        """True if it is, or was, a process of this host, so that one can look."""
         return self.host == host_name()
 
     @property
     def alive(self) -> bool:
-        """Whether the very same process still runs; False for one of another host."""
+        """True if the very same process still runs; False for one of another host."""
         if not self.here:
             return False
         if self.boot:
@@ -117,7 +118,7 @@ class ProcessId:
             return True
         if stat is None:
             return bool(psutil.pid_exists(self.pid))  # hidden by `hidepid`: another user's
-        return stat.ticks == int(self.started) and stat.state not in "ZX"
+        return stat[1] == int(self.started) and stat[0] not in "ZX"
 
     def terminate(self) -> bool:
         """Ask it to stop (SIGTERM to this process alone, so that it can save). False if gone."""
@@ -163,19 +164,14 @@ class ProcessId:
         return True
 
 
-class _Stat(NamedTuple):
-    state: str
-    ticks: int
-
-
-def _stat(pid: int) -> _Stat | None:
+def _stat(pid: int) -> tuple[str, int] | None:
     """State and start of a process as the kernel tells them; None if it tells nothing of it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the command's name may hold anything
-    return _Stat(fields[_STATE], int(fields[_START_TICKS]))
+    return fields[_STATE], int(fields[_START_TICKS])
 
 
 def _boot() -> str:
@@ -199,11 +195,6 @@ def user_name() -> str:
         return f"user {os.getuid()}"
 
 
-Holder = Literal["nobody", "ours", "another"]
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_LISTENS = "0A"
-
-
 def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
     """The holder of a port: ``ours`` where all who listen there descend from process ``top``.
 
@@ -211,7 +202,7 @@ def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
     nothing of ours, and it is enough that they are this user's or root's.
     """
     if not _TABLES[0].exists():  # another system than Linux tells only of what one has started
-        return "ours" if _listen(_family(top), port) else "nobody"
+        return "ours" if any(listens(p.pid, port) for p in _family(top)) else "nobody"
     sockets = _listening(port)
     if not sockets:
         return "nobody"
@@ -253,13 +244,34 @@ def _open_in(processes: list[psutil.Process]) -> set[int]:
     return found
 
 
-def _listen(processes: list[psutil.Process], port: int) -> bool:
-    for process in processes:
-        with suppress(psutil.Error):
-            for socket in process.net_connections(kind="tcp"):
-                if socket.status == psutil.CONN_LISTEN and socket.laddr.port == port:
-                    return True
+def listens(pid: int, port: int) -> bool:
+    """True if a process itself listens at a port."""
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.Process(pid).net_connections(kind="tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                return True
     return False
+
+
+def free_port(host: str) -> int:
+    """A port of an address that nobody listens on at the moment."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def node_address() -> str:
+    """An address of this machine that other nodes reach: that of its name, or of its way out."""
+    with contextlib.suppress(OSError):
+        for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
+            address = str(found[4][0])
+            if not address.startswith("127."):
+                return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the system only looks for the way
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def wait_for(ended: threading.Event) -> None:

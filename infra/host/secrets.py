@@ -60,12 +60,12 @@ def _known() -> set[str]:
 
 
 def carries_secrets(field: str) -> bool:
-    """Whether people put tokens into a setting, named with dots; a part of one counts."""
+    """True if people put tokens into a setting, named with dots; a part of one counts."""
     return any(field == c or field.startswith((f"{c}.", f"{c}[")) for c in _CARRIERS)
 
 
 def without_secrets(text: str) -> str:
-    """What somebody has set, without logins in addresses, nor what looks like a token."""
+    """Text that somebody has set, without logins in addresses, nor what looks like a token."""
     text, parts, at = masked(_LOGIN.sub("", text)), [], 0
     for given in given_secrets(text):
         if given.start >= at and (given.is_set or not given.value.isalpha()):

@@ -1,30 +1,86 @@
-"""A repository on the Hub, in the few words that publishing needs.
+"""A repository on the Hub, in the few words that publishing needs, and the requests that go there.
 
-In: a repository id and what to ask or do. Out: commits, trees with hashes, branches and tags; every
-failure as an error of ours. Requests go through :mod:`infra.hub.session`, so they are counted,
-bounded in time, and can be stopped; uploads go through huggingface_hub.
+In: a repository id and what to ask or do; files with the hashes that their stage has computed. Out:
+commits, trees with hashes, branches and tags; every failure as an error of ours.
+
+Requests go through one HTTP session of ours, so they are counted, bounded in time, and can be
+stopped: rate limits, outages and lost connections are waited for within ``publish.patience_s``. The
+client has retries of its own, without a limit in time (six tries, each after as long as the Hub
+asks for); they never see a failure, because this session raises only what is final. Files go
+through huggingface_hub, and are not hashed again; while their bytes go out, progress is told and a
+stop is noticed.
 """
 
 from __future__ import annotations
 
+import email.utils
+import functools
+import hashlib
 import importlib.util
-import os
-import sys
+import io
+import re
+import ssl
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
+import httpx2
+import huggingface_hub
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    hf_raise_for_status,
+)
+from huggingface_hub.utils._http import default_client_factory
+
 from infra.host.secrets import masked
-from infra.hub.errors import Moved, Rejected, in_our_words, outage, rejection, translated
-from refiner_core.contract.config import PublishConfig
+from infra.hub.errors import (
+    Moved,
+    Patience,
+    Rejected,
+    in_our_words,
+    outage,
+    rejection,
+    replaced,
+    stopped,
+    translated,
+)
+from infra.publishing import FileToPublish, bytes_of
+from refiner_core.contract.types import Progress
 
-if TYPE_CHECKING:
-    from infra.hub.session import HubSession, Traffic
-
-OFFICIAL = "https://huggingface.co"
 #: Files that are sent at the same time.
 THREADS = 4
+#: Smaller files are read and checked before they go out: the Hub may keep them in git itself, and
+#: then it knows no SHA-256 that would tell that one was replaced.
+READ_BYTES = 10 << 20
+#: Progress of a large file is told this often.
+_TELL_BYTES = 32 << 20
+_TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+#: The client asks this by the way, for words in its user agent, and does without an answer. It must
+#: neither use up patience nor reach another Hub than the one that is published to.
+_BY_THE_WAY = "/api/agent-harnesses"
+_FINAL = (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)
+#: The client repeats this one at once and for ever; here it is waited for.
+_BUSY = "another conflicting operation is in progress"
+_RATE_LIMIT = re.compile(r'"\w+"\s*;\s*r\s*=\s*0+\s*;\s*t\s*=\s*(\d+)')
+#: Longer than anybody waits, and still a moment that a calendar has.
+_MOST_S = 366 * 86_400.0
+#: The client has one session in a process, so one publication at a time uses it.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class RemoteFile(NamedTuple):
@@ -50,49 +106,34 @@ class Refs(NamedTuple):
     tags: dict[str, str]
 
 
-def endpoint_now() -> str:
-    """The Hub's address."""
-    return (os.environ.get("HF_ENDPOINT") or OFFICIAL).rstrip("/")
+@dataclass
+class Traffic:
+    """Amounts that went over the wire.
 
+    Attributes
+    ----------
+    requests
+        Requests sent, repeated ones included.
+    sent_bytes
+        Bytes of their bodies.
+    """
 
-@contextmanager
-def open_hub(
-    repo_id: str,
-    config: PublishConfig,
-    endpoint: str | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-    *,
-    patience_s: float | None = None,
-) -> Iterator[HubClient]:
-    """A client for one repository until the end of the block."""
-    endpoint = (endpoint or endpoint_now()).rstrip("/")
-    _choose_transfer(endpoint)
-    from infra.hub.session import hub_session
-
-    patience_s = config.patience_s if patience_s is None else patience_s
-    with hub_session(repo_id, patience_s, config.request_timeout_s, should_stop) as session:
-        yield HubClient(repo_id, endpoint, session)
+    requests: int = 0
+    sent_bytes: int = 0
 
 
 class HubClient:
-    """One repository; see :func:`open_hub`."""
+    """One repository; see :func:`infra.hub.target.open_hub`."""
 
     def __init__(self, repo_id: str, endpoint: str, session: HubSession) -> None:
-        import huggingface_hub
-
         self.repo_id, self.endpoint = repo_id, endpoint
-        self._session = session
+        self._session, self.traffic = session, session.traffic
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
         #: Whether large files go by Xet, the official Hub's own transfer, which is no HTTP of ours.
         self.by_xet = has_xet()
 
-    @property
-    def traffic(self) -> Traffic:
-        """What went over the wire so far."""
-        return self._session.traffic
-
     def address(self, revision: str) -> str:
-        """Where a person finds a revision."""
+        """Address where a person finds a revision."""
         return masked(f"{self.endpoint}/{self.repo_id}/tree/{quote(revision, safe='')}")
 
     # ------------------------------------------------------------------ reading
@@ -104,8 +145,6 @@ class HubClient:
 
     def info(self) -> RepoInfo | None:
         """The repository; None if there is none that this token may see."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         with self._words("asking for the repository"):
             try:
                 found = self._api.model_info(self.repo_id)
@@ -125,8 +164,6 @@ class HubClient:
 
     def tree(self, commit: str) -> dict[str, RemoteFile]:
         """Path -> file of a commit."""
-        from huggingface_hub.hf_api import RepoFile
-
         with self._words("reading its files"):
             return {
                 e.path: RemoteFile(e.size, e.blob_id, e.lfs.sha256 if e.lfs else None)
@@ -136,12 +173,9 @@ class HubClient:
 
     def text(self, revision: str, name: str) -> str | None:
         """A small file of a revision; None if there is none."""
-        from huggingface_hub import get_session
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
-
         path = f"{quote(revision, safe='')}/{quote(name)}"
         with self._words(f"reading {name}"):
-            response = get_session().get(
+            response = huggingface_hub.get_session().get(
                 f"{self.endpoint}/{self.repo_id}/resolve/{path}", headers=build_hf_headers()
             )
             if response.status_code == 404:
@@ -165,8 +199,6 @@ class HubClient:
         Rejected
             The storage of large files has not taken one.
         """
-        from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
-
         with self._words("sending files"):
             try:
                 self._send_by_xet(branch, operations)
@@ -200,13 +232,8 @@ class HubClient:
             if not getattr(operation, "is_large", False):
                 continue
             try:
-                self._api.preupload_lfs_files(
-                    self.repo_id,
-                    [operation],
-                    revision=branch,
-                    num_threads=THREADS,
-                    free_memory=False,
-                )
+                how = {"revision": branch, "num_threads": THREADS, "free_memory": False}
+                self._api.preupload_lfs_files(self.repo_id, [operation], **how)
             except (RuntimeError, ConnectionError, TimeoutError) as error:
                 why = f"the Xet transfer failed: {error}"
                 found = translated(error, self._session.doing, self.repo_id)
@@ -214,19 +241,15 @@ class HubClient:
             operation.check_sent()
             self.traffic.sent_bytes += operation.upload_info.size  # at most: known parts are not
 
-    def let_others_end(self, looks: int) -> None:
-        """Wait a little before the next look, if there is patience left for it."""
-        self._session.pause(looks)
-
-    def pause(self, failures: int, why: str) -> None:
+    def pause(self, failures: int, why: str = "") -> None:
         """Wait before another try of what failed for the ``failures``-th time.
 
         Raises
         ------
         HubOutage
-            Patience is over.
+            Patience is over; only if ``why`` says what has failed.
         """
-        if not self._session.pause(failures):
+        if not self._session.pause(failures) and why:
             raise outage(why, self._session.doing, self.repo_id)
 
     def create_branch(self, branch: str, commit: str) -> None:
@@ -257,10 +280,31 @@ class HubClient:
 
 
 @contextmanager
+def hub_client(
+    repo_id: str, endpoint: str, patience: Patience, timeout_s: float
+) -> Iterator[HubClient]:
+    """Let huggingface_hub use a session of ours until the end of the block."""
+    with in_our_words("looking whether it may be asked", repo_id):
+        if constants.HF_HUB_OFFLINE:
+            raise OfflineModeIsEnabled("HF_HUB_OFFLINE")
+    with _ONE_AT_A_TIME:
+        session = HubSession(repo_id, patience, timeout_s)
+        quiet = are_progress_bars_disabled()
+        if not quiet:
+            disable_progress_bars()
+        huggingface_hub.set_client_factory(lambda: session)
+        try:
+            yield HubClient(repo_id, endpoint, session)
+        finally:
+            huggingface_hub.set_client_factory(default_client_factory)
+            session.close()
+            if not quiet:
+                enable_progress_bars()
+
+
+@contextmanager
 def _unless(status: int) -> Iterator[None]:
     """For requests whose effect is there already if the Hub answers that."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         yield
     except HfHubHTTPError as error:
@@ -269,17 +313,223 @@ def _unless(status: int) -> Iterator[None]:
 
 
 def has_xet() -> bool:
-    """Whether the client sends large files by Xet."""
-    from huggingface_hub import constants
-
+    """True if the client sends large files by Xet."""
     return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
 
 
-def _choose_transfer(endpoint: str) -> None:
-    """Other Hubs than the official one have no Xet storage, and the client knows no way back."""
-    if endpoint == OFFICIAL:
-        return
-    if os.environ.setdefault("HF_HUB_DISABLE_XET", "1").upper() not in ("1", "ON", "YES", "TRUE"):
-        return  # the user says that there is
-    if constants := sys.modules.get("huggingface_hub.constants"):
-        constants.HF_HUB_DISABLE_XET = True  # type: ignore[attr-defined]  # it was read at import
+class HubSession(httpx2.Client):
+    """A session that bears with the Hub as long as ``patience`` lasts."""
+
+    def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
+        super().__init__(follow_redirects=True, timeout=timeout_s, verify=_certificates())
+        self.traffic = Traffic()
+        #: What is being done, for messages.
+        self.doing = "asking for the repository"
+        self._repo_id, self._patience = repo_id, patience
+        self._lock = threading.Lock()
+
+    def request(self, method: str, url: Any, **kwargs: Any) -> httpx2.Response:
+        """Send a request until there is an answer that is not a passing one.
+
+        Raises
+        ------
+        HubOutage
+            There was none as long as patience lasted.
+        Interrupted
+            A stop was asked for.
+        """
+        if str(url).endswith(_BY_THE_WAY):
+            raise httpx2.ConnectError("not asked")
+        if kwargs.get("timeout") is None:
+            kwargs.pop("timeout", None)  # the client's "none" would mean to wait for ever
+        body: Any = kwargs.get("data")
+        begin = body.tell() if hasattr(body, "seek") else None
+        failures = 0
+        while True:
+            self._patience.check()
+            since = self._patience.clock()
+            try:
+                response = super().request(method, url, **kwargs)
+            except _FINAL:
+                raise
+            except httpx2.TransportError as error:
+                why, asked = f"{type(error).__name__}: {error}".rstrip(": "), None
+            else:
+                if not _passing(response):
+                    return response
+                why, asked = _words(response), asked_wait(response)
+            failures += 1
+            if not self._patience.wait(failures, asked, since):
+                raise outage(why, self.doing, self._repo_id, when=_when(asked)) from None
+            if begin is not None:
+                body.seek(begin)
+
+    def pause(self, failures: int) -> bool:
+        """Wait as after a failed request; False if patience is over."""
+        return self._patience.wait(failures, None, self._patience.clock())
+
+    def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
+        """Send one request, counted."""
+        with self._lock:
+            self.traffic.requests += 1
+            self.traffic.sent_bytes += int(request.headers.get("Content-Length", 0))
+        return super().send(request, **kwargs)
+
+
+def asked_wait(response: httpx2.Response) -> float | None:
+    """Seconds that the Hub asks to wait: its rate limit's reset, or ``Retry-After`` (seconds, or a
+    date, which is compared with the Hub's own clock)."""
+    if match := _RATE_LIMIT.search(response.headers.get("ratelimit", "")):
+        return min(float(match.group(1)), _MOST_S)
+    value = response.headers.get("retry-after", "").strip()
+    if value.isdecimal():
+        return min(float(value), _MOST_S)
+    try:
+        until = email.utils.parsedate_to_datetime(value)
+        there = email.utils.parsedate_to_datetime(response.headers.get("date", ""))
+        return max(0.0, (until - there).total_seconds())
+    except (TypeError, ValueError):
+        return None
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Read once: it takes longer than a request."""
+    return httpx2.create_ssl_context()
+
+
+def _passing(response: httpx2.Response) -> bool:
+    """True if the same request may get another answer a little later."""
+    if response.status_code in _TRANSIENT:
+        return True
+    return response.status_code == 409 and _BUSY in response.text
+
+
+def _words(response: httpx2.Response) -> str:
+    said = response.headers.get("x-error-message") or response.reason_phrase
+    return f"{response.status_code}: {said}"
+
+
+def _when(asked_s: float | None) -> str:
+    if asked_s is None:
+        return ""
+    then = datetime.now(UTC) + timedelta(seconds=asked_s)
+    return f" It asks to wait {asked_s:.0f} s, until {then:%H:%M:%S} UTC."
+
+
+@dataclass(eq=False)
+class Sending:
+    """Progress that is told while files go out, by any of the sending threads."""
+
+    total: int
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self._done: set[str] = set()
+        self._bytes, self._untold = 0, 0
+        self._lock = threading.Lock()
+
+    def moved(self, name: str, count: int) -> None:
+        """``count`` more bytes of a file are on their way; 0 is its end."""
+        if self.should_stop():
+            raise stopped()
+        with self._lock:
+            self._bytes += count
+            self._untold += count
+            if not count:
+                self._done.add(name)
+            elif self._untold < _TELL_BYTES:
+                return
+            self._untold = 0
+            values = {"sent_bytes": float(self._bytes)}
+            self.progress(Progress(len(self._done), self.total, f"sending {name}", values))
+
+
+class _Told(io.FileIO):
+    """A file that says how much of it was read."""
+
+    def __init__(self, path: str, name: str, sending: Sending) -> None:
+        super().__init__(path)
+        self._repo_name, self._sending = name, sending
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if data:
+            self._sending.moved(self._repo_name, len(data))
+        return data or b""
+
+
+class _Addition(CommitOperationAdd):  # type: ignore[misc]
+    """A file whose hash is known; ``trusted`` is whether the receiver will check it.
+
+    Attributes
+    ----------
+    is_large
+        Its bytes are read from disk while it is sent.
+    """
+
+    def __init__(self, file: FileToPublish, sending: Sending, *, trusted: bool) -> None:
+        small = file.source is None or file.bytes <= READ_BYTES
+        super().__init__(file.name, _checked(file) if small else file.source)
+        self.is_large = not small
+        if trusted:
+            self.upload_info.sha256 = bytes.fromhex(file.sha256)
+        self._file, self._sending = file, sending
+
+    def check_sent(self) -> None:
+        """After a transfer that has hashed what it read: was it the file that was meant?
+
+        Raises
+        ------
+        StageFailed
+            It was another one.
+        """
+        info = self.upload_info
+        if info.is_hashed and info.sha256.hex() != self._file.sha256:
+            raise replaced(self._file, "has other content")
+        info.sha256 = bytes.fromhex(self._file.sha256)
+        self._sending.moved(self._file.name, 0)
+
+    @contextmanager
+    def as_file(self, with_tqdm: bool = False) -> Iterator[BinaryIO]:
+        """The bytes; ``with_tqdm`` is how the client says that it uploads them."""
+        if with_tqdm and isinstance(self.path_or_fileobj, str):
+            with _Told(self.path_or_fileobj, self.path_in_repo, self._sending) as file:
+                yield file
+        else:
+            with super().as_file() as plain:
+                yield plain
+        if with_tqdm:
+            self._sending.moved(self.path_in_repo, 0)
+
+
+def _checked(file: FileToPublish) -> bytes:
+    """The bytes of a small file, if they still are what they were."""
+    data = bytes_of(file)
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise replaced(file, "has other content")
+    return data
+
+
+def operations(
+    wanted: Sequence[FileToPublish],
+    gone: Sequence[str],
+    progress: Callable[[Progress], None],
+    should_stop: Callable[[], bool],
+    *,
+    trusted: bool,
+) -> list[Any]:
+    """Operations that send ``wanted`` and delete ``gone``.
+
+    ``trusted`` says that who receives large files checks their hashes; otherwise the transfer
+    computes them as it reads.
+
+    Raises
+    ------
+    StageFailed
+        A small file is not what its stage has left.
+    """
+    sending = Sending(len(wanted), progress, should_stop)
+    deleted = [CommitOperationDelete(name) for name in gone]
+    return [*(_Addition(file, sending, trusted=trusted) for file in wanted), *deleted]

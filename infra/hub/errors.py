@@ -17,14 +17,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from infra.host.secrets import masked
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import (
     ConfigurationError,
     HubOutage,
     HubRefused,
     Interrupted,
     RefinerError,
+    StageFailed,
 )
 
 _WORDS = 300
@@ -33,6 +36,10 @@ _STORAGE = re.compile(
     r"|payment required|insufficient storage"
 )
 _FULL = (402, 413, 507)
+
+FIRST_S, LONGEST_S = 0.25, 30.0
+#: A stop is noticed within this time, however long the wait.
+_SLICE_S = 0.2
 
 
 class Moved(Exception):
@@ -77,10 +84,8 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
     from huggingface_hub import errors as theirs
 
     chain = list(_chain(error))
-    for link in chain:
-        if isinstance(link, RefinerError):
-            return link
-    if found := _of_text(error, repo_id):
+    ours = next((link for link in chain if isinstance(link, RefinerError)), None)
+    if found := ours or _of_text(error, repo_id):
         return found
     for link in chain:
         if isinstance(link, theirs.HfHubHTTPError):
@@ -95,13 +100,21 @@ def translated(error: BaseException, doing: str, repo_id: str) -> RefinerError |
                 fix="unset it where the publish stage runs, or set publish.target=folder",
             )
         if isinstance(link, theirs.HFValidationError):
-            return _bad_name(repo_id, str(link))
-        if isinstance(link, (httpx2.UnsupportedProtocol, httpx2.LocalProtocolError)):
-            return _bad_setting(str(link), doing)
-        if isinstance(link, httpx2.InvalidURL):
-            return _bad_setting(str(link), doing)
+            return ConfigurationError(
+                f"{repo_id} is no name of a repository on the Hub: {_shown(str(link))}",
+                expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
+                fix="correct publish.repo_id",
+            )
+        if isinstance(
+            link, httpx2.UnsupportedProtocol | httpx2.LocalProtocolError | httpx2.InvalidURL
+        ):
+            return ConfigurationError(
+                f"No request can be made for {doing}: {_shown(str(link))}.",
+                expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
+                fix="correct these variables where the publish stage runs",
+            )
         if isinstance(link, httpx2.HTTPError):
-            return outage(_name(link), doing, repo_id)
+            return outage(f"{type(link).__name__}: {link}".removesuffix(": "), doing, repo_id)
         if type(link).__module__.startswith("hf_xet"):
             return outage(f"the Xet transfer failed: {link}", doing, repo_id)
     return None
@@ -162,12 +175,13 @@ def stopped() -> Interrupted:
     )
 
 
-def name_taken(where: str, why: str) -> ConfigurationError:
-    """Something lies there that refiner must not touch."""
-    return ConfigurationError(
-        f"{where} is taken: {why}",
-        expected="a repository of its own for what refiner publishes",
-        fix="name another one with `publish.repo_id=`, or move that one away",
+def replaced(file: FileToPublish, why: str) -> StageFailed:
+    """The error for a source that is no longer what its stage has left."""
+    return StageFailed(
+        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
+        "stage ended.",
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
     )
 
 
@@ -193,26 +207,6 @@ def _no_token(what: str) -> HubRefused:
         fix="make one (Settings, Access Tokens) and log in with `hf auth login`, or set HF_TOKEN "
         "where the publish stage runs; then run the same command again",
     )
-
-
-def _bad_name(repo_id: str, why: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{repo_id} is no name of a repository on the Hub: {_shown(why)}",
-        expected="OWNER/NAME of letters, digits, `-`, `_` and `.`, 96 characters at most",
-        fix="correct publish.repo_id",
-    )
-
-
-def _bad_setting(why: str, doing: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"No request can be made for {doing}: {_shown(why)}.",
-        expected="HF_ENDPOINT to be an http(s) address, and HF_TOKEN to be one word",
-        fix="correct these variables where the publish stage runs",
-    )
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _shown(text: str) -> str:
@@ -250,13 +244,9 @@ def rejection(error: BaseException) -> str | None:
     return None
 
 
-FIRST_S, LONGEST_S = 0.25, 30.0
-#: A stop is noticed within this time, however long the wait.
-_SLICE_S = 0.2
-
-
+@dataclass(eq=False)
 class Patience:
-    """What is left of ``limit_s`` seconds.
+    """Rest of ``limit_s`` seconds.
 
     Attributes
     ----------
@@ -264,27 +254,19 @@ class Patience:
         Seconds of trouble so far: waits, and requests that failed in the end.
     """
 
-    def __init__(
-        self,
-        limit_s: float,
-        should_stop: Callable[[], bool] = lambda: False,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
-        self.limit_s, self.borne_s = limit_s, 0.0
-        self._should_stop, self._clock, self._sleep, self._draw = should_stop, clock, sleep, draw
-        self._until = clock()
-        self._lock = threading.Lock()
+    limit_s: float
+    should_stop: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    draw: Callable[[], float] = random.random
 
-    def now(self) -> float:
-        """The clock that ``since`` of :meth:`wait` is read from."""
-        return self._clock()
+    def __post_init__(self) -> None:
+        self.borne_s, self._until = 0.0, self.clock()
+        self._lock = threading.Lock()
 
     def check(self) -> None:
         """Raise :class:`Interrupted` if a stop was asked for."""
-        if self._should_stop():
+        if self.should_stop():
             raise stopped()
 
     def wait(self, failures: int, asked_s: float | None, since: float) -> bool:
@@ -294,17 +276,16 @@ class Patience:
         2 up to :data:`LONGEST_S`, each times something between 0.5 and 1.5. False means that this
         would take longer than is left; then nothing was waited for.
         """
-        backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())
-        now = self._clock()
-        end = now + (backoff if asked_s is None else asked_s)
+        backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())
+        end = self.clock() + (backoff if asked_s is None else asked_s)
         with self._lock:
             added = max(0.0, end - max(since, self._until))
             if self.borne_s + added > self.limit_s:
                 return False
             self.borne_s += added
             self._until = max(self._until, end)
-        while (left := end - self._clock()) > 0:
+        while (left := end - self.clock()) > 0:
             self.check()
-            self._sleep(min(left, _SLICE_S))
+            self.sleep(min(left, _SLICE_S))
         self.check()
         return True

@@ -21,18 +21,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infra.hub.client import HubClient, Refs, RemoteFile, open_hub
-from infra.hub.errors import Moved, Rejected, name_taken, outage
-from infra.publishing.targets import (
+from infra.host.secrets import masked
+from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, replaced
+from infra.publishing import (
     FileToPublish,
+    FolderTarget,
     Publication,
     Published,
+    Target,
     all_files,
-    check_replaced,
-    check_same_run,
+    check_run,
     check_update,
     holds,
     moves_main,
@@ -40,21 +46,59 @@ from infra.publishing.targets import (
 )
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence
 from refiner_core.contract.config import PublishConfig, RecipeConfig
-from refiner_core.contract.errors import HubOutage, HubRefused
+from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from infra.hub.client import RepoInfo
+    from infra.hub.client import HubClient, Refs, RemoteFile, RepoInfo
 
 
 log = logging.getLogger(__name__)
 
+OFFICIAL = "https://huggingface.co"
 #: How often others may get in between before it counts as an outage.
 ROUNDS = 8
 #: How often a large file is sent that does not arrive as it is.
 SENDS = 3
+#: Nobody waits for longer than this before a run.
+_PATIENCE_S = 5.0
+_WRITING = ("write", "admin", "contributor")
 #: What the Hub itself puts into a new repository.
 _OF_THE_HUB = frozenset({".gitattributes"})
+
+
+def endpoint_now() -> str:
+    """The Hub's address."""
+    return (os.environ.get("HF_ENDPOINT") or OFFICIAL).rstrip("/")
+
+
+@contextmanager
+def open_hub(
+    repo_id: str,
+    config: PublishConfig,
+    endpoint: str | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    patience_s: float | None = None,
+) -> Iterator[HubClient]:
+    """A client for one repository until the end of the block."""
+    endpoint = (endpoint or endpoint_now()).rstrip("/")
+    _choose_transfer(endpoint)
+    from infra.hub.client import hub_client
+
+    patience = Patience(config.patience_s if patience_s is None else patience_s, should_stop)
+    with hub_client(repo_id, endpoint, patience, config.request_timeout_s) as hub:
+        yield hub
+
+
+def _choose_transfer(endpoint: str) -> None:
+    """Other Hubs than the official one have no Xet storage, and the client knows no way back."""
+    if endpoint == OFFICIAL:
+        return
+    if os.environ.setdefault("HF_HUB_DISABLE_XET", "1").upper() not in ("1", "ON", "YES", "TRUE"):
+        return  # the user says that there is
+    if constants := sys.modules.get("huggingface_hub.constants"):
+        constants.HF_HUB_DISABLE_XET = True  # type: ignore[attr-defined]  # it was read at import
 
 
 class HubTarget:
@@ -70,7 +114,7 @@ class HubTarget:
         progress: Callable[[Progress], None] = lambda _: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Published:
-        """See :class:`infra.publishing.targets.Target`."""
+        """See :class:`infra.publishing.Target`."""
         _check_sources(publication.files)
         with open_hub(publication.repo_id, self._config, self._endpoint, should_stop) as hub:
             work = _Publishing(hub, self._config, publication, progress, should_stop)
@@ -79,11 +123,11 @@ class HubTarget:
                     return work.publish()
                 except Moved as moved:
                     log.info("%s: %s; looking again", publication.repo_id, moved)
-                    hub.let_others_end(looks)
+                    hub.pause(looks)
             raise outage("others keep on changing it", "publishing", publication.repo_id)
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
-        """See :class:`infra.publishing.targets.Target`."""
+        """See :class:`infra.publishing.Target`."""
         with open_hub(repo_id, self._config, self._endpoint) as hub:
             return hub.text(revision, name)
 
@@ -96,22 +140,18 @@ class _Revision(NamedTuple):
     lying: Lying | None
 
 
+@dataclass(eq=False)
 class _Publishing:
     """Looks at the repository, and what follows from each."""
 
-    def __init__(
-        self,
-        hub: HubClient,
-        config: PublishConfig,
-        publication: Publication,
-        progress: Callable[[Progress], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self._hub, self._config, self._publication = hub, config, publication
-        self._progress, self._should_stop = progress, should_stop
-        self._changed: set[str] = set()
-        self._made_aside = False
-        self._evidence: Lying | None = None
+    hub: HubClient
+    config: PublishConfig
+    publication: Publication
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+    changed: set[str] = field(default_factory=set)
+    made_aside: bool = False
+    evidence: Lying | None = None
 
     def publish(self) -> Published:
         """Look once, and bring the repository to what the publication says.
@@ -121,16 +161,16 @@ class _Publishing:
         Moved
             Somebody else got in between.
         """
-        publication = self._publication
-        revision = step_revision(self._config, publication.step, final=publication.final)
+        publication = self.publication
+        revision = step_revision(self.config, publication.step, final=publication.final)
         main = self._read(self._repository())
-        if revision == "main":
-            check_replaced(main.lying, publication, self._config, publication.repo_id)
+        alone, repo_id = revision == "main", publication.repo_id
+        check_run(main.lying, publication, self.config, repo_id, alone=alone)
+        if alone:
             commit = self._bring("main", main)
         else:
-            check_same_run(main.lying, publication, publication.repo_id)
-            refs = self._hub.refs()
-            if self._config.per_step == "branch":
+            refs = self.hub.refs()
+            if self.config.per_step == "branch":
                 commit = self._on_branch(revision, refs, main)
             else:
                 commit = self._tagged(revision, refs, main)
@@ -139,11 +179,11 @@ class _Publishing:
     # ------------------------------------------------------------------ what is there
     def _repository(self) -> str:
         """The commit at ``main``; the repository is made if there is none."""
-        publication, wanted = self._publication, self._config.private
-        info = self._hub.info()
+        publication, wanted = self.publication, self.config.private
+        info = self.hub.info()
         if info is None and not publication.only_these:
-            self._hub.create(private=wanted)
-            info = self._hub.info()
+            self.hub.create(private=wanted)
+            info = self.hub.info()
         if info is None:
             raise HubRefused(
                 f"The Hub shows no {publication.repo_id} to this token, and does not make it.",
@@ -151,86 +191,82 @@ class _Publishing:
                 fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
                 "publish.repo_id",
             )
-        check_visibility(publication.repo_id, is_private=info.private, wanted=wanted)
-        if info.private and not wanted:
-            log.warning(
-                "%s is private on the Hub, though publish.private=false; it stays private",
-                publication.repo_id,
-            )
+        for note in check_visibility(publication.repo_id, is_private=info.private, wanted=wanted):
+            log.warning("%s", note)
         return info.commit
 
     def _read(self, commit: str) -> _Revision:
-        files = self._hub.tree(commit)
-        text = self._hub.text(commit, EVIDENCE) if EVIDENCE in files else None
+        files = self.hub.tree(commit)
+        text = self.hub.text(commit, EVIDENCE) if EVIDENCE in files else None
         lying = read_evidence(text)
         if lying is None:
-            check_strangers(self._publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
+            check_strangers(self.publication.repo_id, files.keys() - {EVIDENCE}, bad=bool(text))
         return _Revision(commit, files, lying)
 
     # ------------------------------------------------------------------ where it goes
     def _on_branch(self, branch: str, refs: Refs, main: _Revision) -> str:
         if branch not in refs.branches:
             self._nothing_to_update(branch)
-            self._hub.create_branch(branch, main.commit)
+            self.hub.create_branch(branch, main.commit)
         before = self._read(refs.branches[branch]) if branch in refs.branches else main
         commit = self._bring(branch, before)
-        if moves_main(main.lying, self._publication, self._config):
+        if moves_main(main.lying, self.publication, self.config):
             self._bring("main", main)
         return commit
 
     def _tagged(self, tag: str, refs: Refs, main: _Revision) -> str:
         aside = f"refiner-{tag}"
-        if moves_main(main.lying, self._publication, self._config):
+        if moves_main(main.lying, self.publication, self.config):
             commit = self._bring("main", main)
         else:
             commit = self._aside(aside, tag, refs, main)
         self._move_tag(tag, refs, commit)
-        if aside in refs.branches or self._made_aside:
-            self._hub.delete_branch(aside)
+        if aside in refs.branches or self.made_aside:
+            self.hub.delete_branch(aside)
         return commit
 
     def _aside(self, branch: str, tag: str, refs: Refs, main: _Revision) -> str:
         """A commit with the publication that is not on main."""
         if tag in refs.tags:
             tagged = self._read(refs.tags[tag])
-            if not self._differs(tagged):
-                self._evidence = tagged.lying
+            if not any(self._difference(tagged)) and holds(tagged.lying, self.publication):
+                self.evidence = tagged.lying
                 return tagged.commit
         elif branch not in refs.branches:  # it outlives a tag that is gone while it is moved
             self._nothing_to_update(tag)
             tagged = main
-        self._made_aside = True
+        self.made_aside = True
         if branch in refs.branches:
             return self._bring(branch, self._read(refs.branches[branch]))
-        self._hub.create_branch(branch, tagged.commit)
+        self.hub.create_branch(branch, tagged.commit)
         return self._bring(branch, tagged)
 
     def _nothing_to_update(self, revision: str) -> None:
-        if self._publication.only_these:
-            check_update(None, self._publication, f"{self._publication.repo_id}@{revision}")
+        if self.publication.only_these:
+            check_update(None, self.publication, f"{self.publication.repo_id}@{revision}")
 
     def _move_tag(self, tag: str, refs: Refs, commit: str) -> None:
         if refs.tags.get(tag) == commit:
             return
         if tag in refs.tags:
-            self._hub.delete_tag(tag)
-        self._hub.create_tag(tag, commit)
-        if self._hub.refs().tags.get(tag) != commit:
+            self.hub.delete_tag(tag)
+        self.hub.create_tag(tag, commit)
+        if self.hub.refs().tags.get(tag) != commit:
             raise Moved(f"the tag {tag} points elsewhere")
 
     # ------------------------------------------------------------------ bringing it there
     def _bring(self, branch: str, before: _Revision) -> str:
         """A commit on ``branch`` that holds the publication, verified."""
-        publication = self._publication
+        publication = self.publication
         if publication.only_these:
             check_update(before.lying, publication, f"{publication.repo_id}@{branch}")
-        self._evidence = before.lying
+        self.evidence = before.lying
         wanted, gone = self._difference(before)
         if not wanted:  # what is no longer there changes the evidence file too
             return before.commit
-        self._changed |= {f.name for f in wanted}
+        self.changed |= {f.name for f in wanted}
         commit = self._send(branch, before.commit, wanted, gone)
-        after = self._hub.tree(commit)
+        after = self.hub.tree(commit)
         wrong = [f.name for f in publication.files if not _same(after.get(f.name), f)]
         wrong += [name for name in gone if name in after]
         if wrong:
@@ -243,26 +279,23 @@ class _Publishing:
 
     def _difference(self, there: _Revision) -> tuple[list[FileToPublish], list[str]]:
         """Files to send, and names of ours that are no longer wanted."""
-        publication = self._publication
+        publication = self.publication
         wanted = [f for f in publication.files if not _same(there.files.get(f.name), f)]
         if publication.only_these or there.lying is None:
             return wanted, []
         obsolete = there.lying.names - {f.name for f in publication.files}
         return wanted, sorted(obsolete & there.files.keys())
 
-    def _differs(self, there: _Revision) -> bool:
-        return any(self._difference(there)) or not holds(there.lying, self._publication)
-
     def _send(self, branch: str, parent: str, wanted: list[FileToPublish], gone: list[str]) -> str:
-        from infra.hub.upload import operations
+        from infra.hub.client import operations
 
         todo = operations(
-            wanted, gone, self._progress, self._should_stop, trusted=not self._hub.by_xet
+            wanted, gone, self.progress, self.should_stop, trusted=not self.hub.by_xet
         )
         sends = 0
         while True:
             try:
-                return self._hub.commit(branch, parent, todo, self._publication.message)
+                return self.hub.commit(branch, parent, todo, self.publication.message)
             except Rejected as rejected:
                 _check_unchanged(wanted)
                 sends += 1
@@ -270,25 +303,25 @@ class _Publishing:
                     raise outage(
                         f"its storage does not take what is sent, {SENDS} times: {rejected}",
                         "sending files",
-                        self._publication.repo_id,
+                        self.publication.repo_id,
                     ) from None
-                self._hub.pause(sends, str(rejected))
+                self.hub.pause(sends, str(rejected))
 
     def _published(self, revision: str, commit: str) -> Published:
         return Published(
             where="hub",
-            target=self._hub.address(revision),
+            target=self.hub.address(revision),
             revision=revision,
-            files=all_files(self._publication, self._evidence),
-            changed=tuple(sorted(self._changed)),
+            files=all_files(self.publication, self.evidence),
+            changed=tuple(sorted(self.changed)),
             commit=commit,
-            sent_bytes=self._hub.traffic.sent_bytes,
-            requests=self._hub.traffic.requests,
+            sent_bytes=self.hub.traffic.sent_bytes,
+            requests=self.hub.traffic.requests,
         )
 
 
-def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> None:
-    """Refuse a public repository for what is to be private.
+def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> list[str]:
+    """Refuse a public repository for what is to be private; returns what else is to be known.
 
     Raises
     ------
@@ -303,6 +336,8 @@ def check_visibility(repo_id: str, *, is_private: bool, wanted: bool) -> None:
             fix="make it private in its settings, set publish.private=false, or name another "
             "publish.repo_id",
         )
+    said = f"{repo_id} is private on the Hub, though publish.private=false; it stays private."
+    return [said] if is_private and not wanted else []
 
 
 def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) -> None:
@@ -318,13 +353,15 @@ def check_strangers(repo_id: str, names: Collection[str], *, bad: bool = False) 
     strange = sorted(set(names) - _OF_THE_HUB)
     if bad or (strange and EVIDENCE not in names):
         held = f"a {EVIDENCE} that is not of refiner" if bad else strange[0]
-        raise name_taken(
-            f"{repo_id} on the Hub", f"it holds {held}, which refiner did not put there"
+        raise ConfigurationError(
+            f"{repo_id} on the Hub is taken: it holds {held}, which refiner did not put there",
+            expected="a repository of its own for what refiner publishes",
+            fix="name another one with `publish.repo_id=`, or move that one away",
         )
 
 
 def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
-    """Whether what lies there is the file, by hash."""
+    """True if what lies there is the file, by hash."""
     if remote is None or remote.bytes != file.bytes:
         return False
     if remote.sha256 is not None:
@@ -345,8 +382,6 @@ def _git_oid(file: FileToPublish) -> str:
 
 
 def _check_sources(files: Sequence[FileToPublish]) -> None:
-    from infra.hub.upload import replaced
-
     for file in files:
         if file.source is not None:
             size = file.source.stat().st_size if file.source.is_file() else None
@@ -356,19 +391,12 @@ def _check_sources(files: Sequence[FileToPublish]) -> None:
 
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:
     """Raise if it is the file on this disk that is not what it was, and not the transfer."""
-    from infra.hub.upload import replaced
-
     for file in files:
         if file.source is not None:
             with file.source.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != file.sha256:
                 raise replaced(file, "has other content")
-
-
-#: Nobody waits for longer than this before a run.
-_PATIENCE_S = 5.0
-_WRITING = ("write", "admin", "contributor")
 
 
 def check_hub(config: RecipeConfig) -> list[str]:
@@ -386,9 +414,6 @@ def check_hub(config: RecipeConfig) -> list[str]:
     HubRefused
         The token or the repository will not do.
     """
-    from infra.host.secrets import masked
-    from infra.hub.errors import in_our_words
-
     name = config.publish.repo_id
     known = {"recipe": config.recipe, "seed": config.seed}
     repo_id = name.format(step=1, fingerprint="0" * 8, **known)
@@ -400,8 +425,8 @@ def check_hub(config: RecipeConfig) -> list[str]:
             if "{step}" in name or "{fingerprint}" in name:
                 return []  # which repository it will be is not known yet
             return _check_repository(hub.info(), repo_id, private=config.publish.private)
-    except HubOutage as outage:
-        return [masked(f"Whether the Hub takes {repo_id} is not known: {outage}")]
+    except HubOutage as error:
+        return [masked(f"Whether the Hub takes {repo_id} is not known: {error}")]
 
 
 def _check_name(repo_id: str) -> None:
@@ -434,7 +459,7 @@ def _check_token(who: Mapping[str, Any], repo_id: str) -> None:
 
 
 def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> bool:
-    """Whether a fine-grained token lists what it may write to, and this is not among it."""
+    """True if a fine-grained token lists what it may write to, and this is not among it."""
     scopes = (token.get("fineGrained") or {}).get("scoped")
     if token.get("role") != "fineGrained" or not scopes:
         return False
@@ -443,11 +468,17 @@ def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> boo
 
 
 def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> list[str]:
-
     if info is None:
         return []
-    check_visibility(repo_id, is_private=info.private, wanted=private)
+    notes = check_visibility(repo_id, is_private=info.private, wanted=private)
     check_strangers(repo_id, info.names)
-    if info.private and not private:
-        return [f"{repo_id} is private on the Hub, though publish.private=false; it stays private."]
-    return []
+    return notes
+
+
+def make_target(config: RecipeConfig, published: Path) -> Target:
+    """The target that a recipe names; ``published`` is the workspace's own folder for it."""
+    if config.publish.target == "hub":
+        return HubTarget(config.publish)
+    path = config.publish.path
+    root = Path(path).expanduser().absolute() if path else published
+    return FolderTarget(root, config.publish)

@@ -1,8 +1,8 @@
 """Several processes that train one stage, started by its attempt: torchrun, and what goes between.
 
 The worker stays the attempt. It starts torchrun's agent (:mod:`infra.ranks.agent`), on other nodes
-through :mod:`infra.ranks.nodes`, under the same minder as other trainers, so that none of them
+through :mod:`infra.ranks.launch`, under the same minder as other trainers, so that none of them
 outlives it. Rank 0 has the attempt's :class:`~refiner_core.contract.types.StageIO` over
 :mod:`infra.ranks.bridge`; what ranks print and how they end comes up through their output, so that
-neither a full disk nor a lost file can hide why they ended (:mod:`infra.ranks.events`).
+neither a full disk nor a lost file can hide why they ended (:mod:`infra.ranks.protocol`).
 """

@@ -25,7 +25,7 @@ from typing import Any
 
 from infra.jobs.signals import STOP_SIGNALS
 from infra.process.minder import die_with_parent
-from infra.ranks.events import MARK, tell
+from infra.ranks.protocol import MARK, tell
 from refiner_core.training.ranks import STORE
 
 _LAST_WORDS_S = 5.0

@@ -33,13 +33,25 @@ from multiprocessing.connection import (
 from pathlib import Path
 from typing import Any
 
-from infra.ranks.events import decode, encode
+from infra.ranks.protocol import decode, encode
 from refiner_core.contract.errors import KilledError, NoSpaceError
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 
 #: How long the other end may take for each of its words, seconds.
 PATIENCE_S = 30.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+log = logging.getLogger(__name__)
+#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
+ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
+#: How long a call that is under way may take when everything else has ended: a commit is brought
+#: to its end, a wait for room is not.
+_END_S = 60.0
+#: Calls that go to the attempt as they are.
+_PLAIN = (
+    *("log_metrics", "save_rollouts", "latest_checkpoint", "pass_over"),
+    *("progress", "should_stop"),
+)
 
 
 def greet(connection: Connection, key: bytes) -> None:
@@ -57,7 +69,7 @@ def greet(connection: Connection, key: bytes) -> None:
 
 
 def is_own(connection: Connection) -> bool:
-    """Whether the process at the other end of a Unix socket is this user's."""
+    """True if the process at the other end of a Unix socket is this user's."""
     with _socket(connection) as other:
         raw = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
@@ -82,15 +94,6 @@ def _socket(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-log = logging.getLogger(__name__)
-
-#: Settings of rank 0: where the attempt listens, and the key. The name says that it is a secret.
-ADDRESS, KEY = "REFINER_RANKS_ADDRESS", "REFINER_RANKS_TOKEN"
-#: How long a call that is under way may take when everything else has ended: a commit is brought
-#: to its end, a wait for room is not.
-_END_S = 60.0
-
-
 class Bridge:
     """The attempt's end; a context manager.
 
@@ -111,21 +114,16 @@ class Bridge:
         self._threads: list[threading.Thread] = []
         self.report: dict[str, Any] | None = None
         self._calls: Mapping[str, Callable[..., Any]] = {
-            "log_metrics": io.log_metrics,
-            "save_rollouts": io.save_rollouts,
-            "latest_checkpoint": io.latest_checkpoint,
-            "pass_over": io.pass_over,
-            "progress": io.progress,
-            "should_stop": io.should_stop,
+            **{name: getattr(io, name) for name in _PLAIN},
             "room_again": lambda value: io.room_again(_no_space(value)),
             "enter": self._enter,
             "leave": self._leave,
-            "finish": self._finish,
+            "finish": lambda report: setattr(self, "report", report),
         }
 
     @property
     def environment(self) -> dict[str, str]:
-        """What rank 0 has to know. Not for command lines or files that others read."""
+        """Settings that rank 0 has to know. Not for command lines or files that others read."""
         return {ADDRESS: self._address.replace("\0", "@", 1), KEY: self._key.hex()}
 
     def __enter__(self) -> Bridge:
@@ -220,9 +218,6 @@ class Bridge:
                 raise
         return False
 
-    def _finish(self, report: dict[str, Any]) -> None:
-        self.report = report
-
 
 def _no_space(value: dict[str, Any]) -> NoSpaceError:
     error = decode(value)
@@ -281,7 +276,7 @@ class RemoteIO:
         self._call("progress", progress)
 
     def should_stop(self) -> bool:
-        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        """True once it is to save at the next step boundary and raise ``Interrupted``."""
         return bool(self._call("should_stop"))
 
     def finish(self, report: Mapping[str, Any]) -> None:

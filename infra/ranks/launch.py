@@ -1,42 +1,75 @@
-"""The ranks of a stage, from their start to their end, as the worker sees them.
+"""The ranks of a stage, from their start to their end, as the worker sees them, on all nodes of a
+job.
 
-In: a :class:`RanksJob` and the attempt's StageIO. Out: the report that rank 0 has handed in, or the
-error of the rank that failed first. While they work their lines go to the attempt's log, and the
-attempt's fence is looked at. Requests to stop need nothing here: rank 0 asks the attempt
-(``should_stop``), and who wants an end sooner than the next step boundary kills the worker, with
-which all ranks end.
+In: a :class:`RanksJob` and the attempt's StageIO. Out: the report that rank 0 has handed in, or
+the error of the rank that failed first: one rank's failure makes the others fail a moment later,
+when they wait for it in vain; these are consequences, and not what a user must read. While they
+work their lines go to the attempt's log, and the attempt's fence is looked at. Requests to stop
+need nothing here: rank 0 asks the attempt (``should_stop``), and who wants an end sooner than the
+next step boundary kills the worker, with which all ranks end.
+
+In a Slurm job of several nodes the worker is on the first (:class:`OtherNodes`), and Slurm has
+started the same command once on each of the others (:func:`wait_for_work`), where it runs
+torchrun's agent; what that prints comes back to the worker. Nobody starts anything with ``srun``
+from inside the job: Slurm sends a request to stop (preemption, time limit, ``scancel --signal``)
+to every process of a step, and an ``srun`` among them answers it by killing all that it has
+started, before anybody can save. So there is one step with a task on each node; all but the first
+wait for the worker's word. The worker listens on the first node's address; where, and with which
+key, stands in a file beside the attempt that only its user can read. When the worker is gone its
+connections are, and with them the ranks on all nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import queue
 import re
 import secrets
 import shlex
 import signal
+import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess, kernel_oom_kills
-from infra.host.processes import environment
+from infra.host.files import write_private
+from infra.host.processes import environment, free_port, node_address
 from infra.jobs.failures import class_of_text
-from infra.ranks.bridge import Bridge
-from infra.ranks.events import MARK, decode, read_event
-from infra.ranks.nodes import Meeting, OtherNodes
-from infra.ranks.settings import ORDER, rank_settings
+from infra.jobs.signals import SlurmJob
+from infra.ranks.agent import ignore_stop_signals
+from infra.ranks.bridge import Bridge, greet, shut
+from infra.ranks.protocol import MARK, ORDER, decode, node_settings, rank_settings, read_event
+from infra.store import atomic
 from infra.store.atomic import has_room, no_space_error
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, KilledError, LaunchError, StageFailed
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.training.ranks import TALK
+
+log = logging.getLogger(__name__)
+
+#: Beside an attempt: where its worker listens.
+_FILE = "nodes.json"
+_WAIT_S = 0.5
+_LAST_WORDS_S = 15.0
+#: More than there are nodes: others on the network knock, too.
+_BACKLOG = 512
+#: How long the others may take to come: Slurm starts all tasks of a step at once.
+_COME_S = 300.0
+
 
 #: What a process says whose partner is gone.
 _CONSEQUENCE = re.compile(
@@ -55,11 +88,216 @@ _SHOWN = 6
 #: torchrun tells whole seconds. The ranks that it kills itself end later than this after the first.
 _AT_ONCE_S = 1
 LEAST_SHUTDOWN_S = _AT_ONCE_S + 2
+_POLL_S = 0.2
+_FENCE_S = 5.0
+#: How long what ranks have started (servers) may take to end after them.
+_LINGER_S = 10.0
+_LINES = 200
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Meeting place of torchrun's agents of several nodes; one node needs none."""
+
+    address: str = ""
+    port: int = 0
+    name: str = ""
+
+
+def node_number(environment: Mapping[str, str] = os.environ) -> int:
+    """Number of the node of its step that this process is on, from 0: 0 outside of Slurm, too."""
+    return int(environment.get("SLURM_NODEID") or 0) if "SLURM_JOB_ID" in environment else 0
+
+
+class OtherNodes:
+    """The worker's end; a context manager, after which nothing runs on other nodes.
+
+    Parameters
+    ----------
+    control
+        The attempt's folder of small files, which all nodes see.
+    job
+        The Slurm job.
+    count
+        How many other nodes there are.
+    """
+
+    def __init__(self, control: Path, job: SlurmJob, count: int) -> None:
+        self._path, self._count = control / _FILE, count
+        address = node_address()
+        self._key = secrets.token_bytes(32)
+        self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
+        self._listener.settimeout(_WAIT_S)
+        self.meeting = Meeting(address, free_port(address), secrets.token_hex(8))
+        self._note = {
+            "address": address,
+            "port": self._listener.getsockname()[1],
+            "key": self._key.hex(),
+            "job_id": job.id,
+            "restart": job.restart,
+        }
+        self._nodes: dict[int, Connection] = {}
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> OtherNodes:
+        temporary = atomic.temporary_name(self._path)
+        write_private(temporary, json.dumps(self._note))  # it holds a key
+        temporary.replace(self._path)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        atomic.remove_quietly(self._path)
+        for connection in self._nodes.values():
+            shut(connection)
+        for reader in self._readers:
+            reader.join(_LAST_WORDS_S)
+        self._listener.close()
+
+    def start(self, commands: Sequence[str], settings: Mapping[str, str]) -> None:
+        """Have every node run its command, by its number; the first is the worker's own.
+
+        Raises
+        ------
+        LaunchError
+            Not all came.
+        """
+        self._wait_for_all()
+        for node, connection in list(self._nodes.items()):
+            _send(connection, {"command": commands[node], "settings": dict(settings)})
+            reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
+            self._readers.append(reader)
+            reader.start()
+
+    def lines(self) -> Iterator[str]:
+        """Lines printed elsewhere since the last call."""
+        while not self._lines.empty():
+            yield self._lines.get_nowait()
+
+    def last_lines(self) -> Iterator[str]:
+        """Lines that are left, once this node's ranks have ended: those of others get a moment."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for reader in self._readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        yield from self.lines()
+
+    def _wait_for_all(self) -> None:
+        deadline = time.monotonic() + _COME_S
+        while len(self._nodes) < self._count:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"Only {len(self._nodes)} of the job's {self._count} other nodes came within "
+                    f"{_COME_S:.0f} s",
+                    expected="a task of the job on every node, which reaches the first node",
+                    fix="look at the job's logs in the attempt's `submitit` folder",
+                )
+            with contextlib.suppress(TimeoutError):
+                accepted, _ = self._listener.accept()
+                knocked = (Connection(accepted.detach()),)
+                threading.Thread(target=self._greet, args=knocked, daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        """Hear who has connected; in a thread of its own, so that silence holds up nobody else."""
+        try:
+            greet(connection, self._key)
+            hello = _receive(connection)
+        except (AuthenticationError, EOFError, OSError) as error:
+            log.warning("somebody without the key has connected to the worker: %r", error)
+            connection.close()
+        else:
+            log.info("node %s (%s) is ready", hello["node"], hello["host"])
+            self._nodes[int(hello["node"])] = connection
+
+    def _read(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while "line" in (told := _receive(connection)):
+                self._lines.put(told["line"])
+        # Its agent has ended, or it is gone; the connection stays until the worker is done.
+
+
+# ---------------------------------------------------------------- the others
+
+
+def wait_for_work(workspace: Workspace, stage_id: str, job: SlurmJob, node: int) -> int:
+    """Work on a node other than the first; returns the exit code when the worker is done."""
+    ignore_stop_signals()  # the worker hears them, and says when to end
+    connection = _connect(workspace, stage_id, job)
+    if connection is None:
+        return 0
+    with connection:
+        _send(connection, {"node": node, "host": socket.gethostname()})
+        try:
+            order = _receive(connection)
+        except (EOFError, OSError):
+            return 0  # the worker ended before it came to that
+        _work(connection, order["command"], order["settings"])
+    return 0
+
+
+def _work(connection: Connection, command: str, settings: Mapping[str, str]) -> None:
+    gone = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(connection, gone), daemon=True)
+    watcher.start()
+    own = {**environment(), **node_settings(settings), **settings}
+    with TrainerProcess(command, own, Path.cwd()) as process:
+        try:
+            while process.code is None and not gone.is_set():
+                for line in process.lines(_WAIT_S):
+                    _send(connection, {"line": line.text})
+            if not gone.is_set():
+                for line in process.last_lines():
+                    _send(connection, {"line": line.text})
+                _send(connection, {"code": process.code})
+        except OSError:
+            return  # the worker is gone, and with it what it has asked for
+    gone.wait()
+
+
+def _watch(connection: Connection, gone: threading.Event) -> None:
+    """The worker sends nothing more: what comes is its end."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    gone.set()
+
+
+def _connect(workspace: Workspace, stage_id: str, job: SlurmJob) -> Connection | None:
+    """The way to the worker of this start of the job; None where it has ended already."""
+    stage = workspace.layout.stage(stage_id)
+    while True:
+        for number in reversed(stage.attempt_numbers()):
+            paths = stage.attempt(number)
+            note = atomic.read_json(paths.control / _FILE)
+            if note is not None and _is_of(note, job):
+                with contextlib.suppress(OSError, EOFError, AuthenticationError):
+                    key = bytes.fromhex(note["key"])
+                    return Client((note["address"], note["port"]), "AF_INET", authkey=key)
+            started = workspace.read_control(paths.started)
+            if started is not None and _is_of(started, job) and paths.outcome.exists():
+                return None
+        if stage.result.exists():
+            return None
+        time.sleep(_WAIT_S)
+
+
+def _is_of(note: Mapping[str, Any], job: SlurmJob) -> bool:
+    return job.is_called(note.get("job_id")) and int(note.get("restart") or 0) == job.restart
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _send(connection: Connection, value: Mapping[str, Any]) -> None:
+    connection.send_bytes(json.dumps(value).encode())
+
+
+def _receive(connection: Connection) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(connection.recv_bytes())
+    return value
 
 
 @dataclass
 class Ended:
-    """What is known of a launch that did not end well.
+    """Traces of a launch that did not end well.
 
     ``errors`` are pairs of rank and error, oldest first; ``failures`` torchrun's, by rank
     (``code``, ``pid``, ``late_s``: seconds after the first); ``code`` is how an agent ended.
@@ -94,7 +332,7 @@ def error_of(ended: Ended) -> Exception:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error only says that somebody else is gone."""
+    """True if an error only says that somebody else is gone."""
     return bool(_CONSEQUENCE.search(str(error))) and not isinstance(error, KilledError)
 
 
@@ -156,18 +394,9 @@ def _unknown(ended: Ended) -> Exception:
     )
 
 
-log = logging.getLogger(__name__)
-
-_POLL_S = 0.2
-_FENCE_S = 5.0
-#: How long what ranks have started (servers) may take to end after them.
-_LINGER_S = 10.0
-_LINES = 200
-
-
 @dataclass(frozen=True)
 class RanksJob:
-    """What to launch.
+    """Ranks to launch.
 
     ``module`` is what each rank runs (``python -m``), ``order`` what it is told. ``folder`` is
     where the stage writes. ``check_fence`` raises if the attempt is no longer the newest;
@@ -199,12 +428,11 @@ def run_ranks(job: RanksJob, io: StageIO) -> dict[str, Any]:
     with ExitStack() as stack:
         bridge = stack.enter_context(Bridge(io))
         nodes = stack.enter_context(job.meet()) if job.meet is not None else None
-        at_work = _AtWork(job, secrets.token_hex(16))
         io.progress(Progress(0, 0, "starting ranks"))
-        at_work.run(bridge, nodes)
-        if bridge.report is None or at_work.ended.errors:
-            raise error_of(at_work.ended)
-        for rank, failure in at_work.ended.failures.items():
+        ended = _Work(job).until_end(bridge, nodes)
+        if bridge.report is None or ended.errors:
+            raise error_of(ended)
+        for rank, failure in ended.failures.items():
             log.warning("rank %d ended with %s after all was done", rank, failure["code"])
         return bridge.report
 
@@ -214,57 +442,46 @@ def agent_command(job: RanksJob, meeting: Meeting, node: int) -> str:
     placement = job.placement
     arguments = [
         *(f"--nproc-per-node={placement.nproc_per_node}", f"--nnodes={placement.nodes}"),
-        *(
-            *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
-            "--signals-to-handle=SIGQUIT",
-            f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
-        ),
+        *("--max-restarts=0", f"--log-dir={os.devnull}"),  # else it makes an empty one in /tmp
+        "--signals-to-handle=SIGQUIT",
+        f"--shutdown-timeout={max(LEAST_SHUTDOWN_S, job.shutdown_s)}",
     ]
     if placement.nodes == 1:
         arguments += ["--standalone"]
     else:
-        arguments += [
-            *("--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"),
-            *(f"--master-addr={meeting.address}", f"--master-port={meeting.port}"),
-        ]
+        arguments += ["--rdzv-backend=static", f"--rdzv-id={meeting.name}", f"--node-rank={node}"]
+        arguments += [f"--master-addr={meeting.address}", f"--master-port={meeting.port}"]
     python = [sys.executable, "-P"]
     rank = ["--no-python", *python, "-u", "-m", job.module]
     return "exec " + shlex.join([*python, "-m", "infra.ranks.agent", *arguments, *rank])
 
 
-@dataclass
-class _AtWork:
+class _Work:
     """The loop around launched ranks."""
 
-    job: RanksJob
-    mark: str
-    ended: Ended = field(default_factory=Ended)
+    def __init__(self, job: RanksJob) -> None:
+        self.job, self.mark = job, secrets.token_hex(16)
+        self.lines: deque[str] = deque(maxlen=_LINES)
+        self.ended = Ended(lines=self.lines, folder=job.folder)
 
-    def run(self, bridge: Bridge, nodes: OtherNodes | None) -> None:
-        """Start them and wait for the end of all."""
-        job, oom_before = self.job, kernel_oom_kills()
+    def until_end(self, bridge: Bridge, nodes: OtherNodes | None) -> Ended:
+        """Start them and wait for the end of all; how they ended."""
+        job, ended, placement = self.job, self.ended, self.job.placement
+        oom_before = kernel_oom_kills()
         meeting = nodes.meeting if nodes is not None else Meeting()
-        order = {**job.order, "placement": asdict(job.placement)}
+        order = {**job.order, "placement": asdict(placement)}
         shared = {MARK: self.mark, ORDER: json.dumps(order), TALK: secrets.token_hex(32)}
-        lines: deque[str] = deque(maxlen=_LINES)
-        self.ended = Ended(lines=lines, folder=job.folder)
-        text = agent_command(job, meeting, 0)
-        log.info("starting %d ranks on %d nodes", job.placement.world, job.placement.nodes)
-        own = {**environment(), **rank_settings(job.placement), **shared, **bridge.environment}
+        commands = [agent_command(job, meeting, node) for node in range(placement.nodes)]
+        log.info("starting %d ranks on %d nodes", placement.world, placement.nodes)
+        own = {**environment(), **rank_settings(placement), **shared, **bridge.environment}
         if nodes is not None:
-            nodes.start(
-                [agent_command(job, meeting, node) for node in range(job.placement.nodes)],
-                shared,
-            )
+            nodes.start(commands, shared)
         deadline, fence_due = float("inf"), time.monotonic() + _FENCE_S
-        with TrainerProcess(text, own, Path.cwd()) as process:
+        with TrainerProcess(commands[0], own, Path.cwd()) as process:
             while process.code is None and time.monotonic() < deadline:
-                for line in process.lines(_POLL_S):
-                    self._take(line.text, lines)
-                if nodes is not None:
-                    for told in nodes.lines():
-                        self._take(told, lines)
-                if self.ended.code is not None and deadline == float("inf"):
+                self._take(line.text for line in process.lines(_POLL_S))
+                self._take(nodes.lines() if nodes is not None else ())
+                if ended.code is not None and deadline == float("inf"):
                     deadline = time.monotonic() + job.shutdown_s + _LINGER_S
                 if time.monotonic() >= fence_due:
                     fence_due = time.monotonic() + _FENCE_S
@@ -273,26 +490,24 @@ class _AtWork:
             if code is None:
                 log.warning("what the ranks have started does not end; it is killed")
                 process.kill()
-            for line in process.last_lines():
-                self._take(line.text, lines)
-        if self.ended.code is None:
-            self.ended.code = code
-        if nodes is not None:
-            for told in nodes.last_lines():
-                self._take(told, lines)
-        self.ended.oom_kills = kernel_oom_kills() - oom_before
+            self._take(line.text for line in process.last_lines())
+        ended.code = code if ended.code is None else ended.code
+        self._take(nodes.last_lines() if nodes is not None else ())
+        ended.oom_kills = kernel_oom_kills() - oom_before
+        return ended
 
-    def _take(self, text: str, lines: deque[str]) -> None:
-        event = read_event(self.mark, text)
-        if event is None:
-            lines.append(text)
-            with suppress(OSError):  # a log on a full disk is no reason to end the training
-                sys.stdout.write(text + "\n")
-                sys.stdout.flush()
-        elif event["event"] == "error":
-            rank = int(event["rank"])
-            self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))
-        elif event["event"] == "ended":
-            self.ended.failures |= {int(rank): f for rank, f in event["failures"].items()}
-            if int(event["node"]) == 0 or event["failures"]:
-                self.ended.code = 1 if event["failures"] else 0
+    def _take(self, printed: Iterable[str]) -> None:
+        for text in printed:
+            event = read_event(self.mark, text)
+            if event is None:
+                self.lines.append(text)
+                with suppress(OSError):  # a log on a full disk is no reason to end the training
+                    sys.stdout.write(f"{text}\n")
+                    sys.stdout.flush()
+            elif event["event"] == "error":
+                rank = int(event["rank"])
+                self.ended.errors.append((rank, decode(event["error"], f"In rank {rank}")))
+            elif event["event"] == "ended":
+                self.ended.failures |= {int(rank): f for rank, f in event["failures"].items()}
+                if int(event["node"]) == 0 or event["failures"]:
+                    self.ended.code = 1 if event["failures"] else 0

@@ -14,39 +14,48 @@ and by the next one that comes to this node when all of them were killed at once
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import os
 import re
+import secrets
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any, Literal
 
 import psutil
 
 from infra.host.processes import ProcessId, host_name
 from infra.process.child import kill_leftovers
-from infra.ranks.settings import JOB_GPUS, VISIBLE
+from infra.ranks.protocol import JOB_GPUS, VISIBLE, visible
 from infra.rollouts import sweeper
 from infra.services.process import (
     Listening,
-    PortTaken,
+    NotReady,
     ServerProcess,
     Words,
-    free_port,
+    ask_server,
     server_environment,
+    shell_text,
+    split_words,
+    vllm_words,
 )
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
+from refiner_core.contract.config import ModelConfig, RecipeConfig, RolloutServerConfig
+from refiner_core.contract.errors import ConfigurationError, KilledError
+from refiner_core.contract.placement import placement_of, sampling_servers
 from refiner_core.contract.types import Endpoint
+from refiner_core.generation.vllm import extension
+from refiner_core.generation.vllm.admin import tolerance_of
+from refiner_core.generation.vllm.client import VllmGenerator
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.transfer import open_transfer
 from refiner_core.generation.vllm.wire import MODEL
 
 #: Class that completes a reload; its module is on the server's import path and needs vLLM alone.
@@ -65,10 +74,21 @@ _RANKS = (
 )
 _RANKS_PREFIX = "TORCHELASTIC_"
 
+log = logging.getLogger(__name__)
+_PREFIX = "refiner-rollouts"
+_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
+_POLL_S = 0.1
+_PROBE_S = 10.0
+_PORTS_TRIED = 5
+#: Time to end by itself, beyond what it takes for requests under way.
+_GRACE_S = SHUTDOWN_S + 10.0
+#: Below a stage's folder: what its servers are marked with, a number for each.
+MARK_NAME = "rollout-servers"
+
 
 @dataclass(frozen=True)
 class Place:
-    """What one server has for itself.
+    """Belongings of one server.
 
     Attributes
     ----------
@@ -92,14 +112,9 @@ class Place:
 def rollout_server_text(
     config: RecipeConfig, at: Listening, weights: Path, transfer: str | None = None
 ) -> str:
-    """The shell text that becomes the server (by ``exec``, so that signals reach it).
-
-    What the user gives in ``args`` comes last, and so counts.
-    """
+    """The shell text that becomes a server; the user's ``args`` come last, and so count."""
     grpo, server = config.grpo, config.grpo.rollout_server
-    words = [server.python, "-m", "vllm.entrypoints.cli.main"] if server.python else ["vllm"]
-    words += ["serve", str(weights), "--host", at.host, "--port", str(at.port)]
-    words += ["--served-model-name", MODEL]
+    words = [*vllm_words(server.python), str(weights), *at.options, "--served-model-name", MODEL]
     # Else a model's own generation_config.json overrules what a request does not say.
     words += ["--generation-config", "vllm"]
     # Else log-probabilities are those before temperature and truncation.
@@ -117,9 +132,7 @@ def rollout_server_text(
     if transfer is not None:
         words += ["--weight-transfer-config", f'{{"backend": "{transfer}"}}']
     words += ["--shutdown-timeout", str(SHUTDOWN_S), "--disable-uvicorn-access-log"]
-    words += [word for arg in server.args for word in shlex.split(arg)]
-    call = " ".join(part for part in ((server.container or "").strip(), shlex.join(words)) if part)
-    return "\n".join(["set -e", *server.setup, f"exec {call}"])
+    return shell_text(server, shlex.join([*words, *split_words(server.args)]))
 
 
 def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -134,12 +147,6 @@ def rollout_environment(place: Place, given: Mapping[str, str] = os.environ) -> 
     if place.gpus:
         kept[VISIBLE] = place.gpus
     return kept
-
-
-log = logging.getLogger(__name__)
-
-_PREFIX = "refiner-rollouts"
-_NAME = re.compile(rf"{_PREFIX}-(?P<where>.+)-(?P<pid>\d+)-(?P<started>\d+(?:\.\d+)?)")
 
 
 @contextmanager
@@ -228,18 +235,80 @@ def _where() -> str:
     return f"{host_name()}-{os.getuid()}-{world}"
 
 
-_HOST = "127.0.0.1"
-_POLL_S = 0.1
-_PROBE_S = 10.0
-_PORTS_TRIED = 5
-#: Time to end by itself, beyond what it takes for requests under way.
-_GRACE_S = SHUTDOWN_S + 10.0
+@dataclass(eq=False)
+class RolloutServer(ServerProcess):
+    """One of a trainer's servers."""
+
+    name: str
+    config: RecipeConfig
+    place: Place
+    weights: Path
+    shared: set[Path] = field(default_factory=set)
+
+    @property
+    def words(self) -> Words:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        return Words(
+            self.name,
+            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
+            "`vllm` known in grpo.rollout_server.setup",
+            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
+            container="grpo.rollout_server.container",
+            timeout="grpo.rollout_server.start_timeout_s",
+            again="run the same command again; the stage goes on from its last checkpoint",
+        )
+
+    @property
+    def settings(self) -> RolloutServerConfig:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        return self.config.grpo.rollout_server
+
+    def command(self) -> tuple[str, dict[str, str]]:
+        """See :class:`~infra.services.process.ServerProcess`."""
+        text = rollout_server_text(self.config, self.at, self.weights, self.place.transfer)
+        return text, rollout_environment(self.place)
+
+    def check(self) -> None:
+        """See :class:`~infra.services.process.ServerProcess`; refused is one that has no routes for
+        new weights, or lets strangers use them.
+
+        Raises
+        ------
+        ConfigurationError
+            It does.
+        """
+        if ask_server(self.endpoint, "/../health", _PROBE_S)[0] != 200:
+            raise NotReady
+        if ask_server(Endpoint(self.at.url), "/../is_paused", _PROBE_S)[0] == 200:
+            raise ConfigurationError(
+                f"{self.name} lets everybody on this machine load weights into it.",
+                expected="a server that asks for its key on every route",
+                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
+            )
+        if ask_server(self.endpoint, "/../is_paused", _PROBE_S)[0] != 200:
+            raise ConfigurationError(
+                f"{self.name} runs, but has no routes for new weights.",
+                expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
+                fix="let grpo.rollout_server.container hand the environment on (docker needs "
+                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
+            )
+
+    def note_memory(self, folder: Path) -> None:
+        """Note in ``folder`` the shared memory that it does not give back itself."""
+        process = self.process
+        if process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            new = shared_memory(psutil.Process(process.pid).children(recursive=True)) - self.shared
+            self.shared |= new
+            note_shared(folder, new)
 
 
+@dataclass(eq=False)
 class LocalRolloutServers:
     """A :class:`~refiner_core.contract.types.RolloutServers` on this node.
 
-    Parameters
+    Attributes
     ----------
     config
         ``grpo``, ``model`` and ``seed`` of it.
@@ -254,30 +323,22 @@ class LocalRolloutServers:
         Hears, while servers start, for how many seconds they have.
     """
 
-    def __init__(
-        self,
-        config: RecipeConfig,
-        places: Sequence[Place],
-        memory: Path,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self._config, self._places, self._memory = config, tuple(places), memory
-        self._should_stop, self._tell = should_stop, tell
-        self._running: list[ServerProcess] = []
-        self._shared: dict[int, set[Path]] = {}
+    config: RecipeConfig
+    places: Sequence[Place]
+    memory: Path
+    should_stop: Callable[[], bool] = lambda: False
+    tell: Callable[[float], None] = lambda seconds: None
+
+    def __post_init__(self) -> None:
+        self._running: dict[int, RolloutServer] = {}
         self._replaced = 0
-        self._closing = threading.Event()
-        self._telling = threading.Lock()
+        self._closing, self._telling = threading.Event(), threading.Lock()
 
     def start(self, weights: Path) -> list[Endpoint]:
         """Start all of them side by side."""
-        self._running = [self._process(index) for index in range(len(self._places))]
-        with ThreadPoolExecutor(len(self._places)) as pool:
-            starts = [
-                pool.submit(self._start, index, weights) for index in range(len(self._places))
-            ]
+        with ThreadPoolExecutor(len(self.places)) as pool:
+            numbers = range(len(self.places))
+            starts = [pool.submit(self._start, index, weights) for index in numbers]
             errors = [error for start in starts if (error := start.exception()) is not None]
         if errors:
             self._stop_all(0.0)
@@ -292,12 +353,11 @@ class LocalRolloutServers:
         KilledError
             It was necessary too often.
         """
-        most = self._config.grpo.rollout_server.max_restarts
+        most, server = self.config.grpo.rollout_server.max_restarts, self._running[index]
         self._replaced += 1
-        code = self._running[index].code
-        if code is not None:
-            why = f"{why} ({self._running[index].ended('while it served')})"
-        self._end(index, 0.0)
+        if server.code is not None:
+            why = f"{why} ({server.ended('while it served')})"
+        self._end(server, 0.0)
         if self._replaced > most:
             raise KilledError(
                 f"Rollout servers had to be replaced {self._replaced} times in this stage "
@@ -306,7 +366,6 @@ class LocalRolloutServers:
                 fix="see their output in the stage's log; the same command goes on from the last "
                 "checkpoint",
             )
-        self._running[index] = self._process(index)
         return self._start(index, weights)
 
     def close(self) -> None:
@@ -317,117 +376,197 @@ class LocalRolloutServers:
     def _stop_all(self, grace_s: float) -> None:
         if self._running:
             with ThreadPoolExecutor(len(self._running)) as pool:
-                list(pool.map(lambda index: self._end(index, grace_s), range(len(self._running))))
+                list(pool.map(lambda one: self._end(one, grace_s), [*self._running.values()]))
 
-    # ---- one server
-
-    def _process(self, index: int) -> ServerProcess:
-        many = len(self._places) > 1
-        name = f"Rollout server {index}" if many else "The rollout server"
-        words = Words(
-            name,
-            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
-            "`vllm` known in grpo.rollout_server.setup",
-            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
-            container="grpo.rollout_server.container",
-        )
-        return ServerProcess(
-            words,
-            key=self._places[index].key,
-            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
-            by_daemon=bool(self._config.grpo.rollout_server.container),
-        )
-
-    def _end(self, index: int, grace_s: float) -> None:
+    def _end(self, server: RolloutServer, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
-        self._note_memory(index)
-        self._running[index].stop(grace_s)
-        kill_leftovers(self._places[index].mark)  # whoever minded it may have been killed with it
-        for path in self._shared.pop(index, ()):
+        server.note_memory(self.memory)
+        server.stop(grace_s)
+        kill_leftovers(server.place.mark)  # whoever minded it may have been killed with it
+        for path in server.shared:
             path.unlink(missing_ok=True)
-
-    def _note_memory(self, index: int) -> None:
-        process = self._running[index].process
-        if process is None:
-            return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(process.pid).children(recursive=True)
-            known = self._shared.setdefault(index, set())
-            new = shared_memory(children) - known
-            known |= new
-            note_shared(self._memory, new)
+        server.shared.clear()
 
     def _start(self, index: int, weights: Path) -> Endpoint:
-        """Start one and wait until it answers; on another port if that is taken meanwhile."""
-        place, server = self._places[index], self._running[index]
-        for left in reversed(range(_PORTS_TRIED)):
-            at = Listening(_HOST, free_port(_HOST))
-            text = rollout_server_text(self._config, at, weights, place.transfer)
-            bash = bool(self._config.grpo.rollout_server.setup)
-            server.launch(text, rollout_environment(place), bash=bash)
-            try:
-                self._wait_until_ready(server, at, place.key)
-            except PortTaken as taken:
-                server.stop(0.0)
-                if not left:
-                    raise
-                log.warning("%s; trying another one", taken.what)
-            except BaseException:
-                server.stop(0.0)
-                raise
-            else:
-                self._note_memory(index)
-                return Endpoint(at.url, place.key)
-        raise AssertionError("unreachable")
+        """Start one and wait until it answers."""
 
-    def _wait_until_ready(self, server: ServerProcess, at: Listening, key: str) -> None:
-        began = time.monotonic()
-        limit_s = self._config.grpo.rollout_server.start_timeout_s
-        while True:
-            if server.code is not None:
-                raise server.ended("before it answered")
-            if self._should_stop() or self._closing.is_set():
-                raise Interrupted(
-                    f"{server.words.name} was asked to end before it answered",
-                    fix="run the same command again; the stage goes on from its last checkpoint",
-                )
-            if server.listens_at(at.port) and _status(at, "/health", key) == 200:
-                break
-            waited_s = time.monotonic() - began
-            if waited_s > limit_s:
-                raise StageFailed(
-                    f"{server.words.name} has not answered within {limit_s:g} s. Its last word: "
-                    f"{server.last_word()}",
-                    expected="an answer by then",
-                    fix="set grpo.rollout_server.start_timeout_s higher, or see what it waits for",
-                )
+        def tell(waited_s: float) -> None:
             with self._telling:
-                self._tell(waited_s)
-            time.sleep(_POLL_S)
-        if _status(at, "/is_paused") == 200:
-            raise ConfigurationError(
-                f"{server.words.name} lets everybody on this machine load weights into it.",
-                expected="a server that asks for its key on every route",
-                fix="take out of grpo.rollout_server.args what undoes `--middleware`",
-            )
-        if _status(at, "/is_paused", key) != 200:
-            raise ConfigurationError(
-                f"{server.words.name} runs, but has no routes for new weights.",
-                expected="vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1 in its environment",
-                fix="let grpo.rollout_server.container hand the environment on (docker needs "
-                "`-e VLLM_SERVER_DEV_MODE -e VLLM_API_KEY -e PYTHONPATH`), or take a newer vLLM",
-            )
+                self.tell(waited_s)
+
+        many = len(self.places) > 1
+        server = self._running[index] = RolloutServer(
+            f"Rollout server {index}" if many else "The rollout server",
+            *(self.config, self.places[index], weights),
+            key=self.places[index].key,
+            prefix=f"[rollouts {index}] " if many else "[rollouts] ",
+            should_stop=lambda: self.should_stop() or self._closing.is_set(),
+            tell=tell,
+        )
+        server.start()
+        server.note_memory(self.memory)
+        return server.endpoint
 
 
-def _status(at: Listening, route: str, key: str = "") -> int:
-    """The status of a GET; 0 where nobody answers."""
-    parts = urlsplit(at.url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_PROBE_S)
-    try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        connection.request("GET", route, headers=headers)
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return 0
-    finally:
-        connection.close()
+@dataclass(frozen=True)
+class VllmRollouts:
+    """Handle of a trainer on its servers.
+
+    ``generator`` samples with the weights of the last :meth:`sync`.
+    """
+
+    generator: VllmGenerator
+    weights: WeightSync
+
+    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
+        """Give all servers the weights of the model that ``whole`` yields; the first call starts
+        them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
+        self.weights.sync(whole, version)
+
+
+@contextmanager
+def open_vllm(
+    config: RecipeConfig,
+    tokenizer: Any,
+    workdir: Path,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+    on_step: Callable[[int, int], None] | None = None,
+    server_gpus: Sequence[Sequence[int]] | None = None,
+) -> Iterator[VllmRollouts]:
+    """Rollouts by this node's share of ``grpo.vllm_num_engines`` servers.
+
+    Parameters
+    ----------
+    config
+        The whole recipe.
+    tokenizer
+        The trainer's.
+    workdir
+        A folder of this stage; servers are marked with it, and those that an earlier attempt has
+        left on this node are ended.
+    should_stop, tell
+        Whether to give up, and how long it has taken, while servers start. They are called from
+        other threads, also during a call of the generator: nothing that all ranks do together.
+    on_step
+        See :class:`~refiner_core.generation.vllm.client.VllmGenerator`.
+    server_gpus
+        GPUs of each server of this node, as numbers within the job's; by default those of
+        :func:`~refiner_core.contract.placement.placement_of`.
+
+    Raises
+    ------
+    ConfigurationError
+        ``grpo.rollout_server.weights_dir`` is of no use.
+    UnsupportedError
+        Weights are to go from GPU to GPU, and there is none.
+    """
+    grpo, server = config.grpo, config.grpo.rollout_server
+    gpus = placement_of(config, "grpo").server_gpus if server_gpus is None else server_gpus
+    way = weight_transfer(config, len(gpus))
+    transfer = None if way == "reload" else open_transfer(way, server.start_timeout_s)
+    kill_leftovers(workdir / MARK_NAME)
+    with memory_folder(Path(server.weights_dir)) as folder:
+        shutil.copytree(Path(extension.__file__).parent, folder / "extension")
+        key = secrets.token_urlsafe(32)
+        places = [
+            Place(
+                gpus=visible(numbers) if numbers else "",
+                extension=folder / "extension",
+                mark=workdir / MARK_NAME / str(index),
+                transfer=None if way == "reload" else way,
+                key=key,
+            )
+            for index, numbers in enumerate(gpus)
+        ]
+        servers = LocalRolloutServers(config, places, folder, should_stop=should_stop, tell=tell)
+        weights = WeightSync(
+            servers,
+            folder,
+            tokenizer,
+            tolerance=tolerance_of(server.canary_tolerance, config.model.dtype),
+            window=grpo.max_token_length,
+            transfer=transfer,
+            timeout_s=server.start_timeout_s,
+        )
+        generator = VllmGenerator(
+            weights,
+            window=grpo.max_token_length,
+            in_flight=2 * grpo.generation_batch_size,
+            silence_s=server.request_timeout_s,
+            on_step=on_step,
+        )
+        try:
+            yield VllmRollouts(generator, weights)
+        finally:
+            if transfer is not None:
+                transfer.close()
+            servers.close()
+
+
+@contextmanager
+def open_sampler(
+    config: RecipeConfig,
+    model_ref: str,
+    tokenizer: Any,
+    workdir: Path,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    tell: Callable[[float], None] = lambda seconds: None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Iterator[VllmGenerator]:
+    """Servers for a ``sample`` stage: a model that does not move, nobody who trains, and all GPUs
+    of ``sample.resources`` for the servers.
+
+    They are started on a copy of the model in memory, and proven by a canary that this process
+    scores on the CPU. See :func:`open_vllm` for the rest.
+    """
+    view = sampling_view(config)
+    with open_vllm(
+        *(view, tokenizer, workdir),
+        should_stop=should_stop,
+        tell=tell,
+        on_step=on_step,
+        server_gpus=sampling_servers(config),
+    ) as rollouts:
+        rollouts.sync(_loaded(view.model, model_ref), "sampled")
+        yield rollouts.generator
+
+
+def sampling_view(config: RecipeConfig) -> RecipeConfig:
+    """The recipe as rollout servers read it, for a ``sample`` stage: weights go by a folder, and
+    this process scores the canary on a CPU, whatever kernel training uses."""
+    rule = config.sample
+    grpo = replace(
+        config.grpo,
+        generation_backend="vllm",
+        generation_batch_size=rule.generation_batch_size,
+        resources=rule.resources,
+        rollout_server=replace(config.grpo.rollout_server, weight_transfer="reload"),
+    )
+    return replace(config, grpo=grpo, model=replace(config.model, attn_implementation="sdpa"))
+
+
+@contextmanager
+def _loaded(model: ModelConfig, model_ref: str) -> Iterator[Any]:
+    from refiner_core.generation.load import load_model, set_threads
+
+    set_threads(model)
+    yield load_model(model_ref, model)
+
+
+def weight_transfer(config: RecipeConfig, servers: int) -> Literal["reload", "nccl", "ipc"]:
+    """Way of the weights to a node's servers.
+
+    ``auto`` is ``reload`` without GPUs; with them ``nccl``, which two processes on one GPU cannot
+    use: there it is ``ipc`` for the one server that has the trainer's own GPU, and else ``reload``.
+    """
+    server, grpo = config.grpo.rollout_server, config.grpo
+    if server.weight_transfer != "auto":
+        return server.weight_transfer
+    if grpo.resources.gpus == 0:
+        return "reload"
+    if not server.colocate:
+        return "nccl"
+    return "ipc" if servers == 1 and grpo.vllm_tensor_parallel_size == 1 else "reload"

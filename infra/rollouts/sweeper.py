@@ -51,7 +51,7 @@ def remove(folder: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """Whether this is a folder of this user, and of nobody else."""
+    """True if this is a folder of this user, and of nobody else."""
     try:
         found = os.lstat(folder)
     except OSError:
@@ -61,7 +61,7 @@ def is_private(folder: str) -> bool:
 
 
 def is_own_file(path: str) -> bool:
-    """Whether this is a regular file of this user, and no link to one.
+    """True if this is a regular file of this user, and no link to one.
 
     Raises
     ------

@@ -8,71 +8,34 @@ read by everybody on a node.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import http.client
+import json
 import logging
 import os
+import posixpath
 import re
 import shlex
 import shutil
-import socket
+import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import infra
-from infra.foreign.process import OURS, fill
-from infra.host.processes import ProcessId, holder_of
+from infra.foreign.process import CANNOT_START, fill, without_ours
+from infra.host.processes import ProcessId, free_port, holder_of
 from infra.host.secrets import MASK
 from infra.jobs.failures import class_of_text
 from infra.process.child import MARK, ChildProcess
 from refiner_core.contract.config import JudgeConfig, RolloutServerConfig, ServeConfig
-from refiner_core.contract.errors import ConfigurationError, KilledError, StageFailed
+from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
 from refiner_core.contract.services import engine_of
-
-
-@dataclass(frozen=True)
-class ServerProgram:
-    """What is started. ``field`` is the section of the recipe that says so."""
-
-    field: str
-    engine: str
-    python: str | None
-    setup: tuple[str, ...]
-    container: str | None
-
-    @classmethod
-    def of(
-        cls, config: RolloutServerConfig | ServeConfig, field: str, engine: str
-    ) -> ServerProgram:
-        """From a recipe's section."""
-        return cls(field, engine, config.python, config.setup, config.container)
-
-    @property
-    def lacking(self) -> str:
-        """What is sure not to be there; empty if nothing is."""
-        if words := shlex.split(self.container or ""):
-            return "" if shutil.which(words[0]) or self.setup else f"there is no `{words[0]}`"
-        if self.python is not None:
-            return self._lacking_python(self.python)
-        if self.setup or shutil.which(self.engine):
-            return ""
-        return f"there is no `{self.engine}` on PATH"
-
-    def _lacking_python(self, python: str) -> str:
-        if "/" not in python:
-            found = self.setup or shutil.which(python)
-            return "" if found else f"there is no `{python}` on PATH"
-        if "$" in python or python.startswith("~"):
-            return f"{python} is taken as it stands: neither ~ nor $NAME is replaced"
-        path = Path(python)
-        if not path.exists():
-            return f"there is no {python}"
-        if not path.is_file() or not os.access(path, os.X_OK):
-            return f"{python} is no program"
-        return ""
-
+from refiner_core.contract.types import Endpoint
 
 #: Variables that carry the key to a server, by engine.
 KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
@@ -80,120 +43,12 @@ KEY_VARIABLES = {"vllm": "VLLM_API_KEY", "command": "REFINER_SERVER_KEY"}
 _COMPACT_JSON = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 #: Opens routes of vLLM that change weights; a judge never has them.
 _NEVER = ("VLLM_SERVER_DEV_MODE", *KEY_VARIABLES.values())
-
-
-@dataclass(frozen=True)
-class Listening:
-    """Where a server listens."""
-
-    host: str
-    port: int
-
-    @property
-    def url(self) -> str:
-        """The base of the API, without a slash at its end."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
-
-
-def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -> str:
-    """The shell text that becomes the server (by ``exec``, so that signals reach it).
-
-    Parameters
-    ----------
-    judge
-        ``serve``, ``serve_command``, ``model`` and ``revision`` of it.
-    at
-        Where to listen.
-    weights
-        Folder or Hub id that ``judge.model`` stands for, where that is another name.
-
-    Raises
-    ------
-    ConfigurationError
-        The engine cannot be asked for that model under its name.
-    """
-    serve, source = judge.serve, weights or judge.model
-    engine = engine_of(judge)
-    if engine == "command":
-        call = _filled(judge.serve_command or "", judge, at, source)
-    elif engine == "vllm":
-        call = shlex.join(_vllm(judge, at, source))
-    else:
-        call = shlex.join(_transformers(judge, at))
-    words = [part for part in ((serve.container or "").strip(), call.strip()) if part]
-    return "\n".join(["set -e", *serve.setup, f"exec {' '.join(words)}"])
-
-
-def _vllm(judge: JudgeConfig, at: Listening, source: str) -> list[str]:
-    python = judge.serve.python
-    words = [python, "-m", "vllm.entrypoints.cli.main"] if python else ["vllm"]
-    words += ["serve", source]
-    words += ["--revision", judge.revision] if judge.revision else []
-    words += ["--host", at.host, "--port", str(at.port), "--served-model-name", judge.model]
-    # Else a model's own generation_config.json overrules what a request does not say.
-    words += ["--generation-config", "vllm"]
-    args = _split(judge.serve.args)
-    if not any(arg.startswith("--structured-outputs-config") for arg in args):
-        words += ["--structured-outputs-config", _COMPACT_JSON]
-    return [*words, *args]
-
-
-def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
-    """It is asked by the very name that it was started with, so that is ``judge.model``."""
-    if judge.revision not in (None, "main"):
-        raise ConfigurationError(
-            f"`transformers serve` knows no revision apart from the model ({judge.revision!r}).",
-            expected="the revision in the model's name",
-            fix=f"set judge.model={judge.model}@{judge.revision} and leave out judge.revision",
-        )
-    python = judge.serve.python
-    words = [python, "-P", "-m", "transformers.cli.transformers"] if python else ["transformers"]
-    words += ["serve", judge.model, "--host", at.host, "--port", str(at.port)]
-    return [*words, *_split(judge.serve.args)]
-
-
-def _split(args: tuple[str, ...]) -> list[str]:
-    """Each entry may hold one word or several: `--tensor-parallel-size 2`."""
-    return [word for arg in args for word in shlex.split(arg)]
-
-
-def _filled(command: str, judge: JudgeConfig, at: Listening, source: str) -> str:
-    values = {
-        "model": source,
-        "revision": judge.revision or "",
-        "host": at.host,
-        "port": str(at.port),
-    }
-    quoted = {name: shlex.quote(value) for name, value in values.items()}
-    arguments = shlex.join(_split(judge.serve.args))
-    return f"{fill(' '.join(command.split()), quoted)} {arguments}".strip()
-
-
-def server_environment(
-    engine: str, key: str, mark: str, given: Mapping[str, str] = os.environ
-) -> dict[str, str]:
-    """The environment of a server: the user's own, with the key where the engine looks for it.
-
-    ``mark`` is inherited by all processes of the server, so that what is left of one can be found.
-    """
-    kept = {n: v for n, v in given.items() if n not in (*OURS, *_NEVER, "PYTHONPATH")}
-    ours = str(Path(infra.__file__).resolve().parent.parent)
-    paths = [p for p in given.get("PYTHONPATH", "").split(os.pathsep) if p and p != ours]
-    if paths:
-        kept["PYTHONPATH"] = os.pathsep.join(paths)
-    kept |= {"PYTHONUNBUFFERED": "1", MARK: mark}
-    if key and engine in KEY_VARIABLES:
-        kept[KEY_VARIABLES[engine]] = key
-    return kept
-
-
 log = logging.getLogger(__name__)
-
 _TAIL_LINES = 400
+_POLL_S, _TELL_EVERY_S = 0.1, 1.0
+_PORTS_TRIED = 5
 #: How long a server gets to end by itself.
 GRACE_S = 15.0
-_NOT_FOUND, _NOT_RUNNABLE = 127, 126
 _PORT_TAKEN = re.compile(r"(?i)address already in use|errno 98\b|eaddrinuse")
 #: What an engine says of arguments and models that another try would not mend.
 _MISTAKE = re.compile(
@@ -210,54 +65,226 @@ _NO_CAUSE = re.compile(
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class ServerProgram(NamedTuple):
+    """Program that serves models. ``field`` is the section of the recipe that says so."""
+
+    config: RolloutServerConfig | ServeConfig
+    field: str
+    engine: str
+
+    @property
+    def lacking(self) -> str:
+        """Program that is sure not to be there, in words; empty if nothing is."""
+        setup, name, path = self.config.setup, self.config.python or self.engine, ""
+        if words := shlex.split(self.config.container or ""):
+            name = words[0]
+        elif self.config.python is None or "/" not in name:
+            path = " on PATH"
+        elif "$" in name or name.startswith("~"):
+            return f"{name} is taken as it stands: neither ~ nor $NAME is replaced"
+        elif not Path(name).exists():
+            return f"there is no {name}"
+        else:
+            is_program = Path(name).is_file() and os.access(name, os.X_OK)
+            return "" if is_program else f"{name} is no program"
+        return "" if setup or shutil.which(name) else f"there is no `{name}`{path}"
+
+
+def shell_text(program: RolloutServerConfig | ServeConfig, call: str) -> str:
+    """The shell text that becomes a program (by ``exec``, so that signals reach it)."""
+    words = [part for part in ((program.container or "").strip(), call.strip()) if part]
+    return "\n".join(["set -e", *program.setup, f"exec {' '.join(words)}"])
+
+
+def vllm_words(python: str | None) -> list[str]:
+    """The words by which vLLM is started to serve."""
+    return [*([python, "-m", "vllm.entrypoints.cli.main"] if python else ["vllm"]), "serve"]
+
+
+def split_words(args: Sequence[str]) -> list[str]:
+    """The words of entries that may hold one or several: `--tensor-parallel-size 2`."""
+    return [word for arg in args for word in shlex.split(arg)]
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Address at which a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The base of the API, without a slash at its end."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    @property
+    def options(self) -> list[str]:
+        """Host and port, as most servers take them."""
+        return ["--host", self.host, "--port", str(self.port)]
+
+
+def server_text(judge: JudgeConfig, at: Listening, weights: str | None = None) -> str:
+    """The shell text that becomes a judge's server.
+
+    Parameters
+    ----------
+    judge
+        ``serve``, ``serve_command``, ``model`` and ``revision`` of it.
+    at
+        Where to listen.
+    weights
+        Folder or Hub id that ``judge.model`` stands for, where that is another name.
+
+    Raises
+    ------
+    ConfigurationError
+        The engine cannot be asked for that model under its name.
+    """
+    engine, source, args = engine_of(judge), weights or judge.model, split_words(judge.serve.args)
+    if engine == "vllm":
+        words = _vllm(judge, at, source, args)
+    elif engine == "transformers":
+        words = _transformers(judge, at)
+    else:
+        listen = {"host": at.host, "port": str(at.port)}
+        given = {"model": source, "revision": judge.revision or "", **listen}
+        quoted = {name: shlex.quote(value) for name, value in given.items()}
+        command = fill(" ".join((judge.serve_command or "").split()), quoted)
+        return shell_text(judge.serve, f"{command} {shlex.join(args)}")
+    return shell_text(judge.serve, shlex.join([*words, *args]))
+
+
+def _vllm(judge: JudgeConfig, at: Listening, source: str, args: Sequence[str]) -> list[str]:
+    words = [*vllm_words(judge.serve.python), source]
+    words += ["--revision", judge.revision] if judge.revision else []
+    words += [*at.options, "--served-model-name", judge.model]
+    # Else a model's own generation_config.json overrules what a request does not say.
+    words += ["--generation-config", "vllm"]
+    if not any(arg.startswith("--structured-outputs-config") for arg in args):
+        words += ["--structured-outputs-config", _COMPACT_JSON]
+    return words
+
+
+def _transformers(judge: JudgeConfig, at: Listening) -> list[str]:
+    """It is asked by the very name that it was started with, so that is ``judge.model``."""
+    if judge.revision not in (None, "main"):
+        raise ConfigurationError(
+            f"`transformers serve` knows no revision apart from the model ({judge.revision!r}).",
+            expected="the revision in the model's name",
+            fix=f"set judge.model={judge.model}@{judge.revision} and leave out judge.revision",
+        )
+    python = judge.serve.python
+    words = [python, "-P", "-m", "transformers.cli.transformers"] if python else ["transformers"]
+    return [*words, "serve", judge.model, *at.options]
+
+
+def server_environment(
+    engine: str, key: str, mark: str, given: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of a server: the user's own, with the key where the engine looks for it.
+
+    ``mark`` is inherited by all processes of the server, so that what is left of one can be found.
+    """
+    kept = without_ours(given, Path(infra.__file__).resolve().parent.parent)
+    kept = {name: value for name, value in kept.items() if name not in _NEVER}
+    kept |= {"PYTHONUNBUFFERED": "1", MARK: mark}
+    if key and engine in KEY_VARIABLES:
+        kept[KEY_VARIABLES[engine]] = key
+    return kept
+
+
 @dataclass(frozen=True)
 class Words:
-    """What a server is called in messages, and what its user can change.
+    """Name of a server in messages, and what its user can change.
 
     ``not_found`` and ``mistake`` are what mends a command that is not there and arguments or a
-    model that the engine does not take; ``container`` is the field that names a container.
+    model that the engine does not take; ``container`` is the field that names a container,
+    ``timeout`` the one that says how long it may take to give an ``answer``; ``again`` is for who
+    has asked it to end before.
     """
 
     name: str
     not_found: str
     mistake: str
     container: str
+    timeout: str = ""
+    answer: str = "an answer"
+    again: str = ""
+
+
+class NotReady(Exception):
+    """It does not answer (yet)."""
 
 
 class PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
-class ServerProcess:
-    """A started server, or none yet.
+@dataclass(eq=False, kw_only=True)
+class ServerProcess(abc.ABC):
+    """A server that is started, or not yet; what it is, classes below this one say.
 
-    Parameters
+    Attributes
     ----------
-    words
-        For messages.
     key
-        A secret that its output is shown without.
+        What it asks for: a secret that its output is shown without.
+    host
+        Where it listens: a name or an address of this machine.
     prefix
         Put before each line of its output.
-    log_file
+    log
         Where its output is, for messages.
-    by_daemon
-        Whether a container's daemon may be who starts it.
+    should_stop, tell
+        Whether somebody wants this process to end, while it waits, and for how many seconds it has.
     """
 
-    def __init__(
-        self,
-        words: Words,
-        *,
-        key: str = "",
-        prefix: str = "",
-        log_file: str = "",
-        by_daemon: bool = False,
-    ) -> None:
-        self.words, self._key, self._prefix, self._log_file = words, key, prefix, log_file
-        self._by_daemon = by_daemon
+    key: str = field(default="", repr=False)
+    host: str = "127.0.0.1"
+    prefix: str = ""
+    log: str = ""
+    should_stop: Callable[[], bool] = lambda: False
+    tell: Callable[[float], None] = lambda seconds: None
+
+    def __post_init__(self) -> None:
         self._child: ChildProcess | None = None
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.at = Listening(self.host, 0)
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> Words:
+        """Name in messages, and what its user can change."""
+
+    @property
+    @abc.abstractmethod
+    def settings(self) -> ServeConfig | RolloutServerConfig:
+        """Section of the recipe that says how it is started."""
+
+    @property
+    def by_daemon(self) -> bool:
+        """True if a container's daemon may be who starts it."""
+        return bool(self.settings.container)
+
+    @abc.abstractmethod
+    def command(self) -> tuple[str, Mapping[str, str]]:
+        """The shell text and the environment of a server that listens at :attr:`at`."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Ask it whether it is ready.
+
+        Raises
+        ------
+        NotReady
+            Not yet.
+        """
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Address at which it answers."""
+        return Endpoint(self.at.url, self.key)
 
     @property
     def code(self) -> int | None:
@@ -269,34 +296,88 @@ class ServerProcess:
         """The process that minds it, as long as there is one."""
         return ProcessId.of(self._child.pid) if self.code is None and self._child else None
 
-    def launch(self, text: str, environment: Mapping[str, str], *, bash: bool) -> None:
-        """Start it; ``bash`` where lines are for that shell, whose functions (`module`) a cluster's
-        shells hand on."""
+    def launch(self, text: str, environment: Mapping[str, str]) -> None:
+        """Start it; with lines before it by bash, whose functions (`module`) a cluster's shells
+        hand on."""
         log.info("starting the server:\n%s", text)
         self._tail.clear()
-        shell = f"exec bash -c {shlex.quote(text)}" if bash else text
+        shell = f"exec bash -c {shlex.quote(text)}" if self.settings.setup else text
         self._child = ChildProcess(shell, environment, self._read)
 
-    def listens_at(self, port: int) -> bool:
-        """Whether it listens there; to be asked before it is sent its key.
+    def start(self) -> None:
+        """Start it and wait until it answers; on another port if that is taken meanwhile.
 
         Raises
         ------
+        KilledError, StageFailed, ConfigurationError
+            It ended, or did not answer in time.
+        Interrupted
+            Somebody wanted this process to end.
+        """
+        tries = 0
+        while True:
+            self.at, tries = Listening(self.host, free_port(self.host)), tries + 1
+            self.launch(*self.command())
+            try:
+                self._wait_until_ready()
+                return
+            except BaseException as error:
+                self.stop(0.0)
+                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
+                    raise
+                log.warning("%s; trying another one", error.what)
+
+    def _wait_until_ready(self) -> None:
+        began = told = time.monotonic()
+        words, limit_s = self.words, self.settings.start_timeout_s
+        while self.code is None:
+            try:
+                self.check_port()
+                self.check()
+                log.info("it answers at %s", self.at.url)
+                return
+            except NotReady as error:
+                why = f" ({error})" if str(error) else ""
+            now = time.monotonic()
+            if self.should_stop():
+                what = f"{words.name} was asked to end before it answered"
+                raise Interrupted(what, fix=words.again)
+            if now - began > limit_s:
+                raise StageFailed(
+                    f"{words.name} has not answered within {limit_s:g} s{why}. Its last word: "
+                    f"{self.last_word()}{self.where()}",
+                    expected=f"{words.answer} by then",
+                    fix=f"set {words.timeout} higher, or see what it waits for",
+                )
+            if now - told >= _TELL_EVERY_S:
+                told = now
+                self.tell(now - began)
+            time.sleep(_POLL_S)
+        raise self.ended("before it answered")
+
+    def check_port(self) -> None:
+        """See that it listens there, before it is sent its key.
+
+        Raises
+        ------
+        NotReady
+            It does not, yet.
         PortTaken
             Somebody else does.
         """
-        if self._child is None:
-            return False
-        holder = holder_of(port, self._child.pid, by_daemon=self._by_daemon)
+        holder = "nobody"
+        if self._child is not None:
+            holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
             raise PortTaken(
-                f"Port {port} was given to {self.words.name.lower()}, and a process that it has "
-                "not started listens there",
+                f"Port {self.at.port} was given to {self.words.name.lower()}, and a process that "
+                "it has not started listens there",
                 expected="that nobody takes a port between two looks",
                 fix=f"run the same command again; if a container's daemon starts the server, set "
                 f"{self.words.container}",
             )
-        return holder == "ours"
+        if holder == "nobody":
+            raise NotReady(f"it does not listen at {self.at.url}")
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
@@ -310,29 +391,23 @@ class ServerProcess:
 
     def where(self) -> str:
         """A sentence that says where its output is."""
-        return f" All that it has printed: {self._log_file}." if self._log_file else ""
+        return f". All that it has printed: {self.log}." if self.log else ""
 
     def ended(self, when: str) -> Exception:
-        """What its end means: its last words, classed by what they speak of."""
-        code = self.code
+        """Meaning of its end: its last words, classed by what they speak of."""
+        code, early = self.code or 0, when.startswith("before")
         if self._child is not None:
             self._child.wait_read()
-        lines = list(self._tail)
-        text = "\n".join(lines)
-        if when.startswith("before") and _PORT_TAKEN.search(text):
+        said = self.last_word()
+        if early and _PORT_TAKEN.search("\n".join(self._tail)):
             return PortTaken(
-                f"Port taken: {error_line(lines)}",
+                f"Port taken: {said}",
                 expected="a port that nobody listens on",
                 fix="nothing; another one is tried",
             )
-        said = error_line(lines)
-        how = (
-            f"exit code {code}"
-            if code is not None and code < 128
-            else f"signal {(code or 0) - 128}"
-        )
-        what = f"{self.words.name} ended {when} ({how}): {said}.{self.where()}"
-        if code in (_NOT_FOUND, _NOT_RUNNABLE) and when.startswith("before"):
+        how = f"exit code {code}" if code < 128 else f"signal {code - 128}"
+        what = f"{self.words.name} ended {when} ({how}): {said}{self.where() or '.'}"
+        if code in CANNOT_START and early:
             return ConfigurationError(
                 what,
                 expected="a command that can be run where the server is started",
@@ -345,14 +420,14 @@ class ServerProcess:
                 expected="a server that lasts",
                 fix="mend what its words name; then run the same command again",
             )
-        if when.startswith("before") and _MISTAKE.search(said):
+        if early and _MISTAKE.search(said):
             return ConfigurationError(
                 what,
                 expected="arguments and a model that the engine knows, with its weights on this "
                 "machine or in the Hub's cache",
                 fix=self.words.mistake,
             )
-        if when.startswith("before") and code is not None and code < 128:
+        if early and code < 128:
             return StageFailed(
                 what,
                 expected="an answer before its end",
@@ -363,11 +438,11 @@ class ServerProcess:
     def _read(self, output: IO[bytes]) -> None:
         for raw in output:
             line = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
-            if self._key:
-                line = line.replace(self._key, MASK)
+            if self.key:
+                line = line.replace(self.key, MASK)
             self._tail.append(line)
             with contextlib.suppress(OSError):  # a log on a full disk must not stop the server
-                print(f"{self._prefix}{line}", flush=True)
+                print(f"{self.prefix}{line}", flush=True)
 
 
 def error_line(lines: list[str]) -> str:
@@ -378,9 +453,28 @@ def error_line(lines: list[str]) -> str:
     return found[:400].rstrip(". ")
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on at the moment."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def ask_server(
+    endpoint: Endpoint, path: str, timeout_s: float, body: dict[str, Any] | None = None
+) -> tuple[int, bytes]:
+    """Status and body of an answer. No proxies, no redirects: the key is for this server alone.
+
+    Raises
+    ------
+    NotReady
+        There was none.
+    """
+    parts = urlsplit(endpoint.url)
+    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    data = None if body is None else json.dumps(body)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        route = posixpath.normpath(parts.path + path)
+        connection.request("GET" if body is None else "POST", route, data, headers)
+        response = connection.getresponse()
+        return response.status, response.read(1 << 20)
+    except (OSError, http.client.HTTPException) as error:
+        raise NotReady(f"no answer from {endpoint.url}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()

@@ -21,12 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from infra.host.files import write_private
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router, make_router, router_to_look
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import Seen
+from infra.process.child import kill_leftovers
 from infra.services.process import KEY_VARIABLES
 from infra.store import atomic
 from infra.store.orchestrators import holders
@@ -42,6 +44,18 @@ VARIABLE = KEY_VARIABLES["command"]
 _NAME = "key"
 #: How often the making of a key is tried, should somebody else's be half there.
 _TRIES = 3
+
+ServiceState = Literal[
+    "queued",  # its job waits for the scheduler
+    "starting",
+    "serving",  # somebody holds a lease
+    "idle",  # it answers, and nobody needs it just now
+    "ended",
+    "killed",  # its job is gone, and nobody has noted that yet
+    "unknown",  # its scheduler cannot be asked from here
+]
+RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
+_POLL_S = 0.2
 
 
 def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -112,12 +126,8 @@ def _make(path: Path) -> None:
     """Write a new key, unless there is one by then."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = atomic.temporary_name(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_private(temporary, secrets.token_urlsafe(32) + "\n")
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -128,19 +138,6 @@ def _make(path: Path) -> None:
             temporary.replace(path)  # one worker at a time starts a service
     finally:
         atomic.remove_quietly(temporary)
-
-
-ServiceState = Literal[
-    "queued",  # its job waits for the scheduler
-    "starting",
-    "serving",  # somebody holds a lease
-    "idle",  # it answers, and nobody needs it just now
-    "ended",
-    "killed",  # its job is gone, and nobody has noted that yet
-    "unknown",  # its scheduler cannot be asked from here
-]
-RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
-_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **
 
 
 def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
-    """Where a service answers now, by its records; empty while it is being started or replaced.
+    """Addresses at which a service answers now; empty while it is being started or replaced.
 
     Raises
     ------
@@ -204,11 +201,9 @@ def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
 def services_of(workspace: Workspace, wanted: str | None = None) -> list[ServiceStatus]:
     """All servers that were ever started here, or those whose id begins as ``wanted`` says."""
     ids = [i for i in workspace.stage_ids() if is_service(i)]
-    return [_status(workspace, i) for i in ids if wanted is None or _means(wanted, i)]
-
-
-def _means(wanted: str, service_id: str) -> bool:
-    return service_id.startswith(wanted) or service_id.partition("-")[2].startswith(wanted)
+    begins = wanted or ""
+    named = [i for i in ids if i.startswith(begins) or i.partition("-")[2].startswith(begins)]
+    return [_status(workspace, i) for i in named]
 
 
 def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
@@ -262,11 +257,9 @@ def _look(
     workspace: Workspace, service_id: str, *, adopt: bool
 ) -> tuple[StageRecord | None, Router, Seen | None]:
     """The record, who knows of its job, and what is seen of its open attempt."""
-    numbers = workspace.layout.stage(service_id).attempt_numbers()
-    config = {}
-    if numbers:
-        paths = workspace.layout.attempt(service_id, numbers[-1])
-        config = workspace.part(paths, "config")
+    stage = workspace.layout.stage(service_id)
+    numbers = stage.attempt_numbers()
+    config = workspace.part(stage.attempt(numbers[-1]), "config") if numbers else {}
     settings = from_json(DispatchConfig, config.get("dispatch") or {})
     router = (make_router if adopt else router_to_look)(settings, workspace)
     records, observed = Observer(workspace, router).look([service_id])
@@ -294,9 +287,11 @@ def end_service(
         record, router, seen = _look(workspace, service_id, adopt=True)
         if record is None or seen is None:
             return True
-        attempt = _open(workspace, service_id, record)
+        ref = AttemptRef(service_id, record.attempts[-1].number)
+        started = workspace.read_control(workspace.layout.attempt(*ref).started)
+        attempt = OpenAttempt(ref, record.attempts[-1], started)
         if seen.sight == "dead":
-            _close(workspace, attempt, seen, reason)
+            _close(workspace, attempt, seen)
         elif asked_at is None:
             workspace.ask_stop(service_id, seen.number, "interrupted", reason)
             if attempt.started is None:
@@ -312,25 +307,12 @@ def end_service(
     return False
 
 
-def _open(workspace: Workspace, service_id: str, record: StageRecord) -> OpenAttempt:
-    last = record.attempts[-1]
-    ref = AttemptRef(service_id, last.number)
-    return OpenAttempt(ref, last, workspace.read_control(workspace.layout.attempt(*ref).started))
-
-
-def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
+def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen) -> None:
     """Note the end of a server that was dead before it could be asked."""
     if attempt.started is None and not workspace.void_attempt(*attempt.ref):
         return
     end = seen.silent_end or classify_silent_end(attempt.started is not None, "")
     workspace.close_attempt(*attempt.ref, end)
-    _kill_processes(workspace.layout.service(attempt.ref.stage_id), attempt)
-
-
-def _kill_processes(mark: Path, attempt: OpenAttempt) -> None:
-    """What a dead worker's server may have left on this machine, should its minder be gone too."""
-    from infra.process.child import kill_leftovers
-
-    text = (attempt.started or {}).get("process")
-    if text is not None and ProcessId.parse(text).here:
-        kill_leftovers(mark)
+    worker = (attempt.started or {}).get("process")
+    if worker is not None and ProcessId.parse(worker).here:  # its minder may be gone, too
+        kill_leftovers(workspace.layout.service(attempt.ref.stage_id))

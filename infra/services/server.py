@@ -9,57 +9,43 @@ without the key, to this process's output.
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
-import logging
-import posixpath
-import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-from infra.host.processes import ProcessId
 from infra.host.secrets import MASK, masked
 from infra.process.child import kill_leftovers
 from infra.services.process import (
-    GRACE_S,
-    Listening,
-    PortTaken,
+    NotReady,
     ServerProcess,
     Words,
-    error_line,
-    free_port,
+    ask_server,
     server_environment,
     server_text,
 )
-from refiner_core.contract.config import JudgeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, KilledError, StageFailed
+from refiner_core.contract.config import JudgeConfig, ServeConfig
+from refiner_core.contract.errors import ConfigurationError, KilledError
 from refiner_core.contract.services import engine_of
 from refiner_core.contract.types import Endpoint
-
-__all__ = ["GRACE_S", "SILENCE_S", "Order", "Server", "error_line", "node_address"]
-
 
 _QUOTED = 300
 #: Answers that another try may mend: the server is still getting ready, or busy.
 _NOT_YET = frozenset({408, 425, 429, *range(500, 600)})
 _NO_KEY = (401, 403)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The model and how much of an answer is asked for (the server's name for that limit)."""
-
-    model: str
-    limit_field: str = "max_tokens"
-
-
-class NotReady(Exception):
-    """It does not answer (yet)."""
+_CHAT_S = 120.0
+#: How long a server that has answered before may fail to, before it counts as hung.
+SILENCE_S = 120.0
+_WORDS = Words(
+    "The judge's server",
+    not_found="set judge.serve.python to the interpreter that has the engine, or make the "
+    "command known in judge.serve.setup",
+    mistake="correct judge.model, judge.revision or judge.serve.args",
+    container="judge.serve.container",
+    timeout="judge.serve.start_timeout_s",
+    answer="an answer to a chat request",
+    again="nothing; who needs it next starts it again",
+)
 
 
 class Refuses(Exception):
@@ -76,7 +62,7 @@ def check_listing(endpoint: Endpoint, timeout_s: float = 10.0) -> list[str]:
     Refuses
         It does not take the key.
     """
-    status, body = _ask(endpoint, "/models", None, timeout_s)
+    status, body = ask_server(endpoint, "/models", timeout_s)
     if status in _NO_KEY:
         raise Refuses(f"it does not take its own key (HTTP {status} for /models)")
     if status != 200:
@@ -96,13 +82,15 @@ def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> No
         Nobody answers there, or the engine says that it is not well.
     """
     path = "/models" if engine == "command" else "/../health"
-    status, body = _ask(endpoint, path, None, timeout_s)
+    status, body = ask_server(endpoint, path, timeout_s)
     if status >= 500 and engine != "command":
         raise NotReady(f"HTTP {status} for its health{_quoted(body, endpoint)}")
 
 
-def check_chat(endpoint: Endpoint, asked: Asked, timeout_s: float = 120.0) -> None:
-    """Ask for one token.
+def check_chat(
+    endpoint: Endpoint, model: str, limit_field: str = "max_tokens", timeout_s: float = _CHAT_S
+) -> None:
+    """Ask for one token; ``limit_field`` is the server's name for how many.
 
     Raises
     ------
@@ -111,7 +99,7 @@ def check_chat(endpoint: Endpoint, asked: Asked, timeout_s: float = 120.0) -> No
     Refuses
         Any other answer than a chat completion.
     """
-    status, body = _ask(endpoint, "/chat/completions", _question(asked), timeout_s)
+    status, body = _chat(endpoint, model, limit_field, timeout_s)
     said = _quoted(body, endpoint)
     if status in _NOT_YET:
         raise NotReady(f"HTTP {status} for a chat request{said}")
@@ -123,37 +111,10 @@ def check_chat(endpoint: Endpoint, asked: Asked, timeout_s: float = 120.0) -> No
         raise Refuses(f"its answer to a chat request is no chat completion{said}") from error
 
 
-def lets_strangers_in(endpoint: Endpoint, asked: Asked, timeout_s: float = 120.0) -> bool:
-    """Whether it answers who has no key."""
-    stranger = Endpoint(endpoint.url)
-    status, _ = _ask(stranger, "/chat/completions", _question(asked), timeout_s)
-    return status not in _NO_KEY
-
-
-def _question(asked: Asked) -> dict[str, Any]:
+def _chat(endpoint: Endpoint, model: str, limit_field: str, timeout_s: float) -> tuple[int, bytes]:
     message = {"role": "user", "content": "Answer with one word: ready?"}
-    return {"model": asked.model, "messages": [message], asked.limit_field: 1}
-
-
-def _ask(
-    endpoint: Endpoint, path: str, body: dict[str, Any] | None, timeout_s: float
-) -> tuple[int, bytes]:
-    """Status and body. No proxies, no redirects: the key is for this server alone."""
-    parts = urlsplit(endpoint.url)
-    headers = {"Authorization": f"Bearer {endpoint.key}"} if endpoint.key else {}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    data = None if body is None else json.dumps(body)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
-    try:
-        route = posixpath.normpath(parts.path + path)
-        connection.request("GET" if body is None else "POST", route, data, headers)
-        response = connection.getresponse()
-        return response.status, response.read(1 << 20)
-    except (OSError, http.client.HTTPException) as error:
-        raise NotReady(f"no answer from {endpoint.url}: {error or type(error).__name__}") from error
-    finally:
-        connection.close()
+    question = {"model": model, "messages": [message], limit_field: 1}
+    return ask_server(endpoint, "/chat/completions", timeout_s, question)
 
 
 def _quoted(body: bytes, endpoint: Endpoint) -> str:
@@ -163,25 +124,9 @@ def _quoted(body: bytes, endpoint: Endpoint) -> str:
     return f": {masked(text)[:_QUOTED]}" if text else ""
 
 
-log = logging.getLogger(__name__)
-
-_POLL_S = 0.1
-_TELL_EVERY_S = 1.0
-_PORTS_TRIED = 5
-#: How long a server that has answered before may fail to, before it counts as hung.
-SILENCE_S = 120.0
-_WORDS = Words(
-    "The judge's server",
-    not_found="set judge.serve.python to the interpreter that has the engine, or make the "
-    "command known in judge.serve.setup",
-    mistake="correct judge.model, judge.revision or judge.serve.args",
-    container="judge.serve.container",
-)
-
-
-@dataclass(frozen=True)
-class Order:
-    """What to start.
+@dataclass(eq=False)
+class Server(ServerProcess):
+    """A judge's server; a context manager that leaves none of its processes behind.
 
     Attributes
     ----------
@@ -190,185 +135,80 @@ class Order:
     mark
         Folder that marks the server's processes: what an earlier one has left under the same mark
         on this machine is ended first.
-    key
-        What it asks for; empty where it cannot (``transformers``).
-    host
-        Where it listens: a name or an address of this machine.
     weights
         Folder or Hub id that ``judge.model`` stands for.
-    log
-        Where its output is, for error messages.
-    prefix
-        Put before each line of its output.
     """
 
     judge: JudgeConfig
     mark: Path
-    key: str = field(repr=False)
-    host: str = "127.0.0.1"
     weights: str | None = None
-    log: str = ""
-    prefix: str = ""
 
-
-class Server:
-    """A server; a context manager that leaves none of its processes behind.
-
-    Parameters
-    ----------
-    order
-        What to start.
-    should_stop
-        Whether somebody wants this process to end, while it waits.
-    tell
-        Hears, while it starts, for how many seconds it has.
-    """
-
-    def __init__(
-        self,
-        order: Order,
-        *,
-        should_stop: Callable[[], bool] = lambda: False,
-        tell: Callable[[float], None] = lambda seconds: None,
-    ) -> None:
-        self.order = order
-        self._should_stop, self._tell = should_stop, tell
-        self._running = ServerProcess(
-            _WORDS,
-            key=order.key,
-            prefix=order.prefix,
-            log_file=order.log,
-            by_daemon=bool(order.judge.serve.container) or engine_of(order.judge) == "command",
-        )
-        self._port = 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._engine = engine_of(self.judge)
         self._answered_at = 0.0
-        self.endpoint = Endpoint("")
 
     def __enter__(self) -> Server:
-        kill_leftovers(self.order.mark)
-        try:
-            self._start()
-        except BaseException:
-            self.stop(0.0)
-            raise
+        kill_leftovers(self.mark)
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
-    def process(self) -> ProcessId | None:
-        """The process that minds it, as long as there is one."""
-        return self._running.process
+    def words(self) -> Words:
+        """See :class:`ServerProcess`."""
+        return _WORDS
 
-    # ------------------------------------------------------------ starting
+    @property
+    def settings(self) -> ServeConfig:
+        """See :class:`ServerProcess`."""
+        return self.judge.serve
 
-    def _start(self) -> None:
-        """Start it and wait until it answers; on another port if that is taken meanwhile.
+    @property
+    def by_daemon(self) -> bool:
+        """See :class:`ServerProcess`."""
+        return super().by_daemon or self._engine == "command"
+
+    def command(self) -> tuple[str, dict[str, str]]:
+        """See :class:`ServerProcess`."""
+        environment = server_environment(self._engine, self.key, str(self.mark))
+        return server_text(self.judge, self.at, self.weights), environment
+
+    def check(self) -> None:
+        """See :class:`ServerProcess`; a server that says no, or lets strangers in, is refused.
 
         Raises
         ------
         ConfigurationError
-            The command, an argument or the model is not there; or it lets strangers in.
-        KilledError, StageFailed
-            It ended, or did not answer in time.
-        Interrupted
-            Somebody wanted this process to end.
+            It does.
         """
-        for left in reversed(range(_PORTS_TRIED)):
-            self._launch()
-            try:
-                self._wait_until_ready()
-            except PortTaken as taken:
-                if not left:
-                    raise
-                log.warning("%s; trying another one", taken.what)
-                self.stop(0.0)
-            else:
-                return
-
-    def _launch(self) -> None:
-        order = self.order
-        at = Listening(order.host, free_port(order.host))
-        text = server_text(order.judge, at, order.weights)
-        self._port = at.port
-        self.endpoint = Endpoint(at.url, order.key)
-        environment = server_environment(engine_of(order.judge), order.key, str(order.mark))
-        self._running.launch(text, environment, bash=bool(order.judge.serve.setup))
-
-    def _wait_until_ready(self) -> None:
-        began = told = time.monotonic()
-        limit_s, why = self.order.judge.serve.start_timeout_s, ""
-        while True:
-            if self._running.code is not None:
-                raise self._running.ended("before it answered")
-            try:
-                self._check()
-            except NotReady as error:
-                why = str(error)
-            else:
-                log.info("it answers at %s", self.endpoint.url)
-                return
-            now = time.monotonic()
-            if self._should_stop():
-                raise Interrupted(
-                    "The judge's server was asked to end before it answered",
-                    fix="nothing; who needs it next starts it again",
-                )
-            if now - began > limit_s:
-                raise self._late(limit_s, why)
-            if now - told >= _TELL_EVERY_S:
-                told = now
-                self._tell(now - began)
-            time.sleep(_POLL_S)
-
-    def _check(self) -> None:
-        """Ask it whether it is ready.
-
-        Raises
-        ------
-        NotReady
-            Not yet.
-        PortTaken
-            Somebody else listens at its port.
-        ConfigurationError
-            It says no, or lets strangers in.
-        """
-        self._check_port()
-        judge = self.order.judge
-        asked = Asked(judge.model, judge.max_tokens_field)
-        listed: list[str] = []
-        engine = engine_of(judge)
+        judge, endpoint, listed = self.judge, self.endpoint, list[str]()
         try:
-            if engine == "transformers":  # it would list all that is in the Hub's cache
-                check_health(self.endpoint, engine)
+            if self._engine == "transformers":  # it would list all that is in the Hub's cache
+                check_health(endpoint, self._engine)
             else:
-                listed = check_listing(self.endpoint)
-            check_chat(self.endpoint, asked)
+                listed = check_listing(endpoint)
+            check_chat(endpoint, judge.model, judge.max_tokens_field)
         except Refuses as error:
-            has = f" It has: {', '.join(listed)}." if listed and judge.model not in listed else ""
+            has = f". It has: {', '.join(listed)}" if listed and judge.model not in listed else ""
             raise ConfigurationError(
-                f"The judge's server runs, but {error}.{has}{self._running.where()}",
+                f"The judge's server runs, but {error}{has}{self.where() or '.'}",
                 expected=f"a server that takes chat requests for judge.model {judge.model!r}",
                 fix="correct judge.model, judge.serve.args or judge.serve_command",
             ) from error
-        if self.order.key and self._is_open_to_others() and lets_strangers_in(self.endpoint, asked):
+        reached = not self.host.startswith(("127.", "localhost", "::1"))
+        stranger = Endpoint(self.at.url)
+        question = (judge.model, judge.max_tokens_field, _CHAT_S)
+        if self.key and reached and _chat(stranger, *question)[0] not in _NO_KEY:
             raise ConfigurationError(
-                f"The judge's server at {self.endpoint.url} answers who has no key, and everybody "
+                f"The judge's server at {self.at.url} answers who has no key, and everybody "
                 "on the cluster reaches it.",
                 expected="a server that asks for the key in REFINER_SERVER_KEY",
                 fix="let judge.serve_command pass it on, or set judge.serve.where=beside",
             )
         self._answered_at = time.monotonic()
-
-    def _check_port(self) -> None:
-        if not self._running.listens_at(self._port):
-            raise NotReady(f"it does not listen at {self.endpoint.url}")
-
-    def _is_open_to_others(self) -> bool:
-        return not self.order.host.startswith(("127.", "localhost", "::1"))
-
-    # ------------------------------------------------------------ watching
 
     def check_alive(self, *, ask: bool = True) -> None:
         """Raise unless it runs and, as far as it is asked now, has answered lately.
@@ -378,13 +218,13 @@ class Server:
         KilledError, StageFailed
             It has ended, has not answered for long, or lost its port.
         """
-        if self._running.code is not None:
-            raise self._running.ended("while it served")
+        if self.code is not None:
+            raise self.ended("while it served")
         if not ask:
             return
         try:
-            self._check_port()
-            check_health(self.endpoint, engine_of(self.order.judge))
+            self.check_port()
+            check_health(self.endpoint, self._engine)
             self._answered_at = time.monotonic()
         except NotReady as error:
             silent_s = time.monotonic() - self._answered_at
@@ -393,31 +233,3 @@ class Server:
                     f"The judge's server runs, but has not answered for {silent_s:.0f} s: {error}",
                     fix="nothing; another one is started",
                 ) from error
-
-    # ------------------------------------------------------------ ending
-
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """End it: SIGTERM to all its processes, time to end, then SIGKILL."""
-        self._running.stop(grace_s)
-
-    def _late(self, limit_s: float, why: str) -> StageFailed:
-        said = self._running.last_word()
-        return StageFailed(
-            f"The judge's server has not answered within {limit_s:g} s ({why}). Its last word: "
-            f"{said}.{self._running.where()}",
-            expected="an answer to a chat request by then",
-            fix="set judge.serve.start_timeout_s higher, or see what it waits for",
-        )
-
-
-def node_address() -> str:
-    """An address of this machine that other nodes reach: that of its name, or of its way out."""
-    with contextlib.suppress(OSError):
-        for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
-            address = str(found[4][0])
-            if not address.startswith("127."):
-                return address
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the system only looks for the way
-        return str(probe.getsockname()[0])
-    return "127.0.0.1"

@@ -280,10 +280,10 @@ def _tasks(request: JobRequest) -> list[str]:
     """Arguments that start the step of a job. Since 22.05 it does not inherit `--cpus-per-task`.
 
     One worker per attempt, on the first node. Where a training stage has several, the same command
-    on the others waits for its word (:mod:`infra.ranks.nodes`): an `srun` inside a step would be no
-    way to start anything there, because Slurm sends a request to stop to every process of a step,
-    and `srun` answers it by killing what it has started. No node outlives another's failure, or
-    the worker's end by much.
+    on the others waits for its word (:mod:`infra.ranks.launch`): an `srun` inside a step would be
+    no way to start anything there, because Slurm sends a request to stop to every process of a
+    step, and `srun` answers it by killing what it has started. No node outlives another's failure,
+    or the worker's end by much.
     """
     if not _on_all_nodes(request):
         return ["--overlap", "--nodes=1", "--ntasks=1"]

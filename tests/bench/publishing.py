@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import LocalDispatcher
 from infra.jobs.protocol import AttemptRef, JobRequest, OpenAttempt, WorkerCommand
-from infra.publishing.targets import FileToPublish, Publication
+from infra.publishing import FileToPublish, Publication
 from infra.store.provenance import host
 from infra.store.stage_records import EVIDENCE
 from infra.store.traces import read_metrics

@@ -23,7 +23,7 @@ from typing import Any
 from flows.running.following import SweepFollower
 from flows.sweeping.launching import record_version
 from flows.sweeping.planning import make_sweep_plan
-from infra.prefect_server.server import server_status, stop_server
+from infra.prefect_server import server_status, stop_server
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.prefect_server.server import ensure_server
+from infra.prefect_server import ensure_server
 from tests.support.browser import Page, chromium
 from tests.support.command import SMALL, Stage, refiner
 from tests.support.prefect_server import PrefectApi, private_server

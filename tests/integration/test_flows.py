@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.prefect_server.server import ensure_server
+from infra.prefect_server import ensure_server
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.workspace import Workspace
 from tests.support.command import ROOT, SMALL, Stage, environment, refiner

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infra.prefect_server.server import terminal_link
+from infra.prefect_server import terminal_link
 from tests.support.browser import Page, chromium
 from tests.support.command import SMALL
 from tests.support.prefect_server import eventually

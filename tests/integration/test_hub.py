@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from infra.hub import upload
+from infra.hub import client
 from infra.hub.target import HubTarget
-from infra.publishing.targets import Published
+from infra.publishing import Published
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, HubRefused, Interrupted, StageFailed
 from refiner_core.contract.types import Progress
@@ -28,7 +28,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub
     with LoopbackHub(tmp_path / "hub") as found:
         monkeypatch.setenv("HF_TOKEN", found.token)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(upload, "READ_BYTES", 8)  # so that weights are large files here, too
+        monkeypatch.setattr(client, "READ_BYTES", 8)  # so that weights are large files here, too
         yield found
 
 

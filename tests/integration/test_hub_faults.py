@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from infra.hub import client
 from infra.hub import errors as patience
-from infra.hub import upload
 from infra.hub.target import HubTarget, check_hub
-from infra.publishing.targets import Publication, Published
+from infra.publishing import Publication, Published
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
@@ -45,7 +45,7 @@ HubTarget(config).publish(publication(Path(sys.argv[1]), int(sys.argv[2])))
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
     monkeypatch.setattr(patience, "FIRST_S", 0.01)
-    monkeypatch.setattr(upload, "READ_BYTES", 8)
+    monkeypatch.setattr(client, "READ_BYTES", 8)
     with LoopbackHub(tmp_path / "hub") as found:
         monkeypatch.setenv("HF_TOKEN", found.token)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -409,7 +409,7 @@ def test_a_card_that_the_hub_does_not_understand_is_refused(
 ) -> None:
     from dataclasses import replace
 
-    from infra.publishing.targets import FileToPublish
+    from infra.publishing import FileToPublish
 
     wanted = publication(tmp_path, 50)
     bad = FileToPublish.of_text("README.md", "---\nlicense: [\n---\n")

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from infra.hub.target import HubTarget
-from infra.publishing.targets import Publication
+from infra.publishing import Publication
 from refiner_core.contract.config import PublishConfig
 from refiner_core.models import tiny_model_dir
 from refiner_core.training.model.loading import export

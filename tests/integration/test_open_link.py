@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.prefect_server.server import ensure_server, terminal_link
+from infra.prefect_server import ensure_server, terminal_link
 from tests.support.browser import chromium
 from tests.support.command import command, environment, refiner
 from tests.support.prefect_server import PrefectApi, eventually

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from infra.prefect_server.server import ensure_server, server_status
+from infra.prefect_server import ensure_server, server_status
 from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import Progress
 from tests.support.browser import chromium

@@ -18,9 +18,8 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from infra.ranks.launch import RanksJob, agent_command
-from infra.ranks.nodes import Meeting
-from infra.ranks.settings import rank_settings
+from infra.ranks.launch import Meeting, RanksJob, agent_command
+from infra.ranks.protocol import rank_settings
 from refiner_core.contract.placement import Placement
 from refiner_core.training.ranks import TALK
 from tests.support.command import ROOT, environment, wait_until

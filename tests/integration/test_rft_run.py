@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.rollouts.opening import open_sampler
+from infra.rollouts.servers import open_sampler
 from infra.store.checkpoints import hash_of
 from refiner_core.contract.config import RecipeConfig, SampleConfig
 from refiner_core.contract.errors import DataError

@@ -23,22 +23,25 @@ import psutil
 import pytest
 import torch
 
+from infra.host.processes import free_port
 from infra.process.child import mark_of
-from infra.ranks.settings import JOB_GPUS
+from infra.ranks.protocol import JOB_GPUS
 from infra.rollouts import sweeper
-from infra.rollouts.opening import VllmRollouts, open_vllm, weight_transfer
 from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
     Place,
+    VllmRollouts,
     memory_folder,
     note_shared,
+    open_vllm,
     remove_leftovers,
     rollout_environment,
     rollout_server_text,
     shared_memory,
+    weight_transfer,
 )
-from infra.services.process import Listening, free_port
+from infra.services.process import Listening
 from infra.store.traces import read_metrics
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -245,7 +248,7 @@ def test_a_port_that_another_user_has_taken_is_passed_over(
     with thief() as other:
         ports = iter([other.port])
         monkeypatch.setattr(
-            "infra.rollouts.servers.free_port", lambda host: next(ports, 0) or free_port(host)
+            "infra.services.process.free_port", lambda host: next(ports, 0) or free_port(host)
         )
         settings = config(weights_dir=str(memory))
         with open_vllm(settings, tiny_tokenizer(), tmp_path / "work") as rollouts:

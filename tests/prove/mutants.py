@@ -48,7 +48,7 @@ NEAREST: dict[str, dict[str, str]] = {
     "hub": {
         "infra/hub/errors.py": "hub_errors",
         "infra/hub/target.py": "hub hub_faults",
-        "infra/hub/upload.py": "hub_sending hub hub_faults",
+        "infra/hub/client.py": "hub_sending hub hub_faults",
     },
     "packing": {
         "refiner_core/training/batches.py": "batch_order packing shares",
@@ -222,8 +222,8 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "workspaces differ in eight digits of a hash, and in nine",
     (
         "infra/hub/errors.py",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self._draw())",
-        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self._draw())",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())",
+        "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self.draw())",
     ): "both are far beyond LONGEST_S",
     (
         "infra/hub/target.py",

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank
-from infra.publishing.folder import FolderTarget
-from infra.publishing.targets import report_of
+from infra.publishing import FolderTarget, report_of
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig

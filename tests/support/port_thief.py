@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from infra.services.process import free_port
+from infra.host.processes import free_port
 from tests.support.command import wait_until
 from tests.support.users import STRANGER, run_as
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from infra.prefect_server.server import ServerInfo, ensure_server, stop_server
+from infra.prefect_server import ServerInfo, ensure_server, stop_server
 from tests.support.require import require
 
 T = TypeVar("T")

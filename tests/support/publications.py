@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from infra.publishing.targets import FileToPublish, Publication
+from infra.publishing import FileToPublish, Publication
 from infra.store.stage_records import EVIDENCE
 
 RUN, OTHER_RUN = "aaaa1111", "bbbb2222"

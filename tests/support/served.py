@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infra.prefect_server.server import ensure_server
+from infra.prefect_server import ensure_server
 from tests.support.command import ROOT, Stage, environment
 from tests.support.prefect_server import PrefectApi, eventually
 

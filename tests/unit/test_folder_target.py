@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from infra.publishing.folder import FolderTarget
-from infra.publishing.targets import Published, report_of
+from infra.publishing import FolderTarget, Published, report_of
 from infra.store import atomic as swap
 from infra.store.stage_records import target_damage
 from refiner_core.contract.config import PublishConfig
@@ -210,7 +209,7 @@ def test_a_full_disk_leaves_what_was_published(
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("infra.publishing.folder.atomic.sync_tree", full)
+    monkeypatch.setattr("infra.publishing.atomic.sync_tree", full)
     with pytest.raises(NoSpaceError):
         target.publish(other)
     assert (root / REPO / "model.safetensors").read_bytes() == b"weights of step 100"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infra.foreign.checkpoints import (
-    CheckpointRule,
     damage,
     find_checkpoints,
     newest_complete,
@@ -51,7 +51,7 @@ from refiner_core.contract.config import CommandConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.types import Progress
 
-RULE = CheckpointRule("checkpoint-*", r"(\d+)(?!.*\d)")
+RULE = CommandConfig(checkpoints="checkpoint-*", step_pattern=r"(\d+)(?!.*\d)")
 
 
 def tensors(size: int = 64) -> bytes:
@@ -149,14 +149,14 @@ def test_a_file_may_be_the_sign_of_completeness(tmp_path: Path) -> None:
     checkpoint(tmp_path, 10, trainer__json='{"step": 10}')
     checkpoint(tmp_path, 20)
     checkpoint(tmp_path, 30, trainer__json="")
-    rule = CheckpointRule(RULE.pattern, RULE.step_pattern, "file:trainer.json")
+    rule = replace(RULE, complete="file:trainer.json")
     found = find_checkpoints(tmp_path, rule)
     assert [bool(c.damage) for c in found] == [False, True, True]
 
 
 def test_quiet_is_measured_by_the_clock_of_the_file_system(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 10)
-    rule = CheckpointRule(RULE.pattern, RULE.step_pattern, "quiet:30")
+    rule = replace(RULE, complete="quiet:30")
     assert "less than 30 s" in find_checkpoints(tmp_path, rule)[0].damage
     for each in (path, *path.iterdir()):
         os.utime(each, (time.time() - 60, time.time() - 60))
@@ -218,7 +218,7 @@ def test_unfinished_ones_are_deleted_but_not_those_a_wrong_rule_calls_so(tmp_pat
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
     checkpoint(tmp_path, 5, data=b"")
-    wrong = CheckpointRule(RULE.pattern, RULE.step_pattern, "file:no-such-file")
+    wrong = replace(RULE, complete="file:no-such-file")
     remove_unfinished(find_checkpoints(tmp_path, wrong))
     assert [c.step for c in find_checkpoints(tmp_path, wrong)] == [10, 20]
 
@@ -272,22 +272,18 @@ def test_lines_become_progress_and_metrics_and_steps_never_go_back() -> None:
         r"step (?P<step>\d+)/(?P<total>\d+) loss (?P<loss>\S+)", Progress(4, 0, "train")
     )
     assert reader.read("saving") is None
-    repeated = reader.read("step 3/40 loss 1.5")
-    assert repeated is not None
-    assert repeated.metrics == {}
-    new = reader.read("[rank0] step 12/40 loss 1.25")
-    assert new is not None
-    assert (new.progress.done, new.progress.total, new.metrics) == (12, 40, {"loss": 1.25})
-    words = reader.read("step 13/40 loss none")
-    assert words is not None
-    assert (words.step, words.metrics) == (13, {})
+    assert reader.read("step 3/40 loss 1.5") == {}
+    assert reader.read("[rank0] step 12/40 loss 1.25") == {"loss": 1.25}
+    assert (reader.progress.done, reader.progress.total) == (12, 40)
+    assert reader.read("step 13/40 loss none") == {}
+    assert reader.progress.done == 13
 
 
 def test_the_default_pattern_reads_the_usual_lines() -> None:
     for line in ("step 12/40", "Step: 12/40", "global_step=12 / 40", "Training Step: 12/40 "):
-        reading = LineReader(CommandConfig().progress_pattern).read(line)
-        assert reading is not None, line
-        assert (reading.progress.done, reading.progress.total) == (12, 40), line
+        reader = LineReader(CommandConfig().progress_pattern)
+        assert reader.read(line) is not None, line
+        assert (reader.progress.done, reader.progress.total) == (12, 40), line
 
 
 # ---------------------------------------------------------------- endings

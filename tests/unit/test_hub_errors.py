@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import errors as theirs
 
 from infra.host.secrets import masked
+from infra.hub.client import _when, asked_wait
 from infra.hub.errors import Moved, Patience, in_our_words, outage, refused, rejection, translated
-from infra.hub.session import _when, asked_wait
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, Interrupted
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from infra.hub import upload
-from infra.hub.upload import Sending, operations
-from infra.publishing.targets import FileToPublish
+from infra.hub import client
+from infra.hub.client import Sending, operations
+from infra.publishing import FileToPublish
 from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.types import Progress
 
@@ -46,8 +46,8 @@ def test_progress_is_told_each_32_mib_and_at_the_end_of_each_file() -> None:
 def test_what_the_client_reads_to_send_it_is_counted_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "READ_BYTES", 8)
-    monkeypatch.setattr(upload, "_TELL_BYTES", 10)
+    monkeypatch.setattr(client, "READ_BYTES", 8)
+    monkeypatch.setattr(client, "_TELL_BYTES", 10)
     told: list[Progress] = []
     files = [stored(tmp_path, b"w" * 25), FileToPublish.of_text("README.md", "card")]
     large, small = operations(files, [], told.append, never, trusted=True)
@@ -84,12 +84,12 @@ def test_a_file_that_was_replaced_is_noticed_before_or_after_it_was_sent(
     (one,) = operations([wanted], [], told.append, never, trusted=True)
     one.check_sent()
     assert [p.done for p in told] == [1]
-    monkeypatch.setattr(upload, "READ_BYTES", 5)
+    monkeypatch.setattr(client, "READ_BYTES", 5)
     (one,) = operations([wanted], [], told.append, never, trusted=False)
     one.upload_info.sha256 = hashlib.sha256(b"other").digest()
     with pytest.raises(StageFailed, match="other content"):
         one.check_sent()
-    monkeypatch.setattr(upload, "READ_BYTES", 6)
+    monkeypatch.setattr(client, "READ_BYTES", 6)
     stored(tmp_path, b"other!")
     with pytest.raises(StageFailed, match="other content"):
         operations([wanted], [], told.append, never, trusted=False)

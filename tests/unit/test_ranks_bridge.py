@@ -20,9 +20,17 @@ from infra.attempt.stage_io import AttemptIO
 from infra.jobs.failures import classify, detailed, traceback_signature
 from infra.jobs.signals import AttemptClosed
 from infra.ranks.bridge import ADDRESS, KEY, Bridge, RemoteIO
-from infra.ranks.events import decode, encode, event_line, read_event
 from infra.ranks.launch import Ended, error_of
-from infra.ranks.settings import JOB_GPUS, VISIBLE, trainer_settings, visible
+from infra.ranks.protocol import (
+    JOB_GPUS,
+    VISIBLE,
+    decode,
+    encode,
+    event_line,
+    read_event,
+    trainer_settings,
+    visible,
+)
 from infra.store.checkpoints import CheckpointStore
 from infra.store.layout import StagePaths
 from infra.store.traces import read_metrics, read_rollouts

@@ -11,9 +11,8 @@ import pytest
 from flows.ranks.training import engine_name, in_worker, resumed_on
 from flows.stages.work import StageWork
 from infra.jobs.protocol import JobRequest
-from infra.ranks.launch import RanksJob, agent_command
-from infra.ranks.nodes import Meeting, node_number
-from infra.ranks.settings import node_settings, rank_settings
+from infra.ranks.launch import Meeting, RanksJob, agent_command, node_number
+from infra.ranks.protocol import node_settings, rank_settings
 from infra.slurm.profiles import Profile
 from infra.slurm.submission import Submission, Submitter
 from infra.store import atomic

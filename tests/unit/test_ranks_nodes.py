@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from infra.jobs.signals import SlurmJob
-from infra.ranks import nodes
-from infra.ranks.nodes import OtherNodes
+from infra.ranks import launch as nodes
+from infra.ranks.launch import OtherNodes
 from refiner_core.contract.errors import LaunchError
 
 

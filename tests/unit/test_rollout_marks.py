@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flows.ranks import rank
-from infra.rollouts import opening
+from infra.rollouts import servers as opening
 from infra.store.workspace import Workspace
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from infra import prefect_server as server
+from infra import prefect_server as server_state
+from infra.host.files import Mount
 from infra.host.processes import ProcessId, host_name
-from infra.prefect_server import server
-from infra.prefect_server import server as server_state
-from infra.prefect_server.server import (
+from infra.prefect_server import (
     ServerError,
     ensure_server,
     passed_on,
@@ -131,13 +132,10 @@ def test_our_tokens_are_not_passed_on() -> None:
 
 
 def test_the_state_folder_moves_off_a_network_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_state, "file_system_of", lambda path: "nfs4")
+    home = Mount(Path("/home"), "nfs4", "server:/home")
+    monkeypatch.setattr(server_state, "mount_of", lambda path: home)
     assert server_state._base_dir({}) == Path(f"/var/tmp/refiner-{os.getuid()}")
     assert server_state._base_dir({"REFINER_STATE_DIR": "/mine"}) == Path("/mine")
-
-
-def test_a_file_system_is_that_of_the_nearest_mount() -> None:
-    assert server_state.file_system_of(Path("/proc/self/status")) == "proc"
 
 
 def test_a_state_folder_that_cannot_be_made_is_a_refusal(tmp_path: Path) -> None:

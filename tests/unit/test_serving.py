@@ -24,26 +24,20 @@ import pytest
 
 from flows.running.status import is_finished
 from infra.foreign.process import MARK
-from infra.host.processes import holder_of
+from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
 from infra.orchestrator.observe import observe_actions
 from infra.services.process import (
     Listening,
-    ServerProcess,
-    Words,
-    free_port,
+    error_line,
     server_environment,
     server_text,
 )
 from infra.services.registry import known_key, service_key
 from infra.services.server import (
-    Asked,
-    Order,
     Refuses,
     Server,
     check_chat,
-    error_line,
-    node_address,
 )
 from infra.store import orchestrators as leases_module
 from infra.store.orchestrators import (
@@ -392,8 +386,8 @@ def own(mode: str = "ok", **fields: Any) -> JudgeConfig:
     return JudgeConfig("openai", "m", serve_command=command, serve=ServeConfig(**fields))
 
 
-def order(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Order:
-    return Order(judge, tmp_path, "the-key-of-this-test", log="/there/log.txt", **more)
+def server_of(tmp_path: Path, judge: JudgeConfig, **more: Any) -> Server:
+    return Server(judge, tmp_path, key="the-key-of-this-test", log="/there/log.txt", **more)
 
 
 def group_of(server: Server) -> list[psutil.Process]:
@@ -418,10 +412,10 @@ def test_one_that_does_not_come_up_is_quoted_with_the_line_that_says_why(
     tmp_path: Path, judge: JudgeConfig, says: str, failure: str, exit_code: int
 ) -> None:
     if not failure:
-        with Server(order(tmp_path, judge)) as server:
+        with server_of(tmp_path, judge) as server:
             assert server.endpoint.key == "the-key-of-this-test"
         return
-    with pytest.raises(RefinerError) as caught, Server(order(tmp_path, judge)):
+    with pytest.raises(RefinerError) as caught, server_of(tmp_path, judge):
         pass
     assert says in str(caught.value)
     assert "/there/log.txt" in str(caught.value)
@@ -436,10 +430,10 @@ def test_a_server_for_a_cluster_that_asks_for_no_key_is_not_used(tmp_path: Path)
         pytest.skip("this machine has no address but loopback")
     with (
         pytest.raises(ConfigurationError, match="answers who has no key"),
-        Server(order(tmp_path, own("open"), host=address)),
+        server_of(tmp_path, own("open"), host=address),
     ):
         pass
-    with Server(order(tmp_path, own("open"))):
+    with server_of(tmp_path, own("open")):
         pass  # on loopback that is its own business
 
 
@@ -451,17 +445,17 @@ def test_a_port_that_another_user_was_faster_to_take_gets_no_key_and_gives_no_sc
     with thief() as other:
         ports = iter([other.port])
         monkeypatch.setattr(
-            "infra.services.server.free_port", lambda host: next(ports, 0) or free_port(host)
+            "infra.services.process.free_port", lambda host: next(ports, 0) or free_port(host)
         )
-        with Server(order(tmp_path, judge)) as server:
+        with server_of(tmp_path, judge) as server:
             assert urlsplit(server.endpoint.url).port != other.port
-            check_chat(server.endpoint, Asked("m"))
+            check_chat(server.endpoint, "m")
     assert other.keys == []
     assert f"Port {other.port} " in caplog.text, "it is told why there is another one"
 
 
 def test_a_port_is_ours_if_what_we_started_listens_there(tmp_path: Path) -> None:
-    with socket.socket() as free, Server(order(tmp_path, own())) as server:
+    with socket.socket() as free, server_of(tmp_path, own()) as server:
         free.bind(("127.0.0.1", 0))
         port, top = urlsplit(server.endpoint.url).port, server.process
         assert port is not None
@@ -483,11 +477,10 @@ def test_a_full_disk_under_the_log_does_not_end_the_server(
     """Who reads its output goes on reading: else its pipe closes, and it dies at its next line."""
     lines = tmp_path / "lines"
     text = f"for i in 1 2 3; do echo $i >> {lines}; echo line $i; sleep 0.1; done; sleep 60"
-    words = Words("The server", "", "", "")
-    process = ServerProcess(words)
+    process = server_of(tmp_path, own())
     with io.FileIO("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
-        process.launch(text, os.environ, bash=False)
+        process.launch(text, os.environ)
         try:
             wait_until(
                 lambda: process.last_word() == "line 3" or process.code is not None, "lines", 20
@@ -500,7 +493,7 @@ def test_a_full_disk_under_the_log_does_not_end_the_server(
 
 
 def test_one_that_does_not_want_to_end_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
-    with Server(order(tmp_path, own("stubborn"))) as server:
+    with server_of(tmp_path, own("stubborn")) as server:
         running = group_of(server)
         assert running
         server.stop(0.3)
@@ -512,7 +505,7 @@ def test_the_next_server_ends_what_an_earlier_one_has_left(tmp_path: Path) -> No
     environment = server_environment("command", "", str(tmp_path), os.environ)
     orphan = subprocess.Popen(["sleep", "100"], env=environment, start_new_session=True)
     wait_until(lambda: MARK in psutil.Process(orphan.pid).environ(), "its environment", 10)
-    with Server(order(tmp_path, own())):
+    with server_of(tmp_path, own()):
         assert orphan.wait(10) == -signal.SIGKILL
 
 
@@ -522,13 +515,13 @@ def test_a_stop_is_heard_while_weights_are_loaded(tmp_path: Path) -> None:
     threading.Timer(0.3, asked.set).start()
     with (
         pytest.raises(Interrupted),
-        Server(order(tmp_path, slow), should_stop=asked.is_set),
+        server_of(tmp_path, slow, should_stop=asked.is_set),
     ):
         pass
 
 
 def test_one_that_dies_while_it_serves_is_noticed(tmp_path: Path) -> None:
-    with Server(order(tmp_path, own())) as server:
+    with server_of(tmp_path, own()) as server:
         server.check_alive()
         for process in group_of(server):
             process.kill()
@@ -539,10 +532,10 @@ def test_one_that_dies_while_it_serves_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_wrong_model_is_told_with_what_there_is(tmp_path: Path) -> None:
-    with Server(order(tmp_path, own())) as server, pytest.raises(Refuses, match="does not exist"):
-        check_chat(server.endpoint, Asked("another"))
+    with server_of(tmp_path, own()) as server, pytest.raises(Refuses, match="does not exist"):
+        check_chat(server.endpoint, "another")
     with pytest.raises(Exception, match="no answer"):
-        check_chat(server.endpoint, Asked("m"), timeout_s=2)
+        check_chat(server.endpoint, "m", timeout_s=2)
 
 
 @pytest.mark.parametrize(
@@ -575,8 +568,8 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
     model = str(tiny_model_dir())
     judge = JudgeConfig("openai", model, serve=ServeConfig("transformers", python=sys.executable))
     judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
-    with Server(Order(judge, tmp_path, "")) as server:
-        check_chat(server.endpoint, Asked(model))
+    with Server(judge, tmp_path) as server:
+        check_chat(server.endpoint, model)
         server.check_alive()
 
 
@@ -585,10 +578,10 @@ def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
     require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
     judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig("vllm", python=python))
     judge = serve(judge, args=("--dtype float32", "--max-model-len 8192", "--enforce-eager"))
-    with Server(order(tmp_path, judge, weights=str(tiny_model_dir()))) as server:
-        check_chat(server.endpoint, Asked("builtin:tiny"))
+    with server_of(tmp_path, judge, weights=str(tiny_model_dir())) as server:
+        check_chat(server.endpoint, "builtin:tiny")
         with pytest.raises(Refuses, match="401"):
-            check_chat(Endpoint(server.endpoint.url), Asked("builtin:tiny"))
+            check_chat(Endpoint(server.endpoint.url), "builtin:tiny")
         # No judge, but it can be held to the form of a judgement.
         around = Surroundings(endpoints=lambda: [server.endpoint])
         with OpenAIJudge(replace(judge, max_tokens=32), around) as asked:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.prefect_server.server import ServerError, ServerInfo
-from infra.prefect_server.usable import KeyRefused, check_server, usable_server
+from infra.prefect_server import KeyRefused, ServerError, ServerInfo, check_server, usable_server
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 
 HERE = version("prefect")

@@ -1,14 +1,19 @@
-"""Errors and events of ranks and their agents, on their way to the worker.
+"""Settings, events and errors on their way between a worker and its ranks.
 
-In: an exception, or another event. Out: one marked line among all that a process prints, and from
-it the event again; an exception as one of the same class, with the same words, system error number
-and causes, so that :func:`infra.jobs.failures.classify` and a caller's ``except`` see no
-difference. Its traceback travels as a note, which a log shows and nothing reads. Errors of the
-contract, of our own rooms and of Python are made again as such; of any other class (torch's) only
-the name is known: it becomes a :class:`RankError` of that name.
+To ranks: their environment, on the first node of a stage and on the others, and which GPUs they
+see. Placements count GPUs within what the job was given on a node, which is what
+``CUDA_VISIBLE_DEVICES`` says; ranks see those of the trainer, all alike and in order, so that a
+rank's local number is its GPU's. What the job was given is kept (:data:`JOB_GPUS`) for the servers
+that a rank starts beside it.
 
-The mark is a random word of each launch, so that no output is taken for an event. Ranks have
-nothing else that reaches the worker from every node, in order, and with a full disk.
+From ranks and their agents: an event, as one marked line among all that a process prints. The mark
+is a random word of each launch, so that no output is taken for an event; ranks have nothing else
+that reaches the worker from every node, in order, and with a full disk. An exception becomes one
+of the same class, with the same words, system error number and causes, so that
+:func:`infra.jobs.failures.classify` and a caller's ``except`` see no difference. Its traceback
+travels as a note, which a log shows and nothing reads. Errors of the contract, of our own rooms
+and of Python are made again as such; of any other class (torch's) only the name is known: it
+becomes a :class:`RankError` of that name.
 """
 
 from __future__ import annotations
@@ -19,15 +24,88 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infra.jobs.failures import traceback_signature
-from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.errors import RefinerError, UnsupportedError
+from refiner_core.contract.placement import Placement
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: What ``CUDA_VISIBLE_DEVICES`` was for the whole job; unset where it was.
+JOB_GPUS = "REFINER_JOB_GPUS"
+
+#: Setting of ranks: what they are to do, as JSON.
+ORDER = "REFINER_RANKS_ORDER"
+
 
 _OURS = ("refiner_core", "infra", "flows")
 _CAUSES = 5
 #: A line of output is what carries it: what is longer is cut.
 _TEXT_LIMIT, _TRACEBACK_LIMIT = 8_000, 24_000
+#: Setting of agents and ranks: the mark.
+MARK = "REFINER_RANKS_MARK"
+#: Lines are cut by who reads them (:mod:`infra.foreign.process`): an event is shorter.
+_LIMIT = 60_000
+
+
+def trainer_settings(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Settings of a node's ranks; without ``gpus`` they train on the CPU.
+
+    Raises
+    ------
+    UnsupportedError
+        The job was given fewer.
+    """
+    if not gpus:
+        return {}
+    before = {JOB_GPUS: given[VISIBLE]} if VISIBLE in given else {}
+    return {VISIBLE: visible(gpus, given), **before}
+
+
+def visible(gpus: Sequence[int], given: Mapping[str, str] = os.environ) -> str:
+    """``CUDA_VISIBLE_DEVICES`` for some of a job's GPUs, in the job or in one of its ranks.
+
+    Raises
+    ------
+    UnsupportedError
+        The job was given fewer.
+    """
+    names = given.get(JOB_GPUS, given.get(VISIBLE))
+    if names is None:
+        return ",".join(map(str, gpus))
+    known = [name.strip() for name in names.split(",") if name.strip()]
+    if max(gpus, default=-1) >= len(known):
+        raise UnsupportedError(
+            f"This job uses GPU number {max(gpus)} of its node, and was given {len(known)} "
+            f"({VISIBLE}={names})",
+            expected="as many GPUs as the stage's resources.gpus says",
+            fix=f"unset {VISIBLE}, or lower resources.gpus",
+        )
+    return ",".join(known[number] for number in gpus)
+
+
+def rank_settings(placement: Placement, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of ranks on this node, beside what the worker has."""
+    settings = {
+        # A hung or dead partner ends a NCCL rank, instead of keeping its GPU busy for ever.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "PYTHONUNBUFFERED": "1",
+        **trainer_settings(placement.trainer_gpus, given),
+    }
+    if not placement.trainer_gpus:
+        settings["DS_ACCELERATOR"] = "cpu"
+    if placement.nodes == 1:  # nobody beyond this machine is to reach them
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        settings |= {name: "lo" for name in names if name not in given}
+    return settings
+
+
+def node_settings(order: Mapping[str, str]) -> dict[str, str]:
+    """:func:`rank_settings` on a node that has only the order of its ranks."""
+    told = json.loads(order[ORDER])["placement"]
+    gpus, servers = tuple(told["trainer_gpus"]), tuple(map(tuple, told["server_gpus"]))
+    return rank_settings(Placement(told["nodes"], told["nproc_per_node"], gpus, servers))
 
 
 class RankError(RuntimeError):
@@ -44,7 +122,8 @@ def encode(error: BaseException, causes: int = _CAUSES) -> dict[str, Any]:
     if isinstance(error, RefinerError):
         value["parts"] = [error.what, error.expected, error.fix]
     if isinstance(error, OSError):
-        value |= {"errno": error.errno, "strerror": error.strerror, "filename": _name(error)}
+        name = None if error.filename is None else str(error.filename)
+        value |= {"errno": error.errno, "strerror": error.strerror, "filename": name}
     if causes == _CAUSES:
         value["signature"] = traceback_signature(error)
         text = "".join(traceback.format_exception(error))
@@ -97,16 +176,6 @@ def _class(module: str, name: str) -> type[Exception]:
 
 def _unknown(name: str, module: str) -> type[RankError]:
     return type(name, (RankError,), {"__module__": module})
-
-
-def _name(error: OSError) -> str | None:
-    return None if error.filename is None else str(error.filename)
-
-
-#: Setting of agents and ranks: the mark.
-MARK = "REFINER_RANKS_MARK"
-#: Lines are cut by who reads them (:mod:`infra.foreign.process`): an event is shorter.
-_LIMIT = 60_000
 
 
 def event_line(mark: str, value: dict[str, Any]) -> str:

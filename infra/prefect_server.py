@@ -1,30 +1,38 @@
 """One local Prefect server per user and node: found, or started once, and reused by every run.
 
-In: the state folder (:mod:`infra.prefect_server.server`). Out: a :class:`ServerInfo` whose
-``client_env`` lets a process that has *not yet imported Prefect* talk to it. Nothing here imports
-Prefect.
+In: the environment. Out: a :class:`ServerInfo` whose ``client_env`` lets a process that has *not
+yet imported Prefect* talk to it; or one clear refusal before anything is begun on it: it does not
+answer, wants another key, is of another major version, or is none. Nothing here imports Prefect.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
 a file of mode 0600, in the environment of the processes that need it, and in the link that a
-terminal is shown (:mod:`infra.prefect_server.server`), never in an argument list, a log or
-``server.json``. Who has set ``PREFECT_API_URL`` gets that server and no other.
+terminal is shown (:func:`terminal_link`), never in an argument list, a log or ``server.json``. Who
+has set ``PREFECT_API_URL`` gets that server and no other.
 
-Files in the state folder: ``server.json`` (which process, where), ``auth`` (the key),
-``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite database).
+Files in the state folder (:func:`state_dir`): ``server.json`` (which process, where), ``auth``
+(the key), ``start.lock``, ``server.log``, ``prefect/`` (``PREFECT_HOME`` with the SQLite
+database). A database of SQLite must not live on a network file system (locking lies there, and its
+write-ahead log ends processes with SIGBUS when a quota is full). A home directory often is on one,
+so the default moves to ``/var/tmp`` then; a folder named by ``REFINER_STATE_DIR`` is taken as it
+is. Every node has a folder of its own below it, because a server answers only on its own loopback.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
+import json
 import os
 import secrets
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -35,16 +43,55 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 from urllib.parse import quote
 
-import psutil
-
-from infra.host.processes import ProcessId, host_name
+from infra.host.files import mount_of, write_private
+from infra.host.processes import ProcessId, host_name, listens
+from infra.host.secrets import masked
 from infra.store import atomic
 from infra.store.atomic import read_json, write_json
-from refiner_core.contract.errors import RefinerError, WorkspaceError
+from refiner_core.contract.errors import (
+    ConfigurationError,
+    RefinerError,
+    UnsupportedError,
+    WorkspaceError,
+)
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "afs", "panfs", "wekafs"}
 )
+
+#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
+UI = "ui"
+_LOG_LIMIT_BYTES = 5_000_000
+_GRACE_S = 8.0
+#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
+_STARTS = 2
+#: What a server needs of our environment. Tokens of ours are none of its business.
+_PASSED_ON = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
+    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
+)
+_NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
+_NAME = "open.html"
+#: Prefect's UI takes the key from this place of its origin's storage.
+_PAGE = """<!DOCTYPE html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<title>refiner</title>
+<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
+<script>
+const said = location.hash.slice(1).split(",").map(decodeURIComponent);
+history.replaceState(null, "", location.pathname);
+const target = new URL(said[1] || "/", location.origin);
+if (said[0] && target.origin === location.origin) {
+  localStorage.setItem("prefect-password", btoa(said[0]));
+  location.replace(target);
+}
+</script>
+"""
+_ANSWER_S = 6.0
+_START_S = 120.0
+#: Has no such address, and its client looks after versions.
+_CLOUD = "https://api.prefect.cloud/"
 
 
 def state_dir(env: Mapping[str, str] | None = None) -> Path:
@@ -79,44 +126,16 @@ def state_dir(env: Mapping[str, str] | None = None) -> Path:
 def _base_dir(env: Mapping[str, str]) -> Path:
     if named := env.get("REFINER_STATE_DIR"):
         return Path(named).expanduser().absolute()
-    if xdg := env.get("XDG_STATE_HOME"):
-        base = Path(xdg) / "refiner"
-    else:
-        base = Path("~/.local/state/refiner").expanduser()
-    if is_network_file_system(base):
-        return Path(f"/var/tmp/refiner-{os.getuid()}")
-    return base
+    home = env.get("XDG_STATE_HOME") or "~/.local/state"
+    base = Path(home).expanduser() / "refiner"
+    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_network_file_system(base) else base
 
 
 def is_network_file_system(path: Path) -> str:
     """The type of the file system that holds ``path`` where that is one of the network; else
     empty."""
-    kind = file_system_of(path)
+    kind = mount_of(path).type.lower()
     return kind if kind in _NETWORK_FILE_SYSTEMS else ""
-
-
-def file_system_of(path: Path) -> str:
-    """Type of the file system that holds ``path`` (or will), such as ``ext4`` or ``nfs4``."""
-    path = path.absolute()
-    best, kind = "", ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint
-        if path.is_relative_to(mount) and len(mount) >= len(best):
-            best, kind = mount, partition.fstype
-    return kind.lower()
-
-
-#: Below ``PREFECT_HOME``: where a server of ours copies the files of its pages to.
-UI = "ui"
-_LOG_LIMIT_BYTES = 5_000_000
-_GRACE_S = 8.0
-#: A server that ends at once (its port was taken meanwhile) is started once more, not for ever.
-_STARTS = 2
-#: What a server needs of our environment. Tokens of ours are none of its business.
-_PASSED_ON = (
-    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
-    *("LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "SSL_CERT_FILE"),
-)
 
 
 class ServerError(RefinerError, RuntimeError):
@@ -140,7 +159,7 @@ class ServerInfo:
     auth: str = field(default="", repr=False)
 
     def client_env(self) -> dict[str, str]:
-        """What a client process needs in its environment before it imports Prefect."""
+        """Settings that a client process needs before it imports Prefect."""
         if not self.ours:
             return {}
         return {
@@ -154,15 +173,12 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ServerStatus:
-    """What ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
+    """Status that ``refiner server`` tells: ``starting`` means alive, but not answering yet."""
 
     state: Literal["running", "starting", "stopped", "yours"]
     info: ServerInfo | None
     folder: str
     log: str
-
-
-_NO_ANALYTICS = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 
 
 class _Files:
@@ -214,7 +230,7 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
 
 
 def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
-    """What there is, without starting anything."""
+    """Status of the server, without starting anything."""
     env = os.environ if env is None else env
     files = _Files(state_dir(env))
     where = (str(files.folder), str(files.log))
@@ -245,7 +261,7 @@ def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE
 
 
 def passed_on(env: Mapping[str, str]) -> dict[str, str]:
-    """What a client process needs of our environment; with the user's own server, its settings."""
+    """Settings of ours that a client process needs; with the user's own server, its, too."""
     names = {*_PASSED_ON, "REFINER_STATE_DIR", "XDG_STATE_HOME"}
     if _users_server(env):
         proxies = ("http_proxy", "https_proxy", "no_proxy", "all_proxy")
@@ -275,7 +291,10 @@ def _running(files: _Files) -> ServerInfo | None:
         return None
     port = int(found["port"])
     url = f"http://127.0.0.1:{port}"
-    if not _listens(process, port) or not _healthy(f"{url}/api/health"):
+    # This very process has to listen there, so that no stranger is sent our key.
+    if not (process.alive and listens(process.pid, port)):
+        return None
+    if http_status(f"{url}/api/health") != 200:  # not up yet; whoever asks decides how long to wait
         return None
     return ServerInfo(
         url=url,
@@ -290,24 +309,16 @@ def _running(files: _Files) -> ServerInfo | None:
     )
 
 
-def _listens(process: ProcessId, port: int) -> bool:
-    """Whether this very process answers on that port, so that no stranger is sent our key."""
-    if not process.alive:
-        return False
-    try:
-        connections = psutil.Process(process.pid).net_connections(kind="tcp")
-    except psutil.NoSuchProcess:
-        return False
-    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
-
-
-def _healthy(url: str) -> bool:
+def http_status(url: str, timeout_s: float = 5.0) -> int | str:
+    """The status of a GET without a key, or why there is none."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):  # not up yet; whoever asks decides how long to wait
-        return False
+        with opener.open(url, timeout=timeout_s) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError) as error:
+        return f"no answer ({getattr(error, 'reason', error)})"
 
 
 # ---------------------------------------------------------------- starting
@@ -318,7 +329,9 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     files.home.mkdir(mode=0o700, exist_ok=True)
     (files.home / UI).mkdir(exist_ok=True)
     if not files.auth.exists():
-        _write_private(files.auth, f"refiner:{secrets.token_urlsafe(24)}\n")
+        temporary = atomic.temporary_name(files.auth)
+        write_private(temporary, f"refiner:{secrets.token_urlsafe(24)}\n")
+        temporary.replace(files.auth)
     port = _free_port(files)
     if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
         files.log.replace(files.log.with_suffix(".log.1"))
@@ -335,10 +348,9 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
         )
     finally:
         os.close(descriptor)
-    # Not reaped before its number is noted, so that the number cannot mean another process.
-    process = ProcessId.of(child.pid)
     record: dict[str, Any] = {
-        "process": str(process),
+        # Not reaped before its number is noted, so that the number cannot mean another process.
+        "process": str(ProcessId.of(child.pid)),
         "port": port,
         "url": f"http://127.0.0.1:{port}",
         "version": package_version("prefect"),
@@ -352,15 +364,8 @@ def _command(port: int) -> list[str]:
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def _write_private(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    temporary.replace(path)
-
-
 def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, str]:
-    url = f"http://127.0.0.1:{port}/api"
+    url, key = f"http://127.0.0.1:{port}/api", files.auth.read_text().strip()
     return {
         **{k: env[k] for k in _PASSED_ON if k in env},
         **_NO_ANALYTICS,
@@ -370,11 +375,9 @@ def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, s
         "PREFECT_API_URL": url,
         "PREFECT_SERVER_UI_API_URL": url,  # without it the UI asks port 4200 and stays blank
         "PREFECT_SERVER_UI_STATIC_DIRECTORY": str(files.home / UI),
-        "PREFECT_SERVER_DATABASE_CONNECTION_URL": (
-            f"sqlite+aiosqlite:///{files.home / 'prefect.db'}"
-        ),
-        "PREFECT_SERVER_API_AUTH_STRING": files.auth.read_text().strip(),
-        "PREFECT_API_AUTH_STRING": files.auth.read_text().strip(),
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{files.home}/prefect.db",
+        "PREFECT_SERVER_API_AUTH_STRING": key,
+        "PREFECT_API_AUTH_STRING": key,
     }
 
 
@@ -425,25 +428,6 @@ def _exclusive(path: Path, deadline: float) -> Iterator[None]:
         os.close(descriptor)
 
 
-_NAME = "open.html"
-#: Prefect's UI takes the key from this place of its origin's storage.
-_PAGE = """<!DOCTYPE html>
-<meta charset="utf-8">
-<meta name="referrer" content="no-referrer">
-<title>refiner</title>
-<p>This page opens with the link that <code>refiner server</code> prints on a terminal.</p>
-<script>
-const said = location.hash.slice(1).split(",").map(decodeURIComponent);
-history.replaceState(null, "", location.pathname);
-const target = new URL(said[1] || "/", location.origin);
-if (said[0] && target.origin === location.origin) {
-  localStorage.setItem("prefect-password", btoa(said[0]));
-  location.replace(target);
-}
-</script>
-"""
-
-
 def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
     """The address of a page of the UI, with the key only where ``stream`` is a terminal.
 
@@ -463,3 +447,139 @@ def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
     if not page.is_file() or page.read_text() != _PAGE:  # the server copies its files afresh
         atomic.write_text(page, _PAGE)
     return f"{info.url}/{_NAME}#{quote(info.auth, safe=':')},{quote(path)}"
+
+
+class KeyRefused(ConfigurationError):
+    """The server wants a key, or another one."""
+
+
+def usable_server(wait_s: float = _START_S) -> ServerInfo:
+    """A server that can be worked with: the user's own, or ours, which is started where it is not.
+
+    From here on Prefect, once imported, uses this one.
+
+    Raises
+    ------
+    RefinerError
+        There is none; as of :func:`check_server`.
+    """
+    info = ensure_server(wait_s)
+    check_server(info)
+    os.environ.update(info.client_env())
+    return info
+
+
+def check_server(info: ServerInfo, env: Mapping[str, str] | None = None) -> None:
+    """Refuse a server that cannot be worked with.
+
+    Raises
+    ------
+    ServerError
+        It does not answer, or not now.
+    KeyRefused
+        It wants a key, or another one.
+    ConfigurationError
+        It is no Prefect server.
+    UnsupportedError
+        Its major version is not that of the client here.
+    """
+    if info.api_url.startswith(_CLOUD):
+        return
+    import httpx  # not needed where no server is asked
+
+    env = os.environ if env is None else env
+    named = masked(info.api_url) + ("" if info.ours else " (PREFECT_API_URL)")
+    mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
+    settings = {**_profile(env), **env, **info.client_env()}
+    headers = _headers(settings)
+    try:
+        answer = httpx.get(
+            f"{info.api_url}/admin/version",
+            headers=headers,
+            timeout=_ANSWER_S,
+            verify=_verification(settings),
+            trust_env=not info.ours,
+            follow_redirects=True,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        why = masked(str(error)) or type(error).__name__
+        raise ServerError(
+            f"The Prefect server {named} does not answer: {why}.",
+            expected=f"an answer within {_ANSWER_S:.0f} s",
+            fix=f"start it, or {mend}",
+        ) from error
+    if answer.status_code in (401, 403):
+        raise KeyRefused(
+            f"The Prefect server {named} answers {answer.status_code}: "
+            f"{'the key is wrong' if 'Authorization' in headers else 'it wants a key'}.",
+            expected="a key that it takes",
+            fix=mend
+            if info.ours
+            else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
+            "(or PREFECT_API_KEY), as the server has it",
+        )
+    if answer.status_code == 429 or answer.status_code >= 500:
+        raise ServerError(
+            f"The Prefect server {named} answers {answer.status_code}.",
+            expected="it to be up",
+            fix=f"try again when it is, or {mend}",
+        )
+    there, here = _version_in(answer), package_version("prefect")
+    if not there:
+        raise ConfigurationError(
+            f"What answers at {named} is no Prefect server ({answer.status_code} "
+            f"{answer.headers.get('content-type', '')}).",
+            expected="the address of its API, which ends in /api",
+            fix=mend,
+        )
+    if there.partition(".")[0] != here.partition(".")[0]:
+        raise UnsupportedError(
+            f"The Prefect server {named} has version {there}, and here is {here}.",
+            expected="the same major version",
+            fix=f"{mend}; or install prefect of the server's major version",
+        )
+
+
+def _version_in(answer: Any) -> str:
+    """The version that a Prefect server says, as JSON; empty where it is something else."""
+    try:
+        said = answer.json()
+    except ValueError:
+        return ""
+    fits = answer.status_code == 200 and isinstance(said, str) and said[:1].isdigit()
+    return said if fits else ""
+
+
+def _verification(settings: Mapping[str, str]) -> Any:
+    """Certificates that Prefect's own client would trust."""
+    if settings.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower() in ("1", "true", "yes"):
+        return False
+    file = settings.get("PREFECT_API_SSL_CERT_FILE") or settings.get("SSL_CERT_FILE")
+    return ssl.create_default_context(cafile=file) if file else True
+
+
+def _headers(settings: Mapping[str, str]) -> dict[str, str]:
+    try:
+        headers = dict(json.loads(settings.get("PREFECT_CLIENT_CUSTOM_HEADERS") or "{}"))
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            "PREFECT_CLIENT_CUSTOM_HEADERS is no JSON object.",
+            expected='such as {"X-Team": "nlp"}',
+            fix="correct or unset it",
+        ) from error
+    if text := settings.get("PREFECT_API_AUTH_STRING"):
+        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
+    elif key := settings.get("PREFECT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _profile(env: Mapping[str, str]) -> dict[str, str]:
+    """The settings of Prefect's active profile: a key may stand there."""
+    home = env.get("PREFECT_HOME") or "~/.prefect"
+    try:
+        found = tomllib.loads((Path(home).expanduser() / "profiles.toml").read_text())
+    except (OSError, ValueError):  # none, or one that Prefect itself will refuse
+        return {}
+    active = env.get("PREFECT_PROFILE") or found.get("active", "")
+    return {k: str(v) for k, v in found.get("profiles", {}).get(active, {}).items()}

@@ -1,1 +1,0 @@
-"""One local Prefect server per user and node."""

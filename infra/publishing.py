@@ -1,0 +1,474 @@
+"""Places that checkpoints are published to, and publishing into folders; :mod:`infra.hub` is the
+other.
+
+In: a :class:`Publication` (files with their hashes, a repository, a step). Out: a
+:class:`Published`, which says what lies there now; and the decisions that folders and the Hub
+share: whose a place is by its ``refiner.json``, whether a name is taken, whether ``main`` moves
+on. Targets only move bytes: what a card says is decided elsewhere. Every target may be called
+again after it was interrupted anywhere, sends what is not there yet, verifies all of it by hash
+before it returns, and moves names (branches, tags) last.
+
+Folders have the Hub's layout: ``ROOT/OWNER/NAME`` is what ``main`` is there, and
+``ROOT/OWNER/NAME@step-50`` each step that shares the repository; each is swapped in as a whole
+once every copied byte was checked against its SHA-256. A folder that refiner has not published is
+never touched, and files that others have added to one of ours stay. What has not changed is
+linked, not copied, also from one folder to the other.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from infra.store import atomic
+from infra.store.atomic import no_space_guard, put_back, swap_in
+from infra.store.stage_records import CARD, EVIDENCE, OLD_MANIFEST, Lying, lying_at, read_evidence
+from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
+from refiner_core.contract.records import OutputFile
+from refiner_core.contract.types import Progress
+
+_PAPERS = (CARD, EVIDENCE)
+_CHUNK = 4 << 20
+#: What the system says where nobody may make a file.
+_NO_PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@dataclass(frozen=True)
+class FileToPublish:
+    """One file: its name in the repository, size and SHA-256, and where its bytes are: a path, or
+    the bytes themselves. Files of a stage's output have been hashed when the stage ended; nobody
+    hashes them again."""
+
+    name: str
+    bytes: int
+    sha256: str
+    source: Path | None = None
+    content: builtins.bytes | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_text(cls, name: str, text: str) -> FileToPublish:
+        """A small file that is made on the spot."""
+        data = text.encode()
+        return cls(name, len(data), hashlib.sha256(data).hexdigest(), content=data)
+
+    @property
+    def described(self) -> OutputFile:
+        """Without the bytes."""
+        return OutputFile(self.name, self.bytes, self.sha256)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Files that are to lie in a repository.
+
+    Attributes
+    ----------
+    repo_id
+        ``OWNER/NAME``.
+    files
+        Everything, with the card and :data:`EVIDENCE`; with ``only_these`` what is replaced or
+        added, everything else stays (a card that is updated).
+    step
+        The optimiser step of the weights.
+    final
+        The last checkpoint of its run: it is what ``main`` is to end at.
+    fingerprint
+        Of the stage that trained the weights: what the repository is known by.
+    message
+        Of the commit.
+    """
+
+    repo_id: str
+    files: tuple[FileToPublish, ...]
+    step: int
+    final: bool
+    fingerprint: str
+    message: str
+    only_these: bool = False
+
+
+@dataclass(frozen=True)
+class Published:
+    """Files that lie there now, verified by hash.
+
+    Attributes
+    ----------
+    where
+        ``folder`` or ``hub``.
+    target
+        The folder, or the address of the revision.
+    revision
+        Branch or tag of the step; ``main`` where it has none.
+    commit
+        On the Hub.
+    files
+        All files of the revision that refiner has put there.
+    changed
+        Names whose bytes were sent or written by this call.
+    sent_bytes, requests
+        What this call took.
+    """
+
+    where: Literal["folder", "hub"]
+    target: str
+    revision: str
+    files: tuple[OutputFile, ...]
+    changed: tuple[str, ...]
+    commit: str | None = None
+    sent_bytes: int = 0
+    requests: int = 0
+
+
+class Target(Protocol):
+    """A place to publish to."""
+
+    def publish(
+        self,
+        publication: Publication,
+        progress: Callable[[Progress], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Published:
+        """Bring the repository to what the publication says.
+
+        Raises
+        ------
+        ConfigurationError
+            The name is taken by something that refiner has not published.
+        HubRefused, HubOutage
+            See :mod:`refiner_core.contract.errors`.
+        NoSpaceError
+            A folder's disk is full; what was there is as it was.
+        Interrupted
+            ``should_stop`` said so; what was sent stays and is not sent again.
+        """
+        ...
+
+    def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
+        """A small text file of a revision; None if there is none."""
+        ...
+
+
+def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
+    """Name of the tag or branch of a step; ``main`` where steps do not share a repository."""
+    alone = config.per_step == "repository" or (config.which == "final" and final)
+    return "main" if alone else f"step-{step}"
+
+
+def report_of(published: Published, publication: Publication) -> dict[str, Any]:
+    """For a stage's report: what other parts of refiner go by."""
+    told = {"repo_id": publication.repo_id, "step": publication.step, "verified": True}
+    return {**asdict(published), **told, "only_these": publication.only_these}
+
+
+def own_evidence(publication: Publication) -> Lying | None:
+    """Contents of the evidence file that the publication brings."""
+    brought = next((file for file in publication.files if file.name == EVIDENCE), None)
+    return read_evidence(bytes_of(brought)) if brought else None
+
+
+def bytes_of(file: FileToPublish) -> bytes:
+    """The bytes of a small file."""
+    if file.content is not None:
+        return file.content
+    assert file.source is not None, "a file is a path or bytes"
+    return file.source.read_bytes()
+
+
+def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFile, ...]:
+    """All that refiner has put into a revision once the publication is there."""
+    brought = {f.name: f.described for f in publication.files}
+    if publication.only_these:
+        stays = own_evidence(publication) or before
+        brought = {f.path: f for f in (stays.files if stays else ())} | brought
+    return tuple(brought[name] for name in sorted(brought))
+
+
+def holds(lying: Lying | None, publication: Publication) -> bool:
+    """True if a place holds this very step of this very run."""
+    if lying is None:
+        return False
+    known = lying.step is None or lying.step == publication.step
+    return known and lying.fingerprint in (None, publication.fingerprint)
+
+
+def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
+    """True if ``main`` of a shared repository moves to this step.
+
+    It never goes back: a step that comes late gets its own name only, and what says no step (older
+    than the evidence file) is the last one of its run. With ``publish.which=best`` one step is
+    published, and main is it, whichever was before.
+    """
+    if publication.only_these:
+        return holds(lying, publication)
+    if config.which == "best" or lying is None:
+        return True
+    if lying.step is None:
+        return publication.final
+    return lying.step <= publication.step
+
+
+def check_run(
+    lying: Lying | None, publication: Publication, config: PublishConfig, where: str, *, alone: bool
+) -> None:
+    """Refuse to put a run's weights in the place of another run's, unless that is asked for, or
+    beside them, where steps do not lie ``alone``.
+
+    Names with {fingerprint} never meet; a name of one's own is easily used twice.
+    """
+    if lying is None or lying.fingerprint in (None, publication.fingerprint):
+        return
+    what = (
+        f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
+        f"{publication.fingerprint[:8]})"
+    )
+    if not alone:
+        raise ConfigurationError(
+            f"{what}, and steps of two runs under the same names would replace each other.",
+            expected="a repository for each run that publishes several steps",
+            fix="put {fingerprint} or {seed} into `publish.repo_id`, or move that one away",
+        )
+    if not config.replace and not publication.only_these:
+        raise ConfigurationError(
+            f"{what}.",
+            expected="a repository of its own for each run, or publish.replace=true",
+            fix="name another publish.repo_id (it may use {fingerprint} and {seed}), or set "
+            "publish.replace=true to put this one in its place; nothing is trained again",
+        )
+
+
+def check_update(lying: Lying | None, publication: Publication, where: str) -> None:
+    """Refuse to put a card beside weights that it is not about."""
+    brought = own_evidence(publication)
+    names = {f.name for f in publication.files}
+    said, there = (
+        {f for f in (of.files if of else ()) if f.path not in names} for of in (brought, lying)
+    )
+    if not holds(lying, publication) or (brought is not None and said != there):
+        raise ConfigurationError(
+            f"{where} does not hold step {publication.step} of {publication.repo_id} as it was "
+            "published, so its card is not updated.",
+            expected="the publication that the card is about",
+            fix="publish that step again (`refiner run`, or `refiner publish RUN --step "
+            f"{publication.step}`), or give each run a repository of its own",
+        )
+
+
+class FolderTarget:
+    """Folders below ``root``, one for each repository and step."""
+
+    def __init__(self, root: Path, config: PublishConfig) -> None:
+        self._root, self._config = root, config
+
+    def publish(
+        self,
+        publication: Publication,
+        progress: Callable[[Progress], None] = lambda _: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Published:
+        """See :class:`infra.publishing.Target`."""
+        revision = step_revision(self._config, publication.step, final=publication.final)
+        place, main = (self._place(publication.repo_id, r) for r in (revision, "main"))
+        for folder in (place, main):
+            put_back(folder)
+        before = _known(main)
+        work = _Bringing(publication, progress, should_stop)
+        check_run(before, publication, self._config, str(main), alone=place == main)
+        if place == main:
+            files = work.bring(main, donors=())
+        else:
+            files = work.bring(place, donors=(main,))
+            if moves_main(before, publication, self._config):
+                work.bring(main, donors=(place,))
+        changed = tuple(sorted(work.changed))
+        return Published("folder", str(place), revision, files, changed)
+
+    def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
+        """See :class:`infra.publishing.Target`."""
+        try:
+            return (self._place(repo_id, revision) / name).read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _place(self, repo_id: str, revision: str) -> Path:
+        main = self._root / repo_id
+        return main if revision == "main" else main.with_name(f"{main.name}@{revision}")
+
+
+@dataclass(eq=False)
+class _Bringing:
+    """One publication on its way into its folders.
+
+    Attributes
+    ----------
+    changed
+        Names that were written or linked anew.
+    """
+
+    publication: Publication
+    progress: Callable[[Progress], None]
+    should_stop: Callable[[], bool]
+    changed: set[str] = field(default_factory=set)
+
+    def bring(self, place: Path, donors: Sequence[Path]) -> tuple[OutputFile, ...]:
+        """Make ``place`` what the publication says; all files of ours that lie there then."""
+        publication = self.publication
+        before = _known(place)
+        if publication.only_these:
+            check_update(before, publication, str(place))
+        wanted = [f for f in publication.files if not _lies(place, before, f)]
+        ours = before.names if before else frozenset[str]()
+        gone = set() if publication.only_these else ours - {f.name for f in publication.files}
+        if wanted or any((place / name).exists() for name in gone):
+            with (
+                no_space_guard(place.parent, f"publishing to {place}"),
+                _refused_by_name(place),
+            ):
+                if publication.only_these:
+                    # Small files; the evidence last, so that a repetition finds what is left.
+                    for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
+                        atomic.write_bytes(place / file.name, bytes_of(file))
+                else:
+                    self._swap(place, before, wanted, donors)
+            self.changed |= {f.name for f in wanted}
+        return all_files(publication, before)
+
+    def _swap(
+        self,
+        place: Path,
+        before: Lying | None,
+        wanted: Sequence[FileToPublish],
+        donors: Sequence[Path],
+    ) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = {f.name for f in wanted}
+        temporary = atomic.temporary_name(place)
+        try:
+            temporary.mkdir()
+            for number, file in enumerate(self.publication.files):
+                self._check_stop()
+                at = temporary / file.name
+                at.parent.mkdir(parents=True, exist_ok=True)
+                if file.name not in fresh and _linked(place / file.name, at):
+                    continue
+                if not any(_given(donor, file, at) for donor in donors):
+                    self._copy(file, at)
+                done = Progress(number + 1, len(self.publication.files), f"wrote {file.name}")
+                self.progress(done)
+            _keep_strangers(place, temporary, before)
+            atomic.sync_tree(temporary)
+            swap_in(temporary, place)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _copy(self, file: FileToPublish, to: Path) -> None:
+        """The bytes, checked as they pass."""
+        if file.source is None:
+            to.write_bytes(bytes_of(file))
+            return
+        digest = hashlib.sha256()
+        with file.source.open("rb") as reading, to.open("wb") as writing:
+            while chunk := reading.read(_CHUNK):
+                self._check_stop()
+                digest.update(chunk)
+                writing.write(chunk)
+        if digest.hexdigest() != file.sha256:
+            raise StageFailed(
+                f"{file.source} is not what its stage has left, so it is not published.",
+                expected=f"SHA-256 {file.sha256[:12]}…, not {digest.hexdigest()[:12]}…",
+                fix="run the recipe again; a stage whose output is damaged is made again",
+            )
+
+    def _check_stop(self) -> None:
+        if self.should_stop():
+            raise Interrupted(
+                "Publishing was stopped on request; what was published is as it was.",
+                fix="run the same command again",
+            )
+
+
+def _known(place: Path) -> Lying | None:
+    """Publication of ours at a place that may be written to; None if it is empty.
+
+    Raises
+    ------
+    ConfigurationError
+        It is somebody else's.
+    """
+    lying = lying_at(place)
+    if lying is None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigurationError(
+            f"{place} exists and was not published by refiner",
+            expected="a folder of its own for each published model",
+            fix="name another one with `publish.path=` or `publish.repo_id=`, or move that one "
+            "away",
+        )
+    return lying
+
+
+def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
+    """True if a file lies there already. Weights are known by manifest and size; the small files
+    that change are read."""
+    path = place / file.name
+    if before is None or not path.is_file() or path.stat().st_size != file.bytes:
+        return False
+    if file.described in before.files:
+        return True
+    return file.source is None and path.read_bytes() == file.content
+
+
+def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
+    """Link a file from another folder of ours that has it."""
+    lying = lying_at(donor)
+    named = next((f.path for f in lying.files if f.sha256 == file.sha256), None) if lying else None
+    if named is None:
+        return False
+    path = donor / named
+    return path.is_file() and path.stat().st_size == file.bytes and _linked(path, to)
+
+
+def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
+    """Take along what others have put into a folder of ours."""
+    ours = {OLD_MANIFEST, *(before.names if before else ())}
+    for path in sorted(place.rglob("*")) if place.is_dir() else ():
+        name = path.relative_to(place)
+        at = temporary / name
+        if name.as_posix() in ours or at.exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            at.mkdir(parents=True, exist_ok=True)
+        elif path.is_symlink() or not _linked(path, at):
+            shutil.copy2(path, at, follow_symlinks=False)
+
+
+@contextlib.contextmanager
+def _refused_by_name(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        nowhere = error.errno == errno.ENOENT and not target.parent.is_dir()
+        if error.errno not in _NO_PLACE and not nowhere:
+            raise
+        raise ConfigurationError(
+            f"{target} cannot be written: {error.strerror}: {error.filename or target}.",
+            expected="a folder in which you may create files",
+            fix="correct its permissions, or name another one with `publish.path=`",
+        ) from error
+
+
+def _linked(old: Path, new: Path) -> bool:
+    try:
+        os.link(old, new)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    return True
