@@ -32,7 +32,7 @@ from refiner_core.contract.config import (
     UserConfig,
 )
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import replace_fields, suggest
+from refiner_core.contract.fields import nested, replace_fields, suggest
 from refiner_core.contract.fingerprint import canonical_json, digest, get_field
 from refiner_core.contract.marks import walk
 
@@ -336,14 +336,8 @@ def protocol_text(name: str, kept: Mapping[str, Any]) -> str:
     kept
         Fields by dotted path.
     """
-    nested: dict[str, Any] = {"name": name}
-    for path, value in kept.items():
-        *parents, leaf = path.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = list(value) if isinstance(value, tuple) else value
-    return canonical_json(nested).replace("${", "\\u0024{")
+    plain = {p: list(v) if isinstance(v, tuple) else v for p, v in kept.items()}
+    return canonical_json({"name": name, **nested(plain)}).replace("${", "\\u0024{")
 
 
 def _evaluate(
