@@ -24,14 +24,12 @@ from collections.abc import Iterator, Sequence
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
-from refiner_core.http.client import authorization
-from refiner_core.http.client import retry_after_s as retry_after_s
+from refiner_core.http.client import LoopThread, authorization
 from refiner_core.http.fleet import BreakerSettings
-from refiner_core.http.loop import LoopThread
+from refiner_core.judges.asking import Batch
 from refiner_core.judges.calls import Call, marked, plan_calls
+from refiner_core.judges.engine import Engine, Pace
 from refiner_core.judges.prompting import load_judge_prompts
-from refiner_core.judges.served.asking import Batch
-from refiner_core.judges.served.engine import Engine, Pace
 from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
 #: Calls are planned in parts, so that the first are on their way while the last are planned.
@@ -115,7 +113,7 @@ class OpenAIJudge:
         processor to those that are under way."""
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
-        self._counts.wanted(len(requests))
+        self._counts.add(asked=len(requests))
         thread.call(engine.begin, batch)
         try:
             for part in self._parts(batch.requests):

@@ -89,7 +89,7 @@ PLAIN = {
     "refiner_core/environments/tau2/tasks.py": "caught where it is raised: an episode's fault",
     "refiner_core/evaluation/run.py": "what a generator of ours returned",
     "refiner_core/generation/vllm/sync.py": "the order of calls, which the training loop keeps",
-    "refiner_core/http/loop.py": "the life of a judge or a user, which stages keep",
+    "refiner_core/http/client.py": "the life of a judge or a user, which stages keep",
     "refiner_core/judges/": "the life of a judge, which stages keep",
     "refiner_core/models/wiring.py": "sizes of the built-in models",
     "refiner_core/rejection/": "what a generator of ours returned; a stage's own wiring",

@@ -27,6 +27,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
@@ -129,41 +130,27 @@ class Batch:
         return {"stored": stored, "shared": shared, "failed": failed}
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """One call on its way, whoever waits for it."""
 
-    __slots__ = (
-        "avoid",
-        "best",
-        "bodies",
-        "call",
-        "cut",
-        "flight",
-        "last",
-        "left_s",
-        "owner",
-        "plain_at",
-        "sent",
-        "task",
-        "tries",
-        "waiting",
-    )
-
-    def __init__(self, call: Call, left_s: float, owner: Batch) -> None:
-        self.call, self.left_s, self.owner = call, left_s, owner
-        self.waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = []
-        #: Tries that counted, and all that were sent.
-        self.tries = self.sent = 0
-        self.last = "it was not asked yet"
-        self.best: tuple[Judgement | None, ...] = ()
-        #: The server that is asked only if there is no other: it has just failed.
-        self.avoid: Server | None = None
-        #: The server that did not take the schema and is asked again without one.
-        self.plain_at: Server | None = None
-        self.bodies: dict[bool, bytes] = {}
-        self.flight: Flight | None = None
-        self.task: asyncio.Task[Any] | None = None
-        self.cut: Literal["", "timeout", "given_up"] = ""
+    call: Call
+    left_s: float
+    owner: Batch
+    waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
+    #: Tries that counted, and all that were sent.
+    tries: int = 0
+    sent: int = 0
+    last: str = "it was not asked yet"
+    best: tuple[Judgement | None, ...] = ()
+    #: The server that is asked only if there is no other: it has just failed.
+    avoid: Server | None = None
+    #: The server that did not take the schema and is asked again without one.
+    plain_at: Server | None = None
+    bodies: dict[bool, bytes] = field(default_factory=dict)
+    flight: Flight | None = None
+    task: asyncio.Task[Any] | None = None
+    cut: Literal["", "timeout", "given_up"] = ""
 
     def body(self, config: JudgeConfig, *, structured: bool) -> bytes:
         """The request's body, made once."""
@@ -231,7 +218,7 @@ class Asking:
         """Make one request; raises nothing but the cancellation of one that nobody waits for."""
         structured = self._is_structured(item, server)
         body = item.body(self._config, structured=structured)
-        self._counts.call(again=item.sent > 0)
+        self._counts.add(calls=1, retries=int(item.sent > 0))
         item.sent += 1
         begun = time.monotonic()
         flight = Flight(server, begun, begun + item.left_s, self._fleet.begins(server))
@@ -311,13 +298,16 @@ class Asking:
 
     def _count(self, flight: Flight, answer: Answered | Lost, outcome: Outcome) -> None:
         if not flight.status:
-            self._counts.lost(answer.reason if isinstance(answer, Lost) else "")
+            self._counts.count("lost", answer.reason if isinstance(answer, Lost) else "")
             return
-        self._counts.answer(flight.status, time.monotonic() - flight.begun)
-        self._counts.tokens(*outcome.tokens)
-        self._counts.served(outcome.served)
+        prompt, completion = outcome.tokens
+        seconds = time.monotonic() - flight.begun
+        self._counts.count("answers", flight.status)
+        self._counts.add(latency_s=seconds, prompt_tokens=prompt, completion_tokens=completion)
+        if outcome.served:
+            self._counts.count("served", outcome.served)
         if flight.status == 200 and outcome.unusable:
-            self._counts.unusable(outcome.unusable)
+            self._counts.count("unusable", outcome.unusable)
 
     def _note(
         self, server: Server, answer: Answered | Lost, outcome: Outcome, *, structured: bool

@@ -10,6 +10,10 @@ In: batches and their calls, from any thread by way of the loop. Out: filled bat
                                               v
                                             batches
 
+Beside it :class:`Minder` sends probes, tells pauses and looks up where servers are; :mod:`.asking`
+makes one request; :mod:`refiner_core.http.fleet` says who is asked next, and who is left out.
+Knows nothing of prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
+
 The clock of an item runs while it is being tried or waits to be tried again, and stands still while
 nobody can be asked.
 """
@@ -29,8 +33,8 @@ from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgementStore, StoredJudgement
 from refiner_core.http.client import Client, Lost
 from refiner_core.http.fleet import BreakerSettings, Fleet, Server
+from refiner_core.judges.asking import Asking, Batch, Item, Outcome
 from refiner_core.judges.calls import Call
-from refiner_core.judges.served.asking import Asking, Batch, Item, Outcome
 from refiner_core.judges.surroundings import Counts, Surroundings
 
 log = logging.getLogger(__name__)
@@ -86,7 +90,7 @@ class Minder:
             self._paused_since = now
             return 0.0
         self._tell()
-        self._counts.paused(passed)
+        self._counts.add(paused_s=passed)
         if now - self._paused_since >= self._config.outage_patience_s:
             raise _outage(self._fleet.servers, self._config)
         if self._around.endpoints is not None:
@@ -386,7 +390,7 @@ class Engine:
 
     def _look_if_over(self, batch: Batch) -> None:
         if batch.sealed and not batch.open and not batch.over.is_set():
-            self._counts.settled(**batch.counts())
+            self._counts.add(**batch.counts())
             self._batches.discard(batch)
             if not self._batches:
                 self._minder.end_pause()
