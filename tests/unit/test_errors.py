@@ -30,8 +30,8 @@ NOTHING_REFUSED = {
 INCOMPLETE = {
     ("infra/ranks/bridge.py", "Rank 0 ended before"): "closes a store's context; nobody is told",
     ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
-    ("refiner_core/rubrics/lint/checks.py", "the row"): "a line in the table of `rubrics check`",
-    ("refiner_core/rubrics/lint/checks.py", "`ground_truth`"): "as above",
+    ("refiner_core/rubrics/lint.py", "the row"): "a line in the table of `rubrics check`",
+    ("refiner_core/rubrics/lint.py", "`ground_truth`"): "as above",
     ("flows/starting/completing.py", "There is no command"): "a shell is offered no words then",
 }
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
