@@ -18,53 +18,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from refiner_core.contract.marks import added, execution, identity, section
-from refiner_core.contract.steering_config import (
-    DiskConfig,
-    DispatchConfig,
-    NotifyConfig,
-    Resources,
-    RetryConfig,
-    TrackingConfig,
-)
-from refiner_core.contract.training_config import (
-    CurriculumConfig,
-    EnvironmentConfig,
-    GrpoConfig,
-    HealthConfig,
-    RolloutServerConfig,
-    SampleConfig,
-    SftConfig,
-    ShapingConfig,
-    UserConfig,
-)
-
-__all__ = [
-    "CommandConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "DiskConfig",
-    "DispatchConfig",
-    "EnvironmentConfig",
-    "EvaluateConfig",
-    "GrpoConfig",
-    "HealthConfig",
-    "JudgeConfig",
-    "ModelConfig",
-    "NotifyConfig",
-    "PublishConfig",
-    "RecipeConfig",
-    "Resources",
-    "RetryConfig",
-    "RewardConfig",
-    "RolloutServerConfig",
-    "SampleConfig",
-    "ServeConfig",
-    "SftConfig",
-    "ShapingConfig",
-    "TrackingConfig",
-    "UserConfig",
-]
-
+from refiner_core.contract.steering_config import DiskConfig as DiskConfig
+from refiner_core.contract.steering_config import DispatchConfig as DispatchConfig
+from refiner_core.contract.steering_config import NotifyConfig as NotifyConfig
+from refiner_core.contract.steering_config import Resources as Resources
+from refiner_core.contract.steering_config import RetryConfig as RetryConfig
+from refiner_core.contract.steering_config import TrackingConfig as TrackingConfig
+from refiner_core.contract.training_config import CurriculumConfig as CurriculumConfig
+from refiner_core.contract.training_config import EnvironmentConfig as EnvironmentConfig
+from refiner_core.contract.training_config import GrpoConfig as GrpoConfig
+from refiner_core.contract.training_config import HealthConfig as HealthConfig
+from refiner_core.contract.training_config import RolloutServerConfig as RolloutServerConfig
+from refiner_core.contract.training_config import SampleConfig as SampleConfig
+from refiner_core.contract.training_config import SftConfig as SftConfig
+from refiner_core.contract.training_config import ShapingConfig as ShapingConfig
+from refiner_core.contract.training_config import UserConfig as UserConfig
 
 #: Doubled braces, the shell's own ``${…}``, or a placeholder.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
@@ -137,7 +105,7 @@ class CommandConfig:
 
 
 def uses(command: CommandConfig, placeholder: str) -> bool:
-    """Whether a command's texts name ``{placeholder}``."""
+    """Say whether a command's texts name ``{placeholder}``."""
     texts = (command.run, command.resume_arguments, command.companions, *command.env)
     return any(placeholder in placeholders(text) for text in texts)
 

@@ -42,7 +42,7 @@ def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeCo
 
 
 def field_info(path: str, origin: str = "") -> FieldInfo:
-    """What is known of the field at a dotted path.
+    """Give what is known of the field at a dotted path.
 
     Raises
     ------

@@ -108,7 +108,7 @@ def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeCon
 
 
 def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
-    """What is no mapping, below a mapping, by dotted path."""
+    """Give what is no mapping, below a mapping, by dotted path."""
     if not isinstance(values, Mapping):
         yield prefix, values
         return
@@ -394,7 +394,7 @@ class Setting:
 
     @property
     def interpolated(self) -> bool:
-        """Whether it takes its value from other fields."""
+        """Say whether it takes its value from other fields."""
         return "${" in self.text.replace("\\${", "")
 
 

@@ -45,7 +45,7 @@ class Range(NamedTuple):
     le: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether a number lies in it."""
+        """Say whether a number lies in it."""
         above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
         return above and (self.le is None or value <= self.le)
 
@@ -111,7 +111,7 @@ def section(kind: type, *, doc: str) -> Any:
 
 
 def is_section(value_type: Any) -> bool:
-    """Whether a field's type is a nested configuration section."""
+    """Say whether a field's type is a nested configuration section."""
     return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
 
 

@@ -100,7 +100,7 @@ def _listed(config: RecipeConfig, model: str) -> tuple[int, ...]:
 
 
 def publishes_final(config: RecipeConfig) -> bool:
-    """Whether the last checkpoint is published as such."""
+    """Say whether the last checkpoint is published as such."""
     publish = config.publish
     if "publish" not in config.stages or publish.which == "best":
         return False
@@ -242,7 +242,7 @@ class Plan:
 
 
 def _measuring(config: RecipeConfig) -> dict[str, Any]:
-    """What decides what an evaluation measures."""
+    """Give what decides what an evaluation measures."""
     return stage_values(config, {}, (*KINDS["evaluate"].fields, "data"), False)
 
 

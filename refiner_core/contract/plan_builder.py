@@ -219,7 +219,7 @@ class Builder:
         return (fetch, *others)
 
     def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
-        """What it reads of a Hub: digests by source."""
+        """Give what it reads of a Hub: digests by source."""
         config, sources = self.under[stage.protocol]
         names = KINDS[stage.kind].hub_reads
         if asks_judge(config, stage.kind) and not has_service(config):
@@ -260,7 +260,7 @@ def _has_a_say(config: RecipeConfig, path: str) -> bool:
 
 
 def _decides_updates(config: RecipeConfig, path: str) -> bool:
-    """Whether a field of a health check has a say in what is trained: only a check that skips
+    """Say whether a field of a health check has a say in what is trained: only a check that skips
     updates has. So a run that a check has stopped goes on under another policy or limit."""
     section, _, name = path.partition(".health.")
     health = getattr(config, section).health

@@ -116,7 +116,7 @@ class ProtocolFile:
 
     @functools.cached_property
     def names_user(self) -> bool:
-        """Whether it fixes with whom an agent talks."""
+        """Say whether it fixes with whom an agent talks."""
         return any(path.startswith(_USER) for path in self.fields)
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class ProtocolFile:
         return replace_fields(RecipeConfig(), self.fields)
 
     def values(self) -> dict[str, Any]:
-        """What it fixes in effect: identity fields, JSON-ready."""
+        """Give what it fixes in effect: identity fields, JSON-ready."""
         found = {path: get_field(self._template, path) for path in self.fixed}
         return {p: list(v) if isinstance(v, tuple) else v for p, v in found.items()}
 
@@ -242,7 +242,7 @@ def configs_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
 
 @contextlib.contextmanager
 def refused_under(name: str) -> Iterator[None]:
-    """What is refused within says under which protocol it was found."""
+    """Name the protocol in what is refused within."""
     try:
         yield
     except RefinerError as error:

@@ -140,7 +140,7 @@ def _parts(
 
 
 def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
-    """What the assistant said, as it is sampled: tool calls are part of the text."""
+    """Give what the assistant said, as it is sampled: tool calls are part of the text."""
     calls = message.get("tool_calls")
     if not calls:
         return str(message["content"])

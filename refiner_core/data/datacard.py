@@ -43,7 +43,7 @@ class Tally:
 
     @property
     def reasons(self) -> str:
-        """How many were dropped for what."""
+        """Say how many were dropped for what."""
         return ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
 
 
@@ -201,7 +201,7 @@ def _dropped(kind: Mapping[str, Any]) -> list[str]:
 
 
 def _files(report: Mapping[str, Any]) -> list[str]:
-    """What every data card ends with."""
+    """Give what every data card ends with."""
     lines = ["", "## Files", "", "| file | rows | SHA-256 |", "|---|---:|---|"]
     lines += [f"| `{n}` | {f['rows']} | `{f['sha256']}` |" for n, f in report["files"].items()]
     limits = ", ".join(f"`{name}` = {value}" for name, value in report["limits"].items())

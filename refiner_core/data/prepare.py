@@ -242,7 +242,7 @@ class _Selection:
         return DemonstrationRow(row.sample_id, encoded.input_ids, encoded.loss_mask)
 
     def _nothing_left(self) -> DataError:
-        """Why no row is left, and which field brings some back."""
+        """Say why no row is left, and which field brings some back."""
         config, tally, path = self.config, self.tally, f"data.{self.which}_path="
         what = f"None of the {tally.read} rows of {path}{self.source.path} is usable "
         what += f"({tally.reasons})"

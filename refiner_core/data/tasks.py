@@ -188,7 +188,7 @@ class _Work:
         self.tokenizer, self.io = tokenizer, io
 
     def prompts(self, domains: set[str], counts: Tally) -> dict[str, tuple[int, ...]]:
-        """What all episodes of a domain begin with."""
+        """Give what all episodes of a domain begin with."""
         found = {}
         for domain in sorted(domains):
             policy, tools = self.environment.policy(domain), self.environment.tools(domain)

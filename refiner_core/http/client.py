@@ -141,7 +141,7 @@ class Client:
             return 0
 
     async def alive(self, server: Server) -> bool:
-        """Whether anything answers there."""
+        """Say whether anything answers there."""
         status = await self.probe(server.models_url, server.endpoint)
         return 0 < status < 500 and status not in (408, 429)
 

@@ -98,14 +98,14 @@ class Breaker:
             self.open()
 
     def take_probe(self) -> bool:
-        """Whether a probe is due; the caller then makes one and tells :meth:`probed`."""
+        """Say whether a probe is due; the caller then makes one and tells :meth:`probed`."""
         if self.state != "open" or self._clock() < self._probe_at:
             return False
         self.state = "probing"
         return True
 
     def probed(self, alive: bool) -> None:
-        """What the probe has found. Nothing, where a call was answered in the meantime."""
+        """Note what the probe has found. Nothing, where a call was answered in the meantime."""
         if self.state != "probing":
             return
         if alive:
@@ -150,12 +150,12 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether any number of calls may go there."""
+        """Say whether any number of calls may go there."""
         return self.breaker.state == "closed" and not self.refused
 
     @property
     def takes_trial(self) -> bool:
-        """Whether it is on trial, and waits for its call."""
+        """Say whether it is on trial, and waits for its call."""
         return self.breaker.state == "half_open" and not self.on_trial and not self.refused
 
     def __repr__(self) -> str:
@@ -186,12 +186,12 @@ class Fleet:
 
     @property
     def open_to_all(self) -> bool:
-        """Whether any number of calls may begin now."""
+        """Say whether any number of calls may begin now."""
         return any(s.usable for s in self.servers)
 
     @property
     def open_to_one(self) -> bool:
-        """Whether a server on trial waits for its call."""
+        """Say whether a server on trial waits for its call."""
         return any(s.takes_trial for s in self.servers)
 
     def pick(self, avoid: Server | None = None) -> Server | None:

@@ -123,7 +123,7 @@ class Batch:
         self.error: BaseException | None = None
 
     def counts(self) -> dict[str, int]:
-        """How its judgements came about, each counted once."""
+        """Say how its judgements came about, each counted once."""
         failed = sum(self.found[r].status == "failed" for r in self.requests)
         stored = sum(r in self.stored for r in self.requests)
         shared = len(self.requests) - failed - stored - self.own
@@ -161,7 +161,7 @@ class Item:
         return made
 
     def failed(self, detail: str) -> tuple[Judgement, ...]:
-        """What is left of it: what could be read of a batched reply, and failures."""
+        """Give what is left of it: what could be read of a batched reply, and failures."""
         failure = Judgement("failed", None, detail)
         known = self.best or (None,) * len(self.call.requests)
         return tuple(judgement or failure for judgement in known)
@@ -272,7 +272,7 @@ class Asking:
         return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
     def may_mean_the_schema(self, server: Server, tried: Tried) -> bool:
-        """Whether it may be the schema that it did not take: it is asked again without one."""
+        """Say whether it may be the schema that it did not take: it is asked again without one."""
         return (
             tried.structured
             and self._config.structured_output == "auto"
@@ -282,7 +282,7 @@ class Asking:
         )
 
     def may_refuse_all(self, item: Item, server: Server, tried: Tried) -> bool:
-        """Whether a final answer may not be meant for this item alone: it waits to know."""
+        """Say whether a final answer may not be meant for this item alone: it waits to know."""
         answer = tried.answer
         if not tried.outcome.final or isinstance(answer, Lost) or answer.status == 200:
             return False
@@ -312,7 +312,7 @@ class Asking:
     def _note(
         self, server: Server, answer: Answered | Lost, outcome: Outcome, *, structured: bool
     ) -> None:
-        """What an answer tells about its server, beyond its breaker."""
+        """Note what an answer tells about its server, beyond its breaker."""
         if outcome.judgements is None:
             server.last_words = outcome.reason
         if isinstance(answer, Lost):

@@ -159,7 +159,7 @@ def _score_in(value: Any) -> Any:
 
 
 def _last_list(text: str, count: int) -> Sequence[Any]:
-    """What the reply lists: entries with a score, or bare numbers."""
+    """Give what the reply lists: entries with a score, or bare numbers."""
     named: Sequence[Any] | None = None
     numbers: Sequence[Any] | None = None
     loose: list[Any] = []
@@ -403,7 +403,7 @@ def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusabl
 
 
 def identity_digest(config: JudgeConfig) -> bytes:
-    """What is the same for all questions to one judge."""
+    """Give what is the same for all questions to one judge."""
     values = [
         config.model,
         config.revision,

@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for anything; readable from any thread."""
+        """Say whether nobody waits for anything; readable from any thread."""
         return not self._batches
 
     @property

@@ -131,7 +131,7 @@ class OpenAIJudge:
         return Pending(self, batch)
 
     def usage(self) -> JudgeUsage:
-        """What it has done since it was made."""
+        """Give what it has done since it was made."""
         return self._counts.snapshot()
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class MarkedJudge:
         return self._judge._begin(requests, at_leisure=False, mark=self._mark)
 
     def usage(self) -> JudgeUsage:
-        """What the judge behind it has done, under whatever mark."""
+        """Give what the judge behind it has done, under whatever mark."""
         return self._judge.usage()
 
     def fresh(self, mark: str) -> MarkedJudge:

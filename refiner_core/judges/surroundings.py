@@ -68,7 +68,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order."""
+        """Give what is known, in order."""
         with self._lock:
             return [self._known.get(key) for key in keys]
 
@@ -114,12 +114,12 @@ class Counts:
 
 
 def usage_of(judge: Judge) -> JudgeUsage | None:
-    """What a judge has done since it was made; None where it keeps no count."""
+    """Give what a judge has done since it was made; None where it keeps no count."""
     return judge.usage() if isinstance(judge, StreamingJudge) else None
 
 
 def usage_between(before: JudgeUsage, now: JudgeUsage) -> JudgeUsage:
-    """What was done from ``before`` to ``now``."""
+    """Give what was done from ``before`` to ``now``."""
     return _each(operator.sub, now, before)
 
 
@@ -154,7 +154,7 @@ def usage_to_json(usage: JudgeUsage) -> dict[str, Any]:
 
 
 def usage_from_json(value: Mapping[str, Any]) -> JudgeUsage:
-    """What :func:`usage_to_json` wrote; what an older version did not count is 0."""
+    """Read what :func:`usage_to_json` wrote; what an older version did not count is 0."""
     known = {f.name: value[f.name] for f in fields(JudgeUsage) if f.name in value}
     if "answers" in known:
         known["answers"] = {int(status): n for status, n in known["answers"].items()}

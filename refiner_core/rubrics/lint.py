@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether the reward would refuse the rubric or count it wrongly."""
+        """Say whether the reward would refuse the rubric or count it wrongly."""
         return RULES[self.rule].severity == "error"
 
     def to_json(self) -> dict[str, Any]:
@@ -285,12 +285,12 @@ class Checked:
 
     @property
     def errors(self) -> int:
-        """How many findings are errors."""
+        """Say how many findings are errors."""
         return sum(f.is_error for f in self.findings)
 
     @property
     def warnings(self) -> int:
-        """How many are not."""
+        """Say how many are not."""
         return len(self.findings) - self.errors
 
     def by_rule(self) -> dict[str, list[Finding]]:
@@ -493,7 +493,7 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
 
 
 def _rubrics_of(row: Any) -> Any:
-    """What holds a row's rubrics, in whichever of the two forms.
+    """Give what holds a row's rubrics, in whichever of the two forms.
 
     Raises
     ------

@@ -91,7 +91,7 @@ PLAIN = {
     "refiner_core/generation/vllm/sync.py": "the order of calls, which the training loop keeps",
     "refiner_core/http/client.py": "the life of a judge or a user, which stages keep",
     "refiner_core/judges/": "the life of a judge, which stages keep",
-    "refiner_core/models/wiring.py": "sizes of the built-in models",
+    "refiner_core/models/random_model.py": "sizes of the built-in models",
     "refiner_core/rejection/": "what a generator of ours returned; a stage's own wiring",
     "refiner_core/rewards/compute.py": "places and counts of our own making",
     "refiner_core/training/": "invariants between parts of the training loop and its ranks",

@@ -315,7 +315,7 @@ def _check_user(where: str, user: UserConfig) -> None:
 
 
 def is_web_address(text: str) -> bool:
-    """Whether it names a server over HTTP, and holds no user, password or query."""
+    """Say whether it names a server over HTTP, and holds no user, password or query."""
     try:
         parts = urlsplit(text)
         host, _ = parts.hostname, parts.port  # each raises for what it cannot be

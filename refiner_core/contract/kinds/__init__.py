@@ -13,19 +13,8 @@ import importlib
 import pkgutil
 from collections.abc import Collection
 
-from refiner_core.contract.kinds.kind import CardWords, Kind
-
-__all__ = [
-    "KINDS",
-    "MODELS",
-    "TRAINED",
-    "TRAINED_HERE",
-    "CardWords",
-    "Kind",
-    "card_words",
-    "kinds_of",
-    "section_name",
-]
+from refiner_core.contract.kinds.kind import CardWords as CardWords
+from refiner_core.contract.kinds.kind import Kind as Kind
 
 
 def _found() -> dict[str, Kind]:
@@ -46,7 +35,7 @@ MODELS = ("base", *TRAINED)
 
 
 def card_words(name: str) -> CardWords:
-    """What cards say of a model that a kind has made; of one that says nothing, what its name
+    """Give what cards say of a model that a kind has made; of one that says nothing, what its name
     tells."""
     own = KINDS[name].card if name in KINDS else None
     if own is not None:
