@@ -68,11 +68,11 @@ class PlannedStage:
     name: str
     kind: str
     fingerprint: str
-    identity: Mapping[str, Any]
-    sources: Mapping[str, str]
-    inputs: Mapping[str, str]
-    input_fingerprints: Mapping[str, str]
     resources: Resources
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    input_fingerprints: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     needs_network: bool = False
     after: tuple[str, ...] = ()

@@ -202,7 +202,9 @@ class Engine:
         self._config, self._store, self._counts, self._pace = config, store, counts, pace
         self._api_key_env = "" if around.endpoints is not None else config.api_key_env
         self._fleet = Fleet(time.monotonic, pace.breaker)
-        self._minder = Minder(config, around, self._fleet, counts, self._beside)
+        self._minder = Minder(
+            config, around, self._fleet, counts, lambda work: self._spawn(work, self._tasks)
+        )
         self._items: dict[tuple[bytes, ...], Item] = {}
         self._lately: OrderedDict[tuple[bytes, ...], _Scored] = OrderedDict()
         self._queue: deque[Item] = deque()
@@ -452,9 +454,6 @@ class Engine:
                     batch.found.update(zip(requests, item.failed(why), strict=True))
             self._leave(item, batch)
         self._look_if_over(batch)
-
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
-        self._spawn(work, self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None], where: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
