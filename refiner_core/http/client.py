@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import functools
 import os
 import threading
 import time
@@ -80,7 +81,7 @@ class Client:
 
     def __init__(self, api_key_env: str, timeout_s: float, *, own: bool = False) -> None:
         self._api_key_env, self._own = api_key_env, own
-        self._proxies: dict[str, str | None] = {}
+        self._proxy = functools.cache(_no_proxy if own else proxy_of)
         self._probe_s = min(PROBE_S, timeout_s)
         # The deadline of an answer is the caller's.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
@@ -149,12 +150,9 @@ class Client:
         name = type(error).__name__
         return f"{name}: {error}".rstrip(": ") if self._own else name
 
-    def _proxy(self, url: str) -> str | None:
-        if self._own:
-            return None
-        if url not in self._proxies:
-            self._proxies[url] = proxy_of(url)
-        return self._proxies[url]
+
+def _no_proxy(url: str) -> None:
+    """None: one's own servers are on this machine."""
 
 
 def proxy_of(url: str) -> str | None:

@@ -430,20 +430,17 @@ class Engine:
             while self._batches:
                 await asyncio.sleep(self._minder.tick_s)
                 now = time.monotonic()
-                self._look_after(now, now - last)
+                paused_s = self._minder.tick(now, now - last, self._client)
                 last = now
+                self._asking.put_off(paused_s)
+                self._asking.late(now)
+                for batch in tuple(self._batches):
+                    batch.expires_at += paused_s
+                    if now >= batch.expires_at:
+                        self._expire(batch)
+                self._wake()
         finally:
             self._minding = False
-
-    def _look_after(self, now: float, passed: float) -> None:
-        paused_s = self._minder.tick(now, passed, self._client)
-        self._asking.put_off(paused_s)
-        self._asking.late(now)
-        for batch in tuple(self._batches):
-            batch.expires_at += paused_s
-            if now >= batch.expires_at:
-                self._expire(batch)
-        self._wake()
 
     def _expire(self, batch: Batch) -> None:
         limit_s = self._config.batch_timeout_s

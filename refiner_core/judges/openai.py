@@ -163,15 +163,12 @@ class OpenAIJudge:
             raise
         finally:
             self._tell()
-        if batch.error is not None or self._is_idle():
+        if batch.error is not None or self._engine is None or self._engine.idle:
             # Not after each of many small batches: what is scored is in the store already.
             self._store.flush()
         if batch.error is not None:
             raise batch.error
         return [batch.found[request] for request in batch.requests]
-
-    def _is_idle(self) -> bool:
-        return self._engine is None or self._engine.idle
 
     def _look(self, batch: Batch) -> None:
         self._tell()
