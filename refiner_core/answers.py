@@ -326,12 +326,12 @@ class Claim:
 
     @property
     def cited(self) -> bool:
-        """Whether the span names at least one id, known or not."""
+        """Say whether the span names at least one id, known or not."""
         return bool(self.ids)
 
     @property
     def well_formed(self) -> bool:
-        """Whether the span is a tag that says something, closed, with all ids known."""
+        """Say whether the span is a tag that says something, closed, with all ids known."""
         return self.tagged and not self.problems
 
 
@@ -376,7 +376,7 @@ class ParsedAnswer:
 
 
 def says_something(text: str) -> bool:
-    """Whether ``text`` holds a letter or a digit."""
+    """Say whether ``text`` holds a letter or a digit."""
     return _SAYS_SOMETHING.search(text) is not None
 
 

@@ -69,8 +69,7 @@ def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
     ConfigurationError
         There is none of that name, or it is no rubric set.
     """
-    from refiner_core.rubrics import load_rubric_set
-    from refiner_core.rubrics.sets import rubric_set_path
+    from refiner_core.rubrics import load_rubric_set, rubric_set_path
 
     return load_rubric_set(name), rubric_set_path(name)
 

@@ -84,7 +84,7 @@ def _named(path: str) -> list[str]:
         folder = Path(str(resources.files("infra.profiles")))
         return sorted(p.stem for p in folder.glob("*.yaml"))
     if path == "reward.static_rubrics":
-        from refiner_core.rubrics.sets import shipped_rubric_sets
+        from refiner_core.rubrics import shipped_rubric_sets
 
         return list(shipped_rubric_sets())
     if path == "evaluate.protocols":
@@ -289,7 +289,7 @@ def _answers(option: click.Option, incomplete: str) -> Iterator[str]:
 
 def _names_of(group: str) -> Iterator[str]:
     if group == "rubrics":
-        from refiner_core.rubrics.sets import shipped_rubric_sets
+        from refiner_core.rubrics import shipped_rubric_sets
 
         yield from shipped_rubric_sets()
     elif group == "protocols":

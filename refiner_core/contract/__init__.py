@@ -1,9 +1,10 @@
 """The shared language: configuration, marks, fingerprints, plan, records, errors, protocols.
 
 Torch-free, and imports nothing of ours. In order of reading: ``marks`` (identity or execution),
-``config`` (the door to all ``*_config`` classes), ``recipe_files`` -> ``loading`` -> ``checks``
-(from YAML to a valid configuration; ``overrides``, ``interpolations``, ``origins`` and
-``field_facts`` beside it), ``fingerprint``, ``planned`` -> ``plan_builder`` -> ``plan`` (stages as
-values), ``protocols`` and ``publications`` (what is measured and published), ``records`` (what is
-remembered), ``types`` and ``views`` (what rooms exchange), ``errors``.
+``config`` (the door to all classes of configuration; ``training_config`` and ``steering_config``
+beside it), ``recipes`` -> ``loading`` -> ``checks`` (from YAML to a valid configuration; ``fields``
+and ``field_facts`` beside it), ``fingerprint``, ``kinds``, ``planned`` -> ``plan_builder`` ->
+``plan`` (stages as values, those that publish included), ``protocols``, ``placement`` and
+``services`` (what is measured, where it runs, who serves the judge), ``records`` and ``proofs``
+(what is remembered), ``types`` (what rooms exchange), ``files``, ``errors``.
 """

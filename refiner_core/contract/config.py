@@ -17,54 +17,22 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.marks import execution, identity, section
-from refiner_core.contract.steering_config import (
-    DiskConfig,
-    DispatchConfig,
-    NotifyConfig,
-    Resources,
-    RetryConfig,
-    TrackingConfig,
-)
-from refiner_core.contract.training_config import (
-    CurriculumConfig,
-    EnvironmentConfig,
-    GrpoConfig,
-    HealthConfig,
-    RolloutServerConfig,
-    SampleConfig,
-    SftConfig,
-    ShapingConfig,
-    UserConfig,
-)
-
-__all__ = [
-    "CommandConfig",
-    "CurriculumConfig",
-    "DataConfig",
-    "DiskConfig",
-    "DispatchConfig",
-    "EnvironmentConfig",
-    "EvaluateConfig",
-    "GrpoConfig",
-    "HealthConfig",
-    "JudgeConfig",
-    "ModelConfig",
-    "NotifyConfig",
-    "PublishConfig",
-    "RecipeConfig",
-    "Resources",
-    "RetryConfig",
-    "RewardConfig",
-    "RolloutServerConfig",
-    "SampleConfig",
-    "ServeConfig",
-    "SftConfig",
-    "ShapingConfig",
-    "TrackingConfig",
-    "UserConfig",
-]
-
+from refiner_core.contract.marks import added, execution, identity, section
+from refiner_core.contract.steering_config import DiskConfig as DiskConfig
+from refiner_core.contract.steering_config import DispatchConfig as DispatchConfig
+from refiner_core.contract.steering_config import NotifyConfig as NotifyConfig
+from refiner_core.contract.steering_config import Resources as Resources
+from refiner_core.contract.steering_config import RetryConfig as RetryConfig
+from refiner_core.contract.steering_config import TrackingConfig as TrackingConfig
+from refiner_core.contract.training_config import CurriculumConfig as CurriculumConfig
+from refiner_core.contract.training_config import EnvironmentConfig as EnvironmentConfig
+from refiner_core.contract.training_config import GrpoConfig as GrpoConfig
+from refiner_core.contract.training_config import HealthConfig as HealthConfig
+from refiner_core.contract.training_config import RolloutServerConfig as RolloutServerConfig
+from refiner_core.contract.training_config import SampleConfig as SampleConfig
+from refiner_core.contract.training_config import SftConfig as SftConfig
+from refiner_core.contract.training_config import ShapingConfig as ShapingConfig
+from refiner_core.contract.training_config import UserConfig as UserConfig
 
 #: Doubled braces, the shell's own ``${…}``, or a placeholder.
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
@@ -137,7 +105,7 @@ class CommandConfig:
 
 
 def uses(command: CommandConfig, placeholder: str) -> bool:
-    """Whether a command's texts name ``{placeholder}``."""
+    """Say whether a command's texts name ``{placeholder}``."""
     texts = (command.run, command.resume_arguments, command.companions, *command.env)
     return any(placeholder in placeholders(text) for text in texts)
 
@@ -174,10 +142,8 @@ class RewardConfig:
     static_rubrics: str = identity(
         "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
     )
-    instance_rubrics_only: bool = identity(
-        False,
-        doc="drop static rubrics from the reward and from logging",
-        legacy_value=False,
+    instance_rubrics_only: bool = added(
+        False, doc="drop static rubrics from the reward and from logging"
     )
     rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
         "weighted_mean",
@@ -242,10 +208,8 @@ class JudgeConfig:
     prompt: str = identity(
         "v2", doc="version of the judge's prompts, or a folder with prompts of your own"
     )
-    form: Literal["per_rubric", "batched"] = identity(
-        "per_rubric",
-        doc="a call for each rubric, or one for all rubrics of an answer",
-        legacy_value="per_rubric",
+    form: Literal["per_rubric", "batched"] = added(
+        "per_rubric", doc="a call for each rubric, or one for all rubrics of an answer"
     )
     structured_output: Literal["auto", "json_schema", "none"] = identity(
         "auto",
@@ -258,11 +222,10 @@ class JudgeConfig:
     max_tokens: int = identity(
         512, ge=1, doc="longest judgement; one that ends by length is a failure"
     )
-    extra_body: str = identity(
+    extra_body: str = added(
         "",
         doc="further fields of each request, a mapping or JSON text, e.g. "
         '`{"chat_template_kwargs": {"enable_thinking": false}}`',
-        legacy_value="",
     )
     max_failed_share: float = identity(
         0.2,
@@ -376,11 +339,10 @@ class DataConfig:
         0, doc="seed of the split; not the run seed, so that all seeds of an arm share prompts"
     )
     synthetic_seed: int = identity(0, doc="seed of the generated facts (not of the split)")
-    all_held_out: bool = identity(
+    all_held_out: bool = added(
         False,
         doc="keep every prompt from training: rows that are there to evaluate on (see "
         "`evaluate.protocols`)",
-        legacy_value=False,
     )
     resources: Resources = section(Resources, doc="resources of the data job")
 
@@ -400,27 +362,21 @@ class PublishConfig:
         doc="repository, OWNER/NAME on the Hub; may use {recipe}, {seed}, {step} and {fingerprint} "
         "(of the weights)",
     )
-    which: Literal["final", "every-save", "best", "listed"] = identity(
+    which: Literal["final", "every-save", "best", "listed"] = added(
         "final",
         doc="checkpoints that are published: the last, every saved one, the best by an evaluation, "
         "or `steps`; all but the last while training goes on",
-        legacy_value="final",
     )
-    steps: tuple[int, ...] = identity((), doc="with which=listed: the steps", legacy_value=())
-    evaluate: bool = identity(
-        True, doc="evaluate each published step for its card", legacy_value=True
+    steps: tuple[int, ...] = added((), doc="with which=listed: the steps")
+    evaluate: bool = added(True, doc="evaluate each published step for its card")
+    best_metric: str = added("reward", doc="with which=best: the metric that decides")
+    best_decoding: Literal["greedy", "sampled"] = added(
+        "greedy", doc="with which=best: the decoding that it is taken from"
     )
-    best_metric: str = identity(
-        "reward", doc="with which=best: the metric that decides", legacy_value="reward"
-    )
-    best_decoding: Literal["greedy", "sampled"] = identity(
-        "greedy", doc="with which=best: the decoding that it is taken from", legacy_value="greedy"
-    )
-    per_step: Literal["tag", "branch", "repository"] = identity(
+    per_step: Literal["tag", "branch", "repository"] = added(
         "tag",
         doc="how steps share a repository: `tag` (main moves on, each step keeps a tag), `branch` "
         "(each step has one), `repository` (each has its own: {step} in repo_id)",
-        legacy_value="tag",
     )
     replace: bool = execution(
         False, doc="put this run's weights in the place of another run's in the same repository"
@@ -430,17 +386,15 @@ class PublishConfig:
     )
     private: bool = identity(True, doc="Hub only: create the repository private")
     license: str = identity("apache-2.0", doc="licence in the card's front matter")
-    files: tuple[str, ...] = identity(
+    files: tuple[str, ...] = added(
         (),
         doc="patterns of the exported files that go along (README.md always does); none: all that "
         "a model needs",
-        legacy_value=(),
     )
-    card_template: str | None = identity(
+    card_template: str | None = added(
         None,
         doc="a Jinja file to make the card from, which goes along in refiner.json; none is the "
         "shipped one",
-        legacy_value=None,
     )
     request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
     patience_s: float = execution(
@@ -475,11 +429,8 @@ class EvaluateConfig:
     top_p: float = identity(
         1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
     )
-    top_k: int = identity(
-        0,
-        ge=0,
-        doc="the sampled decoding draws from the likeliest tokens only; 0 is off",
-        legacy_value=0,
+    top_k: int = added(
+        0, ge=0, doc="the sampled decoding draws from the likeliest tokens only; 0 is off"
     )
     user: UserConfig = section(
         UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
@@ -491,17 +442,15 @@ class EvaluateConfig:
         ge=1,
         doc="samples decoded together; sums are taken in another order with another number",
     )
-    occasion: str = identity(
+    occasion: str = added(
         "",
         doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
         "evaluation, nor from the store of judgements",
-        legacy_value="",
     )
-    protocols: tuple[str, ...] = identity(
+    protocols: tuple[str, ...] = added(
         (),
         doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
         "them too; a configuration holds what they say, as JSON",
-        legacy_value=(),
     )
     fresh_reference: bool = execution(
         True,

@@ -82,8 +82,6 @@ class NoSpaceError(RefinerError, OSError):
 class StageFailed(RefinerError, RuntimeError):
     """A stage's attempt ended in a way that another try would not change."""
 
-    exit_code = 1
-
 
 class ScriptFailed(StageFailed):
     """Somebody else's script has failed of itself: a bug as any other, but none of refiner's.
@@ -99,21 +97,23 @@ class ScriptFailed(StageFailed):
 class LaunchError(RefinerError, RuntimeError):
     """The scheduler did not take, or could not start, a job. Tried again after a pause."""
 
-    exit_code = 1
     resumable = True
 
 
-class SystemOutage(RefinerError, RuntimeError):
-    """Slurm or the file system does not answer: a state of the world, that passes by itself."""
+class OutageError(RefinerError, RuntimeError):
+    """Something outside does not answer; the same command goes on once it does."""
 
     exit_code = 7
     resumable = True
 
 
+class SystemOutage(OutageError):
+    """Slurm or the file system does not answer: a state of the world, that passes by itself."""
+
+
 class KilledError(RefinerError, RuntimeError):
     """Something that a stage needs was ended from outside; another try may well get further."""
 
-    exit_code = 1
     resumable = True
 
 
@@ -139,12 +139,9 @@ class Interrupted(RefinerError, RuntimeError):
     resumable = True
 
 
-class JudgeOutage(RefinerError, RuntimeError):
+class JudgeOutage(OutageError):
     """More judgements failed than the recipe allows, or no server answered for longer than
     ``judge.outage_patience_s``; nothing was trained on them."""
-
-    exit_code = 7
-    resumable = True
 
 
 class JudgeUnusable(JudgeOutage):
@@ -152,19 +149,13 @@ class JudgeUnusable(JudgeOutage):
     score at all, replies that end by length. Asked again it would say the same."""
 
 
-class EnvironmentOutage(RefinerError, RuntimeError):
+class EnvironmentOutage(OutageError):
     """An environment or its user simulator failed in more episodes than the recipe allows;
     nothing was trained on them."""
 
-    exit_code = 7
-    resumable = True
 
-
-class HubOutage(RefinerError, RuntimeError):
+class HubOutage(OutageError):
     """The Hub cannot be reached, fails, or asks to wait for longer than an attempt may."""
-
-    exit_code = 7
-    resumable = True
 
 
 class HubRefused(RefinerError, RuntimeError):

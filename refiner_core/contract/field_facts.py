@@ -19,7 +19,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, suggest
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.kinds.evaluate import ONLY_OF_EPISODES
+from refiner_core.contract.kinds.kind import ONLY_OF_EPISODES
 from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
@@ -70,12 +70,12 @@ class FieldFacts:
 
     @property
     def always_there(self) -> bool:
-        """Whether the field has existed from the first release on."""
+        """Say whether the field has existed from the first release on."""
         return self.legacy is ABSENT
 
 
 def facts_of(path: str) -> FieldFacts:
-    """What is known of the field at a dotted path.
+    """Give what is known of the field at a dotted path.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def fields_about(word: str) -> list[str]:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """What a field of that type, or an element of it, may be, where these are few."""
+    """Give what a field of that type, or an element of it, may be, where these are few."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return args
@@ -186,7 +186,7 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a field of that type is a list."""
+    """Say whether a field of that type is a list."""
     return typing.get_origin(kind) is tuple
 
 

@@ -42,7 +42,7 @@ def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeCo
 
 
 def field_info(path: str, origin: str = "") -> FieldInfo:
-    """What is known of the field at a dotted path.
+    """Give what is known of the field at a dotted path.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def field_info(path: str, origin: str = "") -> FieldInfo:
     """
     known = _fields()
     if path not in known:
-        raise unknown_key(path, known, origin)
+        raise unknown_key(path, origin)
     return known[path]
 
 
@@ -78,9 +78,21 @@ def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
     )
 
 
-def unknown_key(path: str, known: typing.Iterable[str], origin: str) -> ConfigurationError:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted path as mappings of sections."""
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, leaf = path.split(".")
+        place = found
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return found
+
+
+def unknown_key(path: str, origin: str) -> ConfigurationError:
     """The error for a key that there is none of; says which was meant."""
-    known = list(known)
+    known = list(_fields())
     if path in known:
         raise ConfigurationError(
             f"The key `{path}` is written with dots{f' in {origin}' if origin else ''}.",

@@ -23,8 +23,15 @@ from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import field_value, hints, replace_fields, typed, unknown_key
-from refiner_core.contract.marks import is_section, walk
+from refiner_core.contract.fields import (
+    field_value,
+    hints,
+    nested,
+    replace_fields,
+    typed,
+    unknown_key,
+)
+from refiner_core.contract.marks import is_section
 from refiner_core.contract.recipes import (
     FILE_FIELDS,
     JSON_FIELDS,
@@ -101,7 +108,7 @@ def apply_overrides(config: RecipeConfig, overrides: Sequence[str]) -> RecipeCon
 
 
 def leaves(prefix: str, values: Any) -> typing.Iterator[tuple[str, Any]]:
-    """What is no mapping, below a mapping, by dotted path."""
+    """Give what is no mapping, below a mapping, by dotted path."""
     if not isinstance(values, Mapping):
         yield prefix, values
         return
@@ -189,7 +196,7 @@ def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
     for key, value in values.items():
         path = f"{prefix}{key}"
         if key not in known:
-            raise unknown_key(_deepest(path, value), _paths(), origin)
+            raise unknown_key(_deepest(path, value), origin)
         if is_section(known[key]):
             built[key] = _section(known[key], {} if value is None else value, f"{path}.", origin)
         else:
@@ -203,10 +210,6 @@ def _deepest(path: str, value: Any) -> str:
         ((key, value),) = value.items()
         path = f"{path}.{key}"
     return path
-
-
-def _paths() -> list[str]:
-    return [path for path, _ in walk(RecipeConfig)]
 
 
 def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> dict[str, Any]:
@@ -314,9 +317,11 @@ def _yaml_text(value: Any, prepare: Callable[[str], str]) -> str:
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
-def _escaped(text: str) -> str:
-    """So that OmegaConf takes it for no interpolation."""
-    return _INTERPOLATION.sub(r"\1\1\\${", text)
+def _escaped(value: Any) -> Any:
+    """A value that OmegaConf takes for no interpolation."""
+    if isinstance(value, tuple | list):
+        return [_escaped(v) for v in value]
+    return _INTERPOLATION.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 #: Text that OmegaConf takes for an interpolation, with the escapes before it.
@@ -353,14 +358,7 @@ def what_follows(recipe: str, overrides: Sequence[str], changed: Iterable[str]) 
         return None
 
     def follow(changes: Mapping[str, Any]) -> dict[str, Any]:
-        nested: dict[str, Any] = {}
-        for path, value in changes.items():
-            *sections, leaf = path.split(".")
-            place = nested
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[leaf] = _escaped_value(value)
-        now = OmegaConf.merge(node, nested)
+        now = OmegaConf.merge(node, nested({p: _escaped(v) for p, v in changes.items()}))
         return {
             path: field_value(path, _resolved(OmegaConf.select(now, path)))
             for path in texts
@@ -368,15 +366,6 @@ def what_follows(recipe: str, overrides: Sequence[str], changed: Iterable[str]) 
         }
 
     return follow
-
-
-def _escaped_value(value: Any) -> Any:
-    """A value that OmegaConf takes for no interpolation."""
-    if isinstance(value, tuple | list):
-        return [_escaped_value(v) for v in value]
-    if isinstance(value, str) and "${" in value:
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return value
 
 
 def _resolved(value: Any) -> Any:
@@ -405,14 +394,8 @@ class Setting:
 
     @property
     def interpolated(self) -> bool:
-        """Whether it takes its value from other fields."""
+        """Say whether it takes its value from other fields."""
         return "${" in self.text.replace("\\${", "")
-
-
-@dataclass(frozen=True)
-class _Found:
-    line: int
-    text: str
 
 
 def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
@@ -423,51 +406,36 @@ def settings(recipe: str, overrides: Sequence[str]) -> dict[str, list[Setting]]:
     ConfigurationError
         A file or an override cannot be read.
     """
+    import yaml
+    from omegaconf import OmegaConf
+
     found: dict[str, list[Setting]] = {}
     home = {path.parent.resolve() for path in shipped_recipes().values()}
     for path, chain, _ in recipe_files(find_recipe(recipe)):
         name = path.name if path.parent in home else str(path)
-        by = tuple(p.name for p in chain)
-        for field, one in _file_fields(path).items():
-            found.setdefault(field, []).append(Setting(f"{name}:{one.line}", one.text, by))
+        by, text = tuple(p.name for p in chain), path.read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+        for field, (line, written) in dict(_scalars(root, "", text)).items():
+            found.setdefault(field, []).append(Setting(f"{name}:{line}", written, by))
     for text in overrides:
-        for field in _override_fields(text):
-            value = text.partition("=")[2]
-            found.setdefault(field, []).append(Setting("override", value))
+        values = OmegaConf.to_container(parse_override(text), resolve=False)
+        for field, _ in leaves("", values):
+            found.setdefault(field, []).append(Setting("override", text.partition("=")[2]))
     return found
 
 
-def _override_fields(text: str) -> Iterator[str]:
-    from omegaconf import OmegaConf
-
-    values = OmegaConf.to_container(parse_override(text), resolve=False)
-    yield from (path for path, _ in leaves("", values))
-
-
-def _file_fields(path: Path) -> Mapping[str, _Found]:
-    """Fields that a file sets itself, with their lines."""
-    import yaml
-
-    text = path.read_text(encoding="utf-8")
-    return dict(_scalars(yaml.compose(text, yaml.SafeLoader), "", text))
-
-
-def _scalars(node: Any, prefix: str, text: str) -> Iterator[tuple[str, _Found]]:
-    """What lies below a mapping node; what it takes over with ``<<`` comes first."""
+def _scalars(node: Any, prefix: str, text: str) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Fields below a mapping node, each with its line and text; what it takes over with ``<<``
+    comes first."""
     import yaml
 
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
         if key.value == "<<":
             for taken in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                 yield from _scalars(taken, prefix, text)
-        elif isinstance(value, yaml.MappingNode):
+            continue
+        if isinstance(value, yaml.MappingNode):
             yield from _scalars(value, f"{prefix}{key.value}.", text)
-            # a mapping of a field that is JSON text is the field itself, too
-            yield f"{prefix}{key.value}", _found(key, value, text)
-        else:
-            yield f"{prefix}{key.value}", _found(key, value, text)
-
-
-def _found(key: Any, value: Any, text: str) -> _Found:
-    written = text[value.start_mark.index : value.end_mark.index]
-    return _Found(key.start_mark.line + 1, " ".join(written.split()))
+            # and a mapping of a field that is JSON text is the field itself
+        written = text[value.start_mark.index : value.end_mark.index]
+        yield f"{prefix}{key.value}", (key.start_mark.line + 1, " ".join(written.split()))

@@ -2,9 +2,9 @@
 
 *Identity* fields decide what is computed and enter a stage's fingerprint. *Execution* fields decide
 where and how it is computed and never enter it. A field that is added to an existing section later
-declares ``legacy_value``: the value that all older runs had in effect. A field at its legacy value
-is left out of the fingerprint, so adding an option never invalidates finished work. The range of a
-number stands in its declaration, too.
+declares ``legacy_value``: the value that all older runs had in effect (with :func:`added`, its
+default). A field at its legacy value is left out of the fingerprint, so adding an option never
+invalidates finished work. The range of a number stands in its declaration, too.
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 Mark = Literal["identity", "execution"]
@@ -38,14 +38,14 @@ _KEY = "refiner"
 
 
 class Range(NamedTuple):
-    """What a number must be: at least ``ge``, above ``gt``, at most ``le``."""
+    """Limits of a number: at least ``ge``, above ``gt``, at most ``le``."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether a number lies in it."""
+        """Say whether a number lies in it."""
         above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
         return above and (self.le is None or value <= self.le)
 
@@ -56,16 +56,18 @@ class Range(NamedTuple):
             return "a share between 0 and 1"
         if self.gt is not None:
             above = {0.0: "zero", 1.0: "one"}.get(self.gt, f"{self.gt:g}")
-            return (
-                f"a number above {above}{f', at most {self.le:g}' if self.le is not None else ''}"
-            )
-        if self.ge is None or self.ge == 0:
-            return "" if self.ge is None else "zero or more"
-        return "zero or more, or -1 for no limit" if self.ge == -1 else f"at least {self.ge:g}"
+            most = f", at most {self.le:g}" if self.le is not None else ""
+            return f"a number above {above}{most}"
+        if self.ge is None:
+            return ""
+        if self.le is not None:
+            return f"{self.ge:g} to {self.le:g}"
+        special = {0: "zero or more", -1: "zero or more, or -1 for no limit"}
+        return special.get(self.ge, f"at least {self.ge:g}")
 
 
 class FieldInfo(NamedTuple):
-    """What is known of one configuration field."""
+    """Facts about one configuration field."""
 
     name: str
     mark: Mark
@@ -76,51 +78,30 @@ class FieldInfo(NamedTuple):
     range: Range
 
 
-def _marked(
-    mark: Mark,
-    default: Any,
-    doc: str,
-    legacy_value: Any,
-    default_factory: Callable[[], Any] | None,
-    limits: Range,
-) -> Any:
+def _marked(mark: Mark, default: Any, doc: str, legacy_value: Any, limits: Range) -> Any:
     bounds = {name: value for name, value in limits._asdict().items() if value is not None}
     metadata = {
         _KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value, "range": limits},
         # In pydantic's words, for the JSON Schema.
         **{"description": doc, "json_schema_extra": {"x-mark": mark}, **bounds},
     }
-    if default_factory is not None:
-        return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def identity(
-    default: Any = dataclasses.MISSING,
-    *,
-    doc: str,
-    legacy_value: Any = ABSENT,
-    default_factory: Callable[[], Any] | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-) -> Any:
-    """A field whose value decides what is computed; part of the fingerprint."""
-    limits = Range(ge, gt, le)
-    return _marked("identity", default, doc, legacy_value, default_factory, limits)
+def identity(default: Any, *, doc: str, legacy_value: Any = ABSENT, **limits: float) -> Any:
+    """A field whose value decides what is computed; part of the fingerprint. ``limits`` are those
+    of :class:`Range`."""
+    return _marked("identity", default, doc, legacy_value, Range(**limits))
 
 
-def execution(
-    default: Any = dataclasses.MISSING,
-    *,
-    doc: str,
-    default_factory: Callable[[], Any] | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-) -> Any:
+def added(default: Any, *, doc: str, **limits: float) -> Any:
+    """An identity field that came later; older runs were what its default makes of them."""
+    return _marked("identity", default, doc, default, Range(**limits))
+
+
+def execution(default: Any, *, doc: str, **limits: float) -> Any:
     """A field that decides where or how something runs; never part of the fingerprint."""
-    return _marked("execution", default, doc, ABSENT, default_factory, Range(ge, gt, le))
+    return _marked("execution", default, doc, ABSENT, Range(**limits))
 
 
 def section(kind: type, *, doc: str) -> Any:
@@ -130,7 +111,7 @@ def section(kind: type, *, doc: str) -> Any:
 
 
 def is_section(value_type: Any) -> bool:
-    """Whether a field's type is a nested configuration section."""
+    """Say whether a field's type is a nested configuration section."""
     return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
 
 
@@ -159,18 +140,4 @@ def _walk(kind: type, prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         if is_section(hints[f.name]):
             yield from _walk(hints[f.name], f"{path}.")
             continue
-        default = f.default
-        if default is dataclasses.MISSING and f.default_factory is not dataclasses.MISSING:
-            default = f.default_factory()
-        yield (
-            path,
-            FieldInfo(
-                name=f.name,
-                mark=meta["mark"],
-                doc=meta["doc"],
-                legacy_value=meta["legacy_value"],
-                type=hints[f.name],
-                default=default,
-                range=meta["range"],
-            ),
-        )
+        yield path, FieldInfo(f.name, **meta, type=hints[f.name], default=f.default)

@@ -51,9 +51,8 @@ def training_stage(kind: str) -> TrainingStage:
     ValueError
         It trains nothing here.
     """
-    for stage in STAGES:
-        if stage == kind:
-            return stage
+    if kind in STAGES:
+        return kind
     raise ValueError(f"a {kind} stage trains no weights")
 
 
@@ -95,7 +94,7 @@ class Placement:
 
 
 def placement_of(config: RecipeConfig, stage: TrainingStage) -> Placement:
-    """Where the processes and rollout servers of a training stage go.
+    """Say where the processes and rollout servers of a training stage go.
 
     Raises
     ------
@@ -248,7 +247,7 @@ class MemoryNeed:
 
 
 def training_memory(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> MemoryNeed:
-    """What a training stage of a model of that shape takes."""
+    """Give what a training stage of a model of that shape takes."""
     section = section_of(config, stage)
     placed, zero = placement_of(config, stage), section.deepspeed_stage or 0
     has_gpus, weights = bool(placed.trainer_gpus), model.parameters * _TYPE[config.model.dtype]
@@ -313,7 +312,7 @@ def _tokens(config: RecipeConfig, stage: TrainingStage) -> int:
 
 
 def _activations(config: RecipeConfig, stage: TrainingStage, model: ModelShape) -> int:
-    """What one forward pass keeps for its gradient."""
+    """Give what one forward pass keeps for its gradient."""
     tokens = _tokens(config, stage)
     size = _TYPE[config.model.dtype]
     layer = tokens * (_KEPT_HIDDEN * model.hidden + _KEPT_INNER * model.inner) * size

@@ -35,46 +35,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE
-from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan_builder import Builder, stage_values
 from refiner_core.contract.planned import PlanMemo, PlannedStage
 from refiner_core.contract.protocols import configs_under, without_protocol
-
-#: Models whose checkpoints are ours to export, and so can be published before training ends.
-STEPWISE: tuple[str, ...] = STAGES
-
-
-class Adder(Protocol):
-    """What adds stages to a plan; see :class:`refiner_core.contract.plan`."""
-
-    config: RecipeConfig
-
-    def reads_data(self, name: str) -> bool:
-        """Whether a stage has the `data` stage as an input."""
-        ...
-
-    def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
-        """A `publish` stage."""
-        ...
-
-    def add_card(
-        self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
-    ) -> str:
-        """A `card` stage; those of ``after`` come first."""
-        ...
-
-    def add_export(self, name: str, policy: str, model: str, step: int) -> str:
-        """An `export` stage of the checkpoint of ``step`` of stage ``policy``."""
-        ...
-
-    def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
-        """An `evaluate` stage under each protocol: role (``evaluation-grpo-step50``) -> name."""
-        ...
 
 
 def final_model(config: RecipeConfig) -> str:
@@ -94,7 +62,7 @@ def published_steps(config: RecipeConfig) -> tuple[int, ...]:
     publish, model = config.publish, final_model(config)
     if "publish" not in config.stages or publish.which == "final":
         return ()
-    if model not in STEPWISE:
+    if model not in TRAINED_HERE:
         raise ConfigurationError(
             f"publish.which={publish.which}, but the last model is that of another trainer "
             f"(`{model}`), whose steps only it can export.",
@@ -132,7 +100,7 @@ def _listed(config: RecipeConfig, model: str) -> tuple[int, ...]:
 
 
 def publishes_final(config: RecipeConfig) -> bool:
-    """Whether the last checkpoint is published as such."""
+    """Say whether the last checkpoint is published as such."""
     publish = config.publish
     if "publish" not in config.stages or publish.which == "best":
         return False
@@ -141,51 +109,68 @@ def publishes_final(config: RecipeConfig) -> bool:
     return publish.which != "listed" or listed
 
 
-def add_publications(adder: Adder, stage: str, roles: dict[str, str]) -> None:
-    """Add what publishes the model of training stage ``stage``.
+def add_publications(builder: Builder, stage: str, roles: dict[str, str]) -> None:
+    """Add what publishes the model of training stage ``stage``: for the last checkpoint
+
+        grpo ──> publish ─┬─> card
+              └> evaluate ┘
+
+    and for each step before it (:func:`published_steps`), while training goes on:
+
+        grpo @ step 50 ──> export-step50 ──┬─> publish-step50 ──────┬─> card-step50
+                                           └─> evaluate-grpo-step50 ┘
+
+    ``export`` waits for the *checkpoint* of that step, not for the end of training. ``evaluate``
+    stands for those under each protocol: whatever is published is measured under all of them, for
+    its card. ``card-progression`` writes the steps' numbers into the last card, once all are there.
+    With ``publish.which=best`` every saved step is exported and evaluated, and one ``publish-best``
+    has them all as inputs (``weights-step50``, ``evaluation-step50``, …, ``weights``).
 
     ``roles`` maps ``evaluation-sft`` (``evaluation-sft@PROTOCOL``) to the names of `evaluate`
     stages, as far as there are any.
     """
-    config, model = adder.config, final_model(adder.config)
+    config, model = builder.config, final_model(builder.config)
     measured = config.publish.evaluate and "evaluate" in config.stages
     exports = {
-        s: adder.add_export(f"export-step{s}", stage, model, s) for s in published_steps(config)
+        s: builder.add(
+            f"export-step{s}", "export", {"policy": stage}, model=model, at_step={"policy": s}
+        )
+        for s in published_steps(config)
     }
     numbers = {
-        s: adder.add_evaluations(f"{model}-step{s}", exported)
+        s: builder.add_evaluations(f"{model}-step{s}", exported)
         for s, exported in exports.items()
         if measured
     }
     if config.publish.which == "best":
-        _add_best(adder, stage, exports, numbers, roles)
+        _add_best(builder, stage, exports, numbers, roles)
         return
     others = {r: n for r, n in roles.items() if without_protocol(r) != f"evaluation-{model}"}
     for step, exported in exports.items():
-        name = adder.add_publish(f"publish-step{step}", {"weights": exported}, model)
+        name = builder.add(f"publish-step{step}", "publish", {"weights": exported}, model=model)
         if step in numbers:
             inputs = {"publish": name, **numbers[step], **others}
-            adder.add_card(f"card-step{step}", inputs, model)
+            builder.add(f"card-step{step}", "card", inputs, model=model)
     if publishes_final(config):
-        data = {"data": "data"} if adder.reads_data(stage) else {}
-        adder.add_publish("publish", {"weights": stage, **data}, model)
+        data = {"data": "data"} if "data" in builder.stages[stage].inputs else {}
+        builder.add("publish", "publish", {"weights": stage, **data}, model=model)
         if roles:
-            adder.add_card("card", {"publish": "publish", **roles}, model)
+            builder.add("card", "card", {"publish": "publish", **roles}, model=model)
         if numbers:  # a stage of its own: a step that fails must not keep the numbers off the card
             steps = {role: name for of_step in numbers.values() for role, name in of_step.items()}
-            after = ("card",) if roles else ()
             inputs = {"publish": "publish", **roles, **steps}
-            adder.add_card("card-progression", inputs, model, after)
+            after = ("card",) if roles else ()
+            builder.add("card-progression", "card", inputs, model=model, after=after)
 
 
 def _add_best(
-    adder: Adder,
+    builder: Builder,
     stage: str,
     exports: dict[int, str],
     numbers: dict[int, dict[str, str]],
     roles: dict[str, str],
 ) -> None:
-    model = final_model(adder.config)
+    model = final_model(builder.config)
     if f"evaluation-{model}" not in roles or len(numbers) != len(exports):
         raise ConfigurationError(
             "publish.which=best, but the checkpoints are not all evaluated.",
@@ -196,7 +181,7 @@ def _add_best(
     inputs |= {f"weights-step{s}": name for s, name in exports.items()}
     for of_step in numbers.values():
         inputs |= of_step
-    adder.add_publish("publish-best", inputs, model)
+    builder.add("publish-best", "publish", inputs, model=model)
 
 
 @dataclass(frozen=True)
@@ -257,7 +242,7 @@ class Plan:
 
 
 def _measuring(config: RecipeConfig) -> dict[str, Any]:
-    """What decides what an evaluation measures."""
+    """Give what decides what an evaluation measures."""
     return stage_values(config, {}, (*KINDS["evaluate"].fields, "data"), False)
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fingerprint import (
@@ -20,7 +20,7 @@ from refiner_core.contract.fingerprint import (
     stage_fingerprint,
 )
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
+from refiner_core.contract.kinds.kind import JUDGE_WEIGHTS
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,
@@ -42,31 +42,23 @@ from refiner_core.contract.services import (
 )
 
 
-class _Wanted(NamedTuple):
-    """A stage that is to be added; see :class:`PlannedStage`."""
-
-    name: str
-    kind: str
-    inputs: Mapping[str, str]
-    protocol: str = ""
-    model: str = ""
-    at_step: Mapping[str, int] = MappingProxyType({})
-    after: tuple[str, ...] = ()
-
-
 class Builder:
-    """Adds stages one by one; each sees the fingerprints of those before it."""
+    """Adds stages one by one; each sees the fingerprints of those before it.
+
+    ``under`` has, by protocol file (empty: the recipe's own), the configuration under it and its
+    sources. No stage under a protocol file depends on the run's seed.
+    """
 
     def __init__(self, config: RecipeConfig, sources: Mapping[str, str], memo: PlanMemo) -> None:
-        self.config, self.sources, self.memo = config, own_sources(sources), memo
-        self.under = self._under(sources) if config.evaluate.protocols else {}
+        self.config, self.memo = config, memo
+        self.under = {"": (config, own_sources(sources))}
+        if config.evaluate.protocols:
+            self.under |= self._under(sources)
         self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}
         self.stages: dict[str, PlannedStage] = {}
         self._evaluations: dict[str, str] = {}
 
     def _under(self, sources: Mapping[str, str]) -> dict[str, tuple[RecipeConfig, dict[str, str]]]:
-        """By protocol file: the configuration under it, whose seed means nothing, and its sources.
-        No stage under a protocol depends on the run's seed."""
         config = self.config
         sections = (config.model, config.data, config.sft, config.grpo, config.reward)
         others = (config.judge, config.publish, config.evaluate, config.dispatch)
@@ -80,25 +72,24 @@ class Builder:
             },
         )
 
-    def add(
+    def add(self, name: str, kind: str, inputs: Mapping[str, str], **more: Any) -> str:
+        """Add a stage, and give its name. ``more``: ``model``, ``at_step``, ``after``, ``protocol``
+        of :class:`PlannedStage`."""
+        self.stages[name] = self._stage(name, kind, inputs, **more)
+        return name
+
+    def _stage(
         self,
         name: str,
         kind: str,
         inputs: Mapping[str, str],
         *,
         model: str = "",
-        at_step: Mapping[str, int] | None = None,
+        at_step: Mapping[str, int] = MappingProxyType({}),
         after: tuple[str, ...] = (),
         protocol: str = "",
-    ) -> str:
-        """See :class:`refiner_core.contract.plan.Adder`."""
-        wanted = _Wanted(name, kind, inputs, protocol, model, at_step or {}, after)
-        self.stages[name] = self._stage(wanted)
-        return name
-
-    def _stage(self, stage: _Wanted) -> PlannedStage:
-        name, kind, inputs, protocol, model, at_step, after = stage
-        config, sources = self.under.get(protocol, (self.config, self.sources))
+    ) -> PlannedStage:
+        config, sources = self.under[protocol]
         of_kind = KINDS[kind]
         fields, needed = of_kind.reads(of_kind, config, inputs)
         section = getattr(config, of_kind.section)
@@ -140,7 +131,7 @@ class Builder:
     def _number(self, protocol: str, fields: tuple[str, ...]) -> int:
         """Of all that :meth:`_identity` goes by."""
         if (protocol, fields) not in self._numbers:
-            config, sources = self.under.get(protocol, (self.config, self.sources))
+            config, sources = self.under[protocol]
             values = (get_field(config, field) for field in fields)
             parts = (*fields, *sources, config.judge.kind, config.environment, *values)
             self._numbers[protocol, fields] = self.memo.number(parts)
@@ -148,48 +139,25 @@ class Builder:
 
     def _identity(self, protocol: str, fields: tuple[str, ...], best: bool) -> dict[str, Any]:
         """Identity fields of a stage; ``best``: of the one that publishes the best checkpoint."""
-        config, sources = self.under.get(protocol, (self.config, self.sources))
         found: dict[str, Any] = {}
         for part in fields:
             made_of = ("part", self._number(protocol, (part,)), best)
-            read = functools.partial(stage_values, config, sources, (part,), best)
+            read = functools.partial(stage_values, *self.under[protocol], (part,), best)
             found |= self.memo.once(made_of, read)
         return found
 
-    def add_publish(self, name: str, inputs: dict[str, str], model: str) -> str:
-        """See :class:`refiner_core.contract.plan.Adder`; so are the next ones."""
-        return self.add(name, "publish", inputs, model=model)
-
-    def add_card(
-        self, name: str, inputs: dict[str, str], model: str, after: tuple[str, ...] = ()
-    ) -> str:
-        """A card that comes when more is known than at publication."""
-        return self.add(name, "card", inputs, model=model, after=after)
-
-    def add_export(self, name: str, policy: str, model: str, step: int) -> str:
-        """A model folder of a checkpoint."""
-        return self.add(name, "export", {"policy": policy}, model=model, at_step={"policy": step})
-
     def add_evaluations(self, model: str, weights: str) -> dict[str, str]:
-        """One evaluation for each protocol, by protocol."""
+        """Add an evaluation under each protocol: role (``evaluation-grpo-step50``) -> name; none
+        where another protocol measures the same."""
         found = {}
-        for protocol in ("", *self.under):
-            name = self._add_evaluation(model, weights, protocol)
-            if name is not None:
+        for protocol in self.under:
+            inputs = {"data": self._add_data(protocol)} | ({"weights": weights} if weights else {})
+            name = under(f"evaluate-{model}", protocol)
+            stage = self._stage(name, "evaluate", inputs, protocol=protocol, model=model)
+            if self._evaluations.setdefault(stage.id, name) == name:
+                self.stages[name] = stage
                 found[under(f"evaluation-{model}", protocol)] = name
         return found
-
-    def _add_evaluation(self, model: str, weights: str, protocol: str) -> str | None:
-        """None where another protocol measures the same."""
-        inputs = {"data": self._add_data(protocol)}
-        if weights:
-            inputs["weights"] = weights
-        name = under(f"evaluate-{model}", protocol)
-        stage = self._stage(_Wanted(name, "evaluate", inputs, protocol, model))
-        if self._evaluations.setdefault(stage.id, name) != name:
-            return None
-        self.stages[name] = stage
-        return name
 
     def _add_data(self, protocol: str) -> str:
         """The stage whose held-out prompts a protocol measures on."""
@@ -197,57 +165,49 @@ class Builder:
             return "data"
         name = under("data", protocol)
         if name not in self.stages:
-            stage = self._stage(_Wanted(name, "data", {}, protocol))
+            stage = self._stage(name, "data", {}, protocol=protocol)
             same = (s.name for s in self.stages.values() if s.id == stage.id)
             if (found := next(same, None)) is not None:
                 return found
             self.stages[name] = stage
         return name
 
-    def reads_data(self, name: str) -> bool:
-        """Whether a stage has prepared rows as an input."""
-        return "data" in self.stages[name].inputs
-
     def with_judges(self) -> dict[str, PlannedStage]:
         """The stages, with each judge's server before the first of those that ask it."""
         found: dict[str, PlannedStage] = {}
         servers: dict[str, PlannedStage] = {}
         for name, stage in self.stages.items():
+            config, _ = self.under[stage.protocol]
+            if asks_judge(config, stage.kind):
+                parts = self.memo.number((config.judge, config.dispatch))
+                make = functools.partial(judge_service, config, stage.protocol)
+                service = self.memo.once(("serve", stage.protocol, parts), make)
+                if service is not None:
+                    service = servers.setdefault(service.id, service)
+                    found.setdefault(service.name, service)
+                    stage = self.memo.changed(stage, after=(*stage.after, service.name))
             found[name] = stage
-            config, _ = self.under.get(stage.protocol, (self.config, self.sources))
-            if not asks_judge(config, stage.kind):
-                continue
-            made_of = ("serve", stage.protocol, self.memo.number((config.judge, config.dispatch)))
-            make = functools.partial(judge_service, config, stage.protocol)
-            service = self.memo.once(made_of, make)
-            if service is not None:
-                service = servers.setdefault(service.id, service)
-                del found[name]
-                found.setdefault(service.name, service)
-                found[name] = self.memo.changed(stage, after=(*stage.after, service.name))
         return found
 
     def with_fetch(self) -> tuple[PlannedStage, ...]:
         """The stages, with ``fetch`` before those that read what lies on a Hub."""
-        everywhere = (self.sources, *(sources for _, sources in self.under.values()))
-        if not any(d.startswith(HUB_DIGEST) for sources in everywhere for d in sources.values()):
+        everywhere = (d for _, sources in self.under.values() for d in sources.values())
+        if not any(digest.startswith(HUB_DIGEST) for digest in everywhere):
             return tuple(self.stages.values())
         reads = {name: self._hub_sources(stage) for name, stage in self.stages.items()}
         wanted = {k: digest for found in reads.values() for k, digest in found.items()}
         if not wanted:
             return tuple(self.stages.values())
         wanted = dict(sorted(wanted.items()))
+        version = KINDS["fetch"].version
         fetch = PlannedStage(
             name="fetch",
             kind="fetch",
-            fingerprint=stage_fingerprint("fetch", KINDS["fetch"].version, {}, wanted, {}),
-            identity={},
+            fingerprint=stage_fingerprint("fetch", version, {}, wanted, {}),
             sources=wanted,
-            inputs={},
-            input_fingerprints={},
             resources=replace(self.config.data.resources, gpus=0, nodes=1),
             needs_network=True,
-            version=KINDS["fetch"].version,
+            version=version,
         )
         others = (
             self.memo.changed(stage, after=("fetch", *stage.after)) if reads[name] else stage
@@ -256,15 +216,15 @@ class Builder:
         return (fetch, *others)
 
     def _hub_sources(self, stage: PlannedStage) -> dict[str, str]:
-        """What it reads of a Hub: digests by source."""
-        config, sources = self.under.get(stage.protocol, (self.config, self.sources))
+        """Give what it reads of a Hub: digests by source."""
+        config, sources = self.under[stage.protocol]
         names = KINDS[stage.kind].hub_reads
         if asks_judge(config, stage.kind) and not has_service(config):
             names = (*names, JUDGE_WEIGHTS)  # of a server beside it
         if stage.kind == "command" and "model" in stage.sources:
             names = ("model",)
         hub = {k: sources[k] for k in names if sources.get(k, "").startswith(HUB_DIGEST)}
-        own = {k for k, digest in hub.items() if self.sources.get(k) != digest}
+        own = {k for k, digest in hub.items() if self.under[""][1].get(k) != digest}
         return {under(k, stage.protocol) if k in own else k: v for k, v in hub.items()}
 
 
@@ -297,7 +257,7 @@ def _has_a_say(config: RecipeConfig, path: str) -> bool:
 
 
 def _decides_updates(config: RecipeConfig, path: str) -> bool:
-    """Whether a field of a health check has a say in what is trained: only a check that skips
+    """Say whether a field of a health check has a say in what is trained: only a check that skips
     updates has. So a run that a check has stopped goes on under another policy or limit."""
     section, _, name = path.partition(".health.")
     health = getattr(config, section).health
@@ -353,9 +313,6 @@ def judge_service(config: RecipeConfig, protocol: str = "") -> PlannedStage | No
         kind="serve",
         fingerprint=stage_fingerprint("serve", KINDS["serve"].version, values, {}, {}),
         identity=values,
-        sources={},
-        inputs={},
-        input_fingerprints={},
         resources=config.judge.resources,
         protocol=protocol,
         version=KINDS["serve"].version,

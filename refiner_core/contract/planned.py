@@ -68,11 +68,11 @@ class PlannedStage:
     name: str
     kind: str
     fingerprint: str
-    identity: Mapping[str, Any]
-    sources: Mapping[str, str]
-    inputs: Mapping[str, str]
-    input_fingerprints: Mapping[str, str]
     resources: Resources
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    input_fingerprints: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
     needs_network: bool = False
     after: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class PlannedStage:
 
     @property
     def title(self) -> str:
-        """What a person reads in tables and in the Prefect UI."""
+        """Give what a person reads in tables and in the Prefect UI."""
         return f"{self.name} [{self.fingerprint[:8]}]"
 
 
@@ -122,7 +122,7 @@ class PlanMemo:
         return number
 
     def once(self, made_of: Hashable, make: Callable[[], T]) -> T:
-        """What was made of the same parts before, else what ``make`` makes of them."""
+        """Give what was made of the same parts before, else what ``make`` makes of them."""
         found = self._made.get(made_of)
         if found is None:
             found = self._made[made_of] = make()

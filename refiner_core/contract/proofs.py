@@ -73,12 +73,12 @@ class Certificate:
     version: int = CERTIFICATE_VERSION
 
     def count(self, verdict: CheckVerdict) -> int:
-        """How many checks have this verdict."""
+        """Say how many checks have this verdict."""
         return sum(check.verdict == verdict for check in self.checks)
 
     @property
     def passed(self) -> bool:
-        """Whether something was tried, and nothing failed."""
+        """Say whether something was tried, and nothing failed."""
         return self.count("fail") == 0 and self.count("pass") > 0
 
     def figure(self, check: str, name: str) -> float | None:
@@ -153,7 +153,7 @@ class Comparison:
     first: str = ""
 
     def within(self, tolerance: float) -> bool:
-        """Whether every difference has a size, and none is larger."""
+        """Say whether every difference has a size, and none is larger."""
         return not self.differing or (self.largest is not None and self.largest <= tolerance)
 
 
@@ -212,7 +212,7 @@ class ResumeProof:
 
     @property
     def same_processes(self) -> bool:
-        """Whether it was resumed on as many processes as it was begun with."""
+        """Say whether it was resumed on as many processes as it was begun with."""
         return self.resume_processes in (None, self.processes)
 
     @property

@@ -32,7 +32,7 @@ from refiner_core.contract.config import (
     UserConfig,
 )
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import replace_fields, suggest
+from refiner_core.contract.fields import nested, replace_fields, suggest
 from refiner_core.contract.fingerprint import canonical_json, digest, get_field
 from refiner_core.contract.marks import walk
 
@@ -116,7 +116,7 @@ class ProtocolFile:
 
     @functools.cached_property
     def names_user(self) -> bool:
-        """Whether it fixes with whom an agent talks."""
+        """Say whether it fixes with whom an agent talks."""
         return any(path.startswith(_USER) for path in self.fields)
 
     @functools.cached_property
@@ -124,7 +124,7 @@ class ProtocolFile:
         return replace_fields(RecipeConfig(), self.fields)
 
     def values(self) -> dict[str, Any]:
-        """What it fixes in effect: identity fields, JSON-ready."""
+        """Give what it fixes in effect: identity fields, JSON-ready."""
         found = {path: get_field(self._template, path) for path in self.fixed}
         return {p: list(v) if isinstance(v, tuple) else v for p, v in found.items()}
 
@@ -242,7 +242,7 @@ def configs_under(config: RecipeConfig) -> dict[str, RecipeConfig]:
 
 @contextlib.contextmanager
 def refused_under(name: str) -> Iterator[None]:
-    """What is refused within says under which protocol it was found."""
+    """Name the protocol in what is refused within."""
     try:
         yield
     except RefinerError as error:
@@ -336,14 +336,8 @@ def protocol_text(name: str, kept: Mapping[str, Any]) -> str:
     kept
         Fields by dotted path.
     """
-    nested: dict[str, Any] = {"name": name}
-    for path, value in kept.items():
-        *parents, leaf = path.split(".")
-        place = nested
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[leaf] = list(value) if isinstance(value, tuple) else value
-    return canonical_json(nested).replace("${", "\\u0024{")
+    plain = {p: list(v) if isinstance(v, tuple) else v for p, v in kept.items()}
+    return canonical_json({"name": name, **nested(plain)}).replace("${", "\\u0024{")
 
 
 def _evaluate(

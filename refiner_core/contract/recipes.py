@@ -131,7 +131,7 @@ def find_protocol(name: str, folder: Path | None = None) -> Path:
 
 
 def description_of(path: Path) -> str:
-    """What a protocol file says of itself."""
+    """Give what a protocol file says of itself."""
     return " ".join(str(_mapping(path).get("description") or "").split())
 
 
@@ -364,7 +364,7 @@ def settled(node: Any, folder: Path) -> Any:
 
 
 def _embed_protocols(evaluate: Any, folder: Path) -> None:
-    """What protocol files say, in the place of their names."""
+    """Put what protocol files say in the place of their names."""
     from omegaconf import OmegaConf
 
     if not OmegaConf.is_dict(evaluate) or OmegaConf.is_interpolation(evaluate, "protocols"):

@@ -23,12 +23,12 @@ CONSUMERS = tuple(k.name for k in KINDS.values() if k.asks_judge)
 
 
 def is_service(stage_id: str) -> bool:
-    """Whether a stage is a server: it is wanted for a while, and never done."""
+    """Say whether a stage is a server: it is wanted for a while, and never done."""
     return stage_id.startswith(_PREFIX)
 
 
 def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
-    """Whether stages of a kind ask the recipe's judge; of no kind: whether any stage does.
+    """Say whether stages of a kind ask the recipe's judge; of no kind: whether any stage does.
 
     An agent with tools is judged by its environment, which may ask about assertions in plain
     language (``environment.nl_assertions``).
@@ -43,14 +43,14 @@ def asks_judge(config: RecipeConfig, kind: str | None = None) -> bool:
 
 
 def serves(judge: JudgeConfig) -> bool:
-    """Whether refiner starts the judge's server itself: where no address of one is given."""
+    """Say whether refiner starts the judge's server itself: where no address of one is given."""
     if judge.kind != "openai" or judge.base_url or judge.base_urls:
         return False
     return judge.serve.engine != "none" or judge.serve_command is not None
 
 
 def has_service(config: RecipeConfig) -> bool:
-    """Whether the judge's server is a job of its own."""
+    """Say whether the judge's server is a job of its own."""
     return serves(config.judge) and config.judge.serve.where == "job"
 
 

@@ -177,10 +177,10 @@ class NotifyConfig:
         None, doc="former name of `urls`, for one variable; goes with the next version"
     )
     after_min: float = execution(
-        0.0, doc="stay quiet about what ends within so many minutes: somebody watches it"
+        0.0, ge=0, doc="stay quiet about what ends within so many minutes: somebody watches it"
     )
     pause_min: float = execution(
-        1.0, doc="stay quiet about a pause that is over within so many minutes"
+        1.0, ge=0, doc="stay quiet about a pause that is over within so many minutes"
     )
 
 

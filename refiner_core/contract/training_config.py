@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.marks import execution, identity, section
+from refiner_core.contract.marks import added, execution, identity, section
 from refiner_core.contract.steering_config import Resources
 
 
@@ -24,20 +24,19 @@ from refiner_core.contract.steering_config import Resources
 class UserConfig:
     """The user whom an agent talks to, where it is a model (environments may bring their own)."""
 
-    model: str = identity(
+    model: str = added(
         "",
         doc="model of the simulated user at an OpenAI-compatible endpoint; empty is the "
         "environment's own scripted user, where it has one",
-        legacy_value="",
     )
     base_url: str = execution("", doc="its endpoint, e.g. `http://127.0.0.1:8000/v1`")
     api_key_env: str = execution(
         "OPENAI_API_KEY", doc="environment variable that holds its key; a key stands nowhere else"
     )
-    temperature: float = identity(0.7, doc="its sampling temperature", legacy_value=0.7)
-    max_tokens: int = identity(512, doc="longest message of the user (tokens)", legacy_value=512)
-    timeout_s: float = execution(60.0, doc="how long one request may take, seconds")
-    max_retries: int = execution(5, doc="tries after a first one that failed")
+    temperature: float = added(0.7, ge=0, le=10, doc="its sampling temperature")
+    max_tokens: int = added(512, ge=1, doc="longest message of the user (tokens)")
+    timeout_s: float = execution(60.0, gt=0, doc="how long one request may take, seconds")
+    max_retries: int = execution(5, ge=0, doc="tries after a first one that failed")
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,16 @@ class ShapingConfig:
     """Partial credit: ``reward + alpha x partial``, where partial is the weighted share of checks
     that passed, renormalised over the kinds of checks that a task has."""
 
-    alpha: float = identity(0.25, doc="weight of partial credit in training", legacy_value=0.25)
-    alpha_by_domain: tuple[str, ...] = identity(
-        (), doc="factors on alpha by domain, `NAME=FACTOR` each; 1 where none", legacy_value=()
+    alpha: float = added(0.25, ge=0, doc="weight of partial credit in training")
+    alpha_by_domain: tuple[str, ...] = added(
+        (), doc="factors on alpha by domain, `NAME=FACTOR` each; 1 where none"
     )
-    weights: tuple[str, ...] = identity(
+    weights: tuple[str, ...] = added(
         ("action=0.5", "communicate=0.15", "environment=0.35"),
         doc="weights of the kinds of checks, `KIND=WEIGHT` each",
-        legacy_value=("action=0.5", "communicate=0.15", "environment=0.35"),
     )
-    weights_by_domain: tuple[str, ...] = identity(
-        (), doc="weights of a domain of its own, `DOMAIN.KIND=WEIGHT` each", legacy_value=()
+    weights_by_domain: tuple[str, ...] = added(
+        (), doc="weights of a domain of its own, `DOMAIN.KIND=WEIGHT` each"
     )
 
 
@@ -63,73 +61,62 @@ class ShapingConfig:
 class EnvironmentConfig:
     """What an agent works in; see :mod:`refiner_core.environments`."""
 
-    name: str = identity(
+    name: str = added(
         "",
         doc="`desk` (shipped), `tau2` (where it is installed), or FILE.py:NAME of your own; empty "
         "is the refiner's task without tools",
-        legacy_value="",
     )
-    domains: tuple[str, ...] = identity(
-        (), doc="domains that are used; none is all", legacy_value=()
-    )
-    train_split: str = identity("train", doc="split of the training tasks", legacy_value="train")
-    test_split: str = identity("test", doc="split of the held-out tasks", legacy_value="test")
-    tasks: str | None = identity(
-        None, doc="file of tasks in the place of the environment's own", legacy_value=None
-    )
-    max_train_tasks: int | None = identity(
-        None, doc="use at most this many training tasks", legacy_value=None
-    )
-    demonstrations: int = identity(
+    domains: tuple[str, ...] = added((), doc="domains that are used; none is all")
+    train_split: str = added("train", doc="split of the training tasks")
+    test_split: str = added("test", doc="split of the held-out tasks")
+    tasks: str | None = added(None, doc="file of tasks in the place of the environment's own")
+    max_train_tasks: int | None = added(None, ge=1, doc="use at most this many training tasks")
+    demonstrations: int = added(
         0,
+        ge=0,
         doc="demonstrations that the environment's own expert makes for SFT, where it has one and "
         "data.sft_path names no file",
-        legacy_value=0,
     )
-    flawed_demonstrations: float = identity(
-        0.0,
-        doc="share of those demonstrations in which the expert makes a mistake",
-        legacy_value=0.0,
+    flawed_demonstrations: float = added(
+        0.0, ge=0, le=1, doc="share of those demonstrations in which the expert makes a mistake"
     )
-    max_turns: int = identity(100, doc="turns of the agent in an episode", legacy_value=100)
-    repairs: Literal[0, 1] = identity(
-        1,
-        doc="further attempts, at temperature 0, at a turn that is no tool call",
-        legacy_value=1,
+    max_turns: int = added(100, ge=1, doc="turns of the agent in an episode")
+    repairs: Literal[0, 1] = added(
+        1, doc="further attempts, at temperature 0, at a turn that is no tool call"
     )
-    unparsable: Literal["failure", "exclude"] = identity(
+    unparsable: Literal["failure", "exclude"] = added(
         "failure",
         doc="an episode that ends with a turn that is no tool call: a failure, or left out of "
         "training as the reference does (survivorship bias); in evaluation it is a failure",
-        legacy_value="failure",
     )
-    max_argument_bytes: int = identity(
-        65536, doc="a tool call with longer arguments is refused, bytes", legacy_value=65536
+    max_argument_bytes: int = added(
+        65536, ge=16, doc="a tool call with longer arguments is refused, bytes"
     )
-    nl_assertions: Literal["exclude", "judge"] = identity(
+    nl_assertions: Literal["exclude", "judge"] = added(
         "exclude",
         doc="assertions in plain language: left out of the reward, which is said, or asked of the "
         "recipe's judge",
-        legacy_value="exclude",
     )
-    schedule: Literal["auto", "ordered", "eager"] = identity(
+    schedule: Literal["auto", "ordered", "eager"] = added(
         "auto",
         doc="when a turn begins: `ordered`, at a step of decoding that the episodes alone decide "
         "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered where "
         "the environment is deterministic",
-        legacy_value="auto",
     )
     turn_timeout_s: float = execution(
         300.0,
+        gt=0,
         doc="how long tools and user may take over one turn before that is an error of the "
         "infrastructure, seconds",
     )
     episode_timeout_s: float = execution(
-        3600.0, doc="the same of a whole episode, without the model's own turns, seconds"
+        3600.0, gt=0, doc="the same of a whole episode, without the model's own turns, seconds"
     )
-    workers: int = execution(16, doc="tools and users that are at work at a time")
+    workers: int = execution(16, ge=1, le=4096, doc="tools and users that are at work at a time")
     max_error_share: float = execution(
         0.5,
+        ge=0,
+        le=1,
         doc="share of a step's (or an evaluation's) episodes that errors of the infrastructure may "
         "end before the stage stops, resumable",
     )
@@ -141,16 +128,12 @@ class EnvironmentConfig:
 class CurriculumConfig:
     """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
 
-    enabled: bool = identity(False, doc="weigh tasks by their success rate", legacy_value=False)
-    min_attempts: int = identity(5, doc="attempts at a task before it is weighed", legacy_value=5)
-    high: float = identity(0.75, doc="success rate above which a task is easy", legacy_value=0.75)
-    low: float = identity(0.25, doc="success rate below which it is hard", legacy_value=0.25)
-    high_weight: float = identity(
-        0.1, doc="factor on the advantages of easy tasks", legacy_value=0.1
-    )
-    low_weight: float = identity(
-        0.5, doc="factor on the advantages of hard tasks", legacy_value=0.5
-    )
+    enabled: bool = added(False, doc="weigh tasks by their success rate")
+    min_attempts: int = added(5, ge=1, doc="attempts at a task before it is weighed")
+    high: float = added(0.75, doc="success rate above which a task is easy")
+    low: float = added(0.25, doc="success rate below which it is hard")
+    high_weight: float = added(0.1, ge=0, doc="factor on the advantages of easy tasks")
+    low_weight: float = added(0.5, ge=0, doc="factor on the advantages of hard tasks")
 
 
 @dataclass(frozen=True)
@@ -180,8 +163,7 @@ class SampleConfig:
         "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
     )
     generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers",
-        doc="what samples; servers are those of grpo.rollout_server",
+        "transformers", doc="what samples; servers are those of grpo.rollout_server"
     )
     generation_batch_size: int = identity(
         256,
@@ -207,43 +189,35 @@ class HealthConfig:
     the policy is `skip`: a skipped update is another result, a warning or a stop is none.
     """
 
-    not_finite: Literal["skip", "stop"] = identity(
-        "stop", doc="a loss or gradient norm is NaN or infinite", legacy_value="stop"
+    not_finite: Literal["skip", "stop"] = added(
+        "stop", doc="a loss or gradient norm is NaN or infinite"
     )
-    loss_spike: HealthPolicy = identity(
+    loss_spike: HealthPolicy = added(
         "warn",
         doc="the gradient norm (SFT: or the loss) exceeds its running mean by `spike_factor`",
-        legacy_value="warn",
     )
-    spike_factor: float = identity(
-        10.0, gt=1, doc="with loss_spike: times the mean of the last 20 updates", legacy_value=10.0
+    spike_factor: float = added(
+        10.0, gt=1, doc="with loss_spike: times the mean of the last 20 updates"
     )
-    entropy_collapse: HealthPolicy = identity(
-        "warn", doc="mean entropy per token falls below `min_entropy` (GRPO)", legacy_value="warn"
+    entropy_collapse: HealthPolicy = added(
+        "warn", doc="mean entropy per token falls below `min_entropy` (GRPO)"
     )
-    min_entropy: float = identity(0.01, ge=0, doc="with entropy_collapse: nats", legacy_value=0.01)
-    zero_reward_variance: HealthPolicy = identity(
-        "warn", doc="no group of a step has any spread of rewards (GRPO)", legacy_value="warn"
+    min_entropy: float = added(0.01, ge=0, doc="with entropy_collapse: nats")
+    zero_reward_variance: HealthPolicy = added(
+        "warn", doc="no group of a step has any spread of rewards (GRPO)"
     )
-    length_explosion: HealthPolicy = identity(
-        "warn",
-        doc="more than `max_truncated_share` of the samples hit the length limit (GRPO)",
-        legacy_value="warn",
+    length_explosion: HealthPolicy = added(
+        "warn", doc="more than `max_truncated_share` of the samples hit the length limit (GRPO)"
     )
-    max_truncated_share: float = identity(
-        0.9, ge=0, le=1, doc="with length_explosion: share of a step's samples", legacy_value=0.9
+    max_truncated_share: float = added(
+        0.9, ge=0, le=1, doc="with length_explosion: share of a step's samples"
     )
-    kl_blow_up: HealthPolicy = identity(
-        "warn", doc="mean KL to the reference exceeds `max_kl` (GRPO)", legacy_value="warn"
-    )
-    max_kl: float = identity(
-        10.0, gt=0, doc="with kl_blow_up: nats per token (kl3)", legacy_value=10.0
-    )
-    patience: int = identity(
+    kl_blow_up: HealthPolicy = added("warn", doc="mean KL to the reference exceeds `max_kl` (GRPO)")
+    max_kl: float = added(10.0, gt=0, doc="with kl_blow_up: nats per token (kl3)")
+    patience: int = added(
         3,
         ge=1,
         doc="steps in a row before a collapsed entropy, lengths, KL or missing spread counts",
-        legacy_value=3,
     )
 
 
@@ -393,12 +367,11 @@ class GrpoConfig:
     advantage_normalization_type: Literal["standard", "centered", "sample_std"] = identity(
         "standard", doc="group mean and population std; mean only; mean and sample std"
     )
-    credit: Literal["trajectory", "turn_rewards"] = identity(
+    credit: Literal["trajectory", "turn_rewards"] = added(
         "trajectory",
         doc="what the tokens of an episode are credited with: `trajectory`, all of them with the "
         "advantage of the whole; `turn_rewards`, each turn with the sum of the rewards, normalised "
         "over all turns of the group, from it on (process supervision of DeepSeekMath)",
-        legacy_value="trajectory",
     )
     mask_truncated_completions: bool = identity(
         False, doc="completions that hit the length limit carry no loss (after group statistics)"
@@ -409,29 +382,25 @@ class GrpoConfig:
         ge=0,
         doc="upper clamp of trainer/sampler probability ratio; 0 turns the correction off",
     )
-    old_logprobs: Literal["recomputed", "sampler"] = identity(
+    old_logprobs: Literal["recomputed", "sampler"] = added(
         "recomputed",
         doc="what the ratio is taken against: the trainer's own log-probabilities before the "
         "update (and the sampler is corrected for by importance sampling), or the sampler's",
-        legacy_value="recomputed",
     )
-    async_steps: int = identity(
+    async_steps: int = added(
         0,
         ge=0,
         doc="how many steps older than the update the sampling policy is: batches that are sampled "
         "while the steps before them train; 0 samples with the newest weights",
-        legacy_value=0,
     )
-    active_sampling: bool = identity(
+    active_sampling: bool = added(
         False,
         doc="sample further prompts until a step has as many groups with spread as it asks for",
-        legacy_value=False,
     )
-    active_sampling_max_rounds: int = identity(
+    active_sampling_max_rounds: int = added(
         3,
         ge=1,
         doc="with active_sampling: rounds of a step, the first included; then it trains on less",
-        legacy_value=3,
     )
     curriculum: CurriculumConfig = section(
         CurriculumConfig, doc="weights of tasks by their success so far"

@@ -84,7 +84,7 @@ class StreamingJudge(Judge, Protocol):
         ...
 
     def usage(self) -> JudgeUsage:
-        """What it has done since it was made."""
+        """Give what it has done since it was made."""
         ...
 
 
@@ -151,7 +151,7 @@ class JudgementStore(Protocol):
     """Keeps judgements by what was asked: 16 bytes of a digest over all that decides the answer."""
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order."""
+        """Give what is known, in order."""
         ...
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
@@ -390,7 +390,7 @@ class StageIO(Protocol):
         ...
 
     def should_stop(self) -> bool:
-        """Whether to save at the next step boundary and raise ``Interrupted``."""
+        """Say whether to save at the next step boundary and raise ``Interrupted``."""
         ...
 
 
@@ -458,5 +458,5 @@ class StageView:
 
     @property
     def terminal(self) -> bool:
-        """Whether nothing more will happen to it in this call."""
+        """Say whether nothing more will happen to it in this call."""
         return self.state in TERMINAL

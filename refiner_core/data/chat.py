@@ -138,7 +138,7 @@ def _loss_spans(
     tokenizer: ChatTokenizer,
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
-    """Where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
+    """Say where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
     between = _template_text(messages, tokenizer, options)
     turns = [m["content"] for m in messages if m["role"] == "assistant"]
     spans: list[tuple[int, int]] = []

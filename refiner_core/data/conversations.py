@@ -24,10 +24,10 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.rows import PLAIN_NAME, PLAIN_NAME_SAID
-from refiner_core.data.sources import RawRow, read_rows, resolve_source, source_digest
+from refiner_core.data.sources import RawRow, read_rows, resolve_source
 from refiner_core.environments.conversation import demonstration, prompt_ids
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
-from refiner_core.environments.turns import parse_turn
+from refiner_core.environments.turns import call_text, parse_turn
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -42,55 +42,49 @@ class Conversation(NamedTuple):
     named: bool
 
 
-class Conversations:
-    """The rows of a source, encoded one by one: a :class:`Conversation`, or why it is dropped."""
-
-    def __init__(self, config: RecipeConfig, tokenizer: Any, held_out: set[str]) -> None:
-        self._tokenizer, self._held_out = tokenizer, held_out
-        self._limit = config.environment.max_argument_bytes
-        self._rows = resolve_source(config.data, "sft")
-        path, revision = config.data.sft_path, config.data.sft_revision
-        self.digest = source_digest(config.data, "sft")
-        hub = self.digest.startswith("hub:")
-        self.source = f"{path}@{revision}" if hub else str(path).rpartition("/")[2]
-
-    def __iter__(self) -> Iterator[Conversation | str]:
-        seen: set[str] = set()
-        for raw in read_rows(self._rows):
-            try:
-                messages = _messages_of(raw)
-                content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
-                made = "duplicate" if content in seen else self._encoded(raw, messages)
-            except RecursionError as error:
-                raise _wrong(raw, "is nested too deeply", "a few levels of objects") from error
-            seen.add(content)
-            yield made
-
-    def _encoded(self, raw: RawRow, messages: Sequence[Mapping[str, Any]]) -> Conversation | str:
-        row, metadata = raw.row, _metadata_of(raw)
-        domain = str(row.get("domain") or metadata.get("domain") or "unnamed")
-        if not PLAIN_NAME.fullmatch(domain):
-            raise _wrong(raw, f"has the domain {domain[:40]!r}", PLAIN_NAME_SAID)
-        named = [source.get("task_id") for source in (row, metadata)]
-        named.append(metadata.get("tau2_task_id"))
-        named = [str(name) for name in named if name is not None]
-        own = [f"{domain}{between}{name}" for name in named for between in "-/"]
-        if self._held_out.intersection((*named, *own)):
-            return "held_out_task"
-        system, first, turns = _parts(raw, messages)
-        for text, _ in turns:
-            if parse_turn(text, self._limit).call is None:
-                return "no_call"
-        prompt = prompt_ids(self._tokenizer, system, _tools_of(raw))
-        ids, mask = demonstration(self._tokenizer, prompt, first, turns)
-        task = named[0] if named else f"row{raw.line}"
-        made = DemonstrationRow(f"{domain}/{task}#{raw.line}", tuple(ids), tuple(mask))
-        return Conversation(made, len(prompt), domain, bool(named))
+def read_conversations(
+    config: RecipeConfig, tokenizer: Any, held_out: set[str]
+) -> Iterator[Conversation | str]:
+    """The conversations of ``data.sft_path``, encoded one by one, or why one is dropped;
+    ``held_out`` names tasks that are not trained on."""
+    seen: set[str] = set()
+    for raw in read_rows(resolve_source(config.data, "sft")):
+        try:
+            messages = _messages_of(raw)
+            content = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
+            made: Conversation | str = "duplicate"
+            if content not in seen:
+                made = _encoded(config, tokenizer, held_out, raw, messages)
+        except RecursionError as error:
+            raise _wrong(raw, "is nested too deeply", "a few levels of objects") from error
+        seen.add(content)
+        yield made
 
 
-def read_conversations(config: RecipeConfig, tokenizer: Any, held_out: set[str]) -> Conversations:
-    """The conversations of ``data.sft_path``; ``held_out`` names tasks that are not trained on."""
-    return Conversations(config, tokenizer, held_out)
+def _encoded(
+    config: RecipeConfig,
+    tokenizer: Any,
+    held_out: set[str],
+    raw: RawRow,
+    messages: Sequence[Mapping[str, Any]],
+) -> Conversation | str:
+    row, metadata = raw.row, _metadata_of(raw)
+    domain = str(row.get("domain") or metadata.get("domain") or "unnamed")
+    if not PLAIN_NAME.fullmatch(domain):
+        raise _wrong(raw, f"has the domain {domain[:40]!r}", PLAIN_NAME_SAID)
+    ids = (row.get("task_id"), metadata.get("task_id"), metadata.get("tau2_task_id"))
+    named = [str(name) for name in ids if name is not None]
+    own = [f"{domain}{between}{name}" for name in named for between in "-/"]
+    if held_out.intersection((*named, *own)):
+        return "held_out_task"
+    system, first, turns = _parts(raw, messages)
+    if any(parse_turn(t, config.environment.max_argument_bytes).call is None for t, _ in turns):
+        return "no_call"
+    prompt = prompt_ids(tokenizer, system, _tools_of(raw))
+    tokens, mask = demonstration(tokenizer, prompt, first, turns)
+    task = named[0] if named else f"row{raw.line}"
+    made = DemonstrationRow(f"{domain}/{task}#{raw.line}", tuple(tokens), tuple(mask))
+    return Conversation(made, len(prompt), domain, bool(named))
 
 
 def _metadata_of(raw: RawRow) -> Mapping[str, Any]:
@@ -146,9 +140,7 @@ def _parts(
 
 
 def _turn_text(raw: RawRow, message: Mapping[str, Any]) -> str:
-    """What the assistant said, as it is sampled: tool calls are part of the text."""
-    from refiner_core.environments.turns import call_text
-
+    """Give what the assistant said, as it is sampled: tool calls are part of the text."""
     calls = message.get("tool_calls")
     if not calls:
         return str(message["content"])

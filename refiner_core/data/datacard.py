@@ -8,35 +8,43 @@ or machine enters either.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.types import PromptRow
 from refiner_core.data.sources import SYNTHETIC, Which, source_digest
-from refiner_core.environments.protocol import domain_of_id
+
+REPORT_VERSION = 1
+_TITLES = {"sft": "Demonstrations (SFT)", "rl": "Prompts (RL and evaluation)"}
+_HEAD = ("# Prepared data", "", "Made by refiner's data stage; `report.json` has the same.")
 
 
 @dataclass
 class Tally:
-    """What became of the rows of one kind; lengths are in tokens."""
+    """Counts of what became of the rows, tasks or demonstrations of one kind; lengths are in
+    tokens. ``names`` counts modes of rows or domains of tasks; ``more`` is what only this kind
+    reports."""
 
-    which: Which
+    source: str
+    digest: str
     read: int = 0
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    modes: Counter[str] = field(default_factory=Counter)
-    differing_ids: int = 0  # of the evidence, that stand for several texts within their row
+    names: Counter[str] = field(default_factory=Counter)
     prompt_lengths: list[int] = field(default_factory=list)  # every prompt measured
     total_lengths: list[int] = field(default_factory=list)  # every prompt + answer measured
+    loss_lengths: list[int] = field(default_factory=list)  # of what is kept
+    more: dict[str, Any] = field(default_factory=dict)
 
-
-REPORT_VERSION = 1
-_TITLES: dict[str, str] = {"sft": "Demonstrations (SFT)", "rl": "Prompts (RL and evaluation)"}
+    @property
+    def reasons(self) -> str:
+        """Say how many were dropped for what."""
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
 
 
 def percentiles(lengths: Sequence[int]) -> dict[str, int]:
@@ -51,41 +59,25 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
     return {"min": ordered[0], **middle, "max": ordered[-1]}
 
 
+def in_order(counts: Counter[str]) -> dict[str, int]:
+    """Counts by name, in the order of names."""
+    return dict(sorted(counts.items()))
+
+
 def make_report(
     config: RecipeConfig,
-    *,
     tokenizer: Any,
-    tallies: Sequence[Tally],
+    tallies: Mapping[str, Tally],
     split: Mapping[str, int],
-    answer_lengths: Sequence[int],
     files: Mapping[str, tuple[Path, int]],
+    **further: Any,
 ) -> dict[str, Any]:
     """The report of a data stage; ``files`` maps names to (path, rows)."""
-    report: dict[str, Any] = {"version": REPORT_VERSION, "split": dict(split)}
-    report["split"]["split_seed"] = config.data.split_seed
-    for tally in tallies:
-        digest = source_digest(config.data, tally.which)
-        report[tally.which] = {
-            "source": _source_name(config, tally.which, digest),
-            "digest": digest,
-            "read": tally.read,
-            "kept": tally.kept,
-            "dropped": dict(sorted(tally.dropped.items())),
-            "modes": dict(sorted(tally.modes.items())),
-            "ids_with_differing_texts": tally.differing_ids,
-            "prompt_tokens": percentiles(tally.prompt_lengths),
-        }
-    report["sft"]["loss_tokens"] = percentiles(answer_lengths)
-    report |= files_and_limits(config, tokenizer, files)
-    return report
-
-
-def files_and_limits(
-    config: RecipeConfig, tokenizer: Any, files: Mapping[str, tuple[Path, int]]
-) -> dict[str, Any]:
-    """What every data report says of its files, the tokenizer, and the limits on lengths."""
     template = str(getattr(tokenizer, "chat_template", "") or "")
-    return {
+    report = {
+        "version": REPORT_VERSION,
+        "split": {**split, "split_seed": config.data.split_seed},
+        **further,
         "files": {
             name: {"rows": rows, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for name, (path, rows) in files.items()
@@ -101,24 +93,43 @@ def files_and_limits(
             "grpo.max_token_length": config.grpo.max_token_length,
         },
     }
+    for which, tally in tallies.items():
+        report[which] = {
+            "source": tally.source,
+            "digest": tally.digest,
+            "read": tally.read,
+            "kept": tally.kept,
+            "dropped": in_order(tally.dropped),
+            "prompt_tokens": percentiles(tally.prompt_lengths),
+            **tally.more,
+        }
+    report["sft"]["loss_tokens"] = percentiles(tallies["sft"].loss_lengths)
+    return report
 
 
-def _source_name(config: RecipeConfig, which: Which, digest: str) -> str:
-    """A source as it may be shown to others: a Hub id, or a file name without its folders."""
+def write_report(output_dir: Path, report: Mapping[str, Any], card: str) -> None:
+    """Write a report as ``report.json``, and its card as ``README.md``."""
+    (output_dir / "README.md").write_text(card, encoding="utf-8")
+    text = json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False)
+    (output_dir / "report.json").write_text(text + "\n", encoding="utf-8")
+
+
+def tally_of(config: RecipeConfig, which: Which) -> Tally:
+    """Nothing yet of a source: it is named as it may be shown to others, by a Hub id, or a file
+    name without its folders."""
     path: str | None = getattr(config.data, f"{which}_path")
-    if path is None:
-        return "none"
-    revision: str | None = getattr(config.data, f"{which}_revision")
+    digest = source_digest(config.data, which)
+    name = "none" if path is None else SYNTHETIC if path == SYNTHETIC else Path(path).name
     if digest.startswith("hub:"):
-        return f"{path}@{revision}"
-    return SYNTHETIC if path == SYNTHETIC else Path(path).name
+        name = f"{path}@{getattr(config.data, f'{which}_revision')}"
+    return Tally(name, digest)
 
 
 def data_card(report: Mapping[str, Any]) -> str:
-    """README.md of the prepared data."""
-    lines = ["# Prepared data", "", "Made by refiner's data stage; `report.json` has the same."]
-    for which in ("sft", "rl"):
-        lines += ["", f"## {_TITLES[which]}", "", *_section(report[which])]
+    """README.md of prepared rows."""
+    lines = [*_HEAD]
+    for which, title in _TITLES.items():
+        lines += ["", f"## {title}", "", *_section(report[which])]
     split = report["split"]
     lines += [
         "",
@@ -128,19 +139,8 @@ def data_card(report: Mapping[str, Any]) -> str:
         f"{split['questions']} questions are held out, with all their rows. No held-out question "
         "is among the demonstrations. Case, punctuation and quotes make no other question; a "
         "paraphrase does.",
-        "",
-        "## Files",
-        "",
-        "| file | rows | SHA-256 |",
-        "|---|---:|---|",
     ]
-    lines += [
-        f"| `{name}` | {file['rows']} | `{file['sha256']}` |"
-        for name, file in report["files"].items()
-    ]
-    limits = ", ".join(f"`{name}` = {value}" for name, value in report["limits"].items())
-    lines += ["", f"Limits: {limits}. Longer rows are dropped, never cut."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_files(report)]) + "\n"
 
 
 def _section(kind: Mapping[str, Any]) -> list[str]:
@@ -148,11 +148,9 @@ def _section(kind: Mapping[str, Any]) -> list[str]:
         return ["No source."]
     lines = [
         f"Source `{kind['source']}` (`{kind['digest']}`): {kind['read']} rows read, "
-        f"{kind['kept']} kept."
+        f"{kind['kept']} kept.",
+        *_dropped(kind),
     ]
-    if kind["dropped"]:
-        lines += ["", "| dropped because | rows |", "|---|---:|"]
-        lines += [f"| {reason} | {count} |" for reason, count in kind["dropped"].items()]
     if ids := kind["ids_with_differing_texts"]:
         stand = "id of the evidence stands" if ids == 1 else "ids of the evidence stand"
         lines += ["", f"{ids} {stand} for differing texts: a source may have added to another's."]
@@ -160,100 +158,39 @@ def _section(kind: Mapping[str, Any]) -> list[str]:
         "prompt_tokens": "Tokens of the prompts measured, before any was dropped for its length",
         "loss_tokens": "Tokens with loss of the demonstrations kept",
     }
-    for name, label in labels.items():
-        if kind.get(name):
-            values = ", ".join(f"{key} {value}" for key, value in kind[name].items())
-            lines += ["", f"{label}: {values}."]
-    return lines
-
-
-@dataclass
-class Counts:
-    """What became of tasks or demonstrations; lengths are in tokens. ``more`` counts what only one
-    kind has, such as demonstrations with a mistake."""
-
-    source: str
-    digest: str
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    domains: Counter[str] = field(default_factory=Counter)
-    prompt_lengths: list[int] = field(default_factory=list)
-    total_lengths: list[int] = field(default_factory=list)
-    loss_lengths: list[int] = field(default_factory=list)
-    more: dict[str, int] = field(default_factory=dict)
-
-
-def task_report(
-    config: RecipeConfig,
-    *,
-    environment: Mapping[str, Any],
-    tokenizer: Any,
-    counts: Mapping[str, Counts],
-    splits: Mapping[str, Sequence[PromptRow]],
-    files: Mapping[str, tuple[Path, int]],
-) -> dict[str, Any]:
-    """The report; ``files`` maps names to (path, rows), ``splits`` names to the rows kept."""
-    held_out, total = len(splits["test"]), sum(map(len, splits.values()))
-    report: dict[str, Any] = {
-        "version": REPORT_VERSION,
-        "environment": dict(environment),
-        "split": {
-            "questions": total,
-            "held_out_questions": held_out,
-            "rl_without_rubrics": 0,
-            "split_seed": config.data.split_seed,
-        },
-        "domains": {
-            name: dict(sorted(Counter(domain_of_id(r.sample_id) for r in rows).items()))
-            for name, rows in splits.items()
-        },
-    }
-    for which, found in counts.items():
-        report[which] = {
-            "source": found.source,
-            "digest": found.digest,
-            "read": found.read,
-            "kept": found.kept,
-            "dropped": dict(sorted(found.dropped.items())),
-            "domains": dict(sorted(found.domains.items())),
-            "prompt_tokens": percentiles(found.prompt_lengths),
-            "total_tokens": percentiles(found.total_lengths),
-            **found.more,
-        }
-    report["sft"]["loss_tokens"] = percentiles(counts["sft"].loss_lengths)
-    report |= files_and_limits(config, tokenizer, files)
-    return report
+    return lines + _lengths(
+        kind, [(name, label) for name, label in labels.items() if kind.get(name)]
+    )
 
 
 def tasks_card(report: Mapping[str, Any]) -> str:
-    """README.md of the prepared data."""
+    """README.md of an agent's prepared tasks."""
     rl, sft = report["rl"], report["sft"]
-    lines = ["# Prepared data", "", "Made by refiner's data stage; `report.json` has the same."]
-    lines += ["", "## Tasks", "", f"Of {rl['source']} (`{rl['digest'][:16]}`).", ""]
+    lines = [*_HEAD, "", "## Tasks", "", f"Of {rl['source']} (`{rl['digest'][:16]}`).", ""]
     domains = sorted({name for found in report["domains"].values() for name in found})
     lines += ["| domain | train | test |", "|---|---:|---:|"]
     for name in domains:
         sides = (report["domains"][split].get(name, 0) for split in ("train", "test"))
         lines.append(f"| {name} | {' | '.join(map(str, sides))} |")
     lines += ["", "Splits are the environment's; no held-out task is among the others."]
-    lines += _dropped(rl)
-    lines += ["", "## Demonstrations", ""]
+    lines += [*_dropped(rl), "", "## Demonstrations", ""]
     if sft["read"]:
         lines.append(f"Of {sft['source']}: {sft['read']} made, {sft['kept']} kept.")
         if sft.get("flawed"):
             lines.append(f"{sft['flawed']} have a mistake; {sft['solved']} solve their task.")
         lines += _dropped(sft)
-        for key, label in (("total_tokens", "Tokens"), ("loss_tokens", "Tokens with loss")):
-            values = ", ".join(f"{name} {value}" for name, value in sft[key].items())
-            lines += ["", f"{label}: {values}."]
+        lines += _lengths(sft, [("total_tokens", "Tokens"), ("loss_tokens", "Tokens with loss")])
     else:
         lines.append("None.")
-    lines += ["", "## Files", "", "| file | rows | SHA-256 |", "|---|---:|---|"]
-    lines += [f"| `{n}` | {f['rows']} | `{f['sha256']}` |" for n, f in report["files"].items()]
-    limits = ", ".join(f"`{name}` = {value}" for name, value in report["limits"].items())
-    lines += ["", f"Limits: {limits}. Longer rows are dropped, never cut."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_files(report)]) + "\n"
+
+
+def _lengths(kind: Mapping[str, Any], labels: Iterable[tuple[str, str]]) -> list[str]:
+    lines = []
+    for name, label in labels:
+        values = ", ".join(f"{key} {value}" for key, value in kind[name].items())
+        lines += ["", f"{label}: {values}."]
+    return lines
 
 
 def _dropped(kind: Mapping[str, Any]) -> list[str]:
@@ -261,3 +198,11 @@ def _dropped(kind: Mapping[str, Any]) -> list[str]:
         return []
     lines = ["", "| dropped because | rows |", "|---|---:|"]
     return lines + [f"| {reason} | {count} |" for reason, count in kind["dropped"].items()]
+
+
+def _files(report: Mapping[str, Any]) -> list[str]:
+    """Give what every data card ends with."""
+    lines = ["", "## Files", "", "| file | rows | SHA-256 |", "|---|---:|---|"]
+    lines += [f"| `{n}` | {f['rows']} | `{f['sha256']}` |" for n, f in report["files"].items()]
+    limits = ", ".join(f"`{name}` = {value}" for name, value in report["limits"].items())
+    return [*lines, "", f"Limits: {limits}. Longer rows are dropped, never cut."]

@@ -56,16 +56,9 @@ DEMONSTRATION_SCHEMA = _schema(
 
 def write_prompts(path: Path, rows: Sequence[PromptRow]) -> None:
     """Write prompts (atomically; an existing file is replaced)."""
-    columns: dict[str, list[Any]] = {
-        "sample_id": [row.sample_id for row in rows],
-        "question": [row.question for row in rows],
-        "prompt_text": [row.prompt_text for row in rows],
-        "prompt_ids": [list(row.prompt_ids) for row in rows],
-        "rubrics": [row.rubrics for row in rows],
-        "refiner_mode": [row.refiner_mode for row in rows],
-        "truth": [None if row.truth is None else _json(row.truth) for row in rows],
-    }
-    _write(path, columns, PROMPT_SCHEMA)
+    truths = (None if row.truth is None else _json(row.truth) for row in rows)
+    values = [{**vars(row), "truth": truth} for row, truth in zip(rows, truths, strict=True)]
+    _write(path, values, PROMPT_SCHEMA)
 
 
 def load_prompts(path: Path) -> list[PromptRow]:
@@ -76,18 +69,11 @@ def load_prompts(path: Path) -> list[PromptRow]:
     DataError
         If the file is missing, not Parquet, or holds something other than prompts.
     """
-    return [
-        PromptRow(
-            sample_id=row["sample_id"],
-            question=row["question"],
-            prompt_text=row["prompt_text"],
-            prompt_ids=tuple(row["prompt_ids"]),
-            rubrics=row["rubrics"],
-            refiner_mode=row["refiner_mode"],
-            truth=None if row["truth"] is None else json.loads(row["truth"]),
-        )
-        for row in _read(path, PROMPT_SCHEMA)
-    ]
+    rows = _read(path, PROMPT_SCHEMA)
+    for row in rows:
+        row["prompt_ids"] = tuple(row["prompt_ids"])
+        row["truth"] = None if row["truth"] is None else json.loads(row["truth"])
+    return [PromptRow(**row) for row in rows]
 
 
 def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
@@ -106,12 +92,7 @@ def write_demonstrations(path: Path, rows: Sequence[DemonstrationRow]) -> None:
                 expected="one mask value per token",
                 fix="encode it again by `refiner_core.data.chat.encode_demonstration`",
             )
-    columns: dict[str, list[Any]] = {
-        "sample_id": [row.sample_id for row in rows],
-        "input_ids": [list(row.input_ids) for row in rows],
-        "loss_mask": [list(row.loss_mask) for row in rows],
-    }
-    _write(path, columns, DEMONSTRATION_SCHEMA)
+    _write(path, [vars(row) for row in rows], DEMONSTRATION_SCHEMA)
 
 
 def load_demonstrations(path: Path) -> list[DemonstrationRow]:
@@ -132,10 +113,10 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
-def _write(path: Path, columns: dict[str, list[Any]], schema: Any) -> None:
+def _write(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        pq.write_table(pa.table(columns, schema=schema), file, compression="zstd")
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), file, compression="zstd")
 
 
 def _read(path: Path, schema: Any) -> list[dict[str, Any]]:

@@ -121,7 +121,7 @@ class Row:
 
     @property
     def question_names(self) -> tuple[str, ...]:
-        """What the question goes by: its own text, the same as texts are compared, and so the
+        """Give what the question goes by: its own text, the same as texts are compared, and so the
         prompt as a whole.
 
         Two rows may spell one question differently (a question mark, curly quotes), or show one
@@ -192,7 +192,7 @@ def _truth(raw: RawRow) -> Mapping[str, Any] | None:
 
 
 def _tagged(prompt: str) -> str:
-    """What the first ``<query>`` holds, in linear time; empty where there is none."""
+    """Give what the first ``<query>`` holds, in linear time; empty where there is none."""
     _, _, rest = prompt.partition("<query>")
     query, closed, _ = rest.partition("</query>")
     return query if closed else ""

@@ -154,7 +154,7 @@ def _missing(which: Which, path: str, local: Path) -> DataError:
 
 
 def source_digest(config: DataConfig, which: Which) -> str:
-    """What identifies the rows of ``which``, by content; cheap, offline and torch-free.
+    """Give what identifies the rows of ``which``, by content; cheap, offline and torch-free.
 
     Raises
     ------

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from refiner_core import words
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 from refiner_core.words import World
 
 FLAWS = ("missing_fact", "wrong_citation", "off_query_claim", "format_slip")
@@ -285,26 +283,7 @@ def generate_rows(kind: Kind, n: int, seed: int, **options: Any) -> list[dict[st
         The same kind, seed and options give the same rows on every machine.
     **options
         Fields of :class:`SyntheticOptions`.
-
-    Raises
-    ------
-    ConfigurationError
-        If the kind or an option does not exist.
     """
-    if kind not in ("sft", "rl"):
-        raise ConfigurationError(
-            f"Synthetic rows of kind {kind!r} do not exist.",
-            expected="sft or rl",
-            fix="ask for one of these",
-        )
-    known = [field.name for field in fields(SyntheticOptions)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ConfigurationError(
-            f"Unknown option of synthetic rows: {', '.join(unknown)}.{suggest(unknown[0], known)}",
-            expected=f"one of {', '.join(known)}",
-            fix="correct the option",
-        )
     chosen = SyntheticOptions(**options)
     return [_row(kind, seed, index, chosen) for index in range(n)]
 
@@ -332,7 +311,7 @@ def _row(kind: Kind, seed: int, index: int, options: SyntheticOptions) -> dict[s
 
 
 def rubrics(scene: Scene) -> dict[str, list[dict[str, Any]]]:
-    """What an answer must say and must not say; key phrases stand in double quotes."""
+    """Give what an answer must say and must not say; key phrases stand in double quotes."""
     positive = [
         {
             "title": f"{fact.entity} {fact.attribute}",

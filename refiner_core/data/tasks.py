@@ -31,24 +31,35 @@ duplicate          the same conversation stands in an earlier row
 from __future__ import annotations
 
 import hashlib
-import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, Interrupted
+from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import canonical_json, derive_seed
-from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
+from refiner_core.contract.types import DemonstrationRow, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
-from refiner_core.data.datacard import Counts, task_report, tasks_card
-from refiner_core.data.prepare import FILES
-from refiner_core.data.prepared import write_demonstrations, write_prompts
+from refiner_core.data.datacard import (
+    Tally,
+    in_order,
+    make_report,
+    percentiles,
+    tally_of,
+    tasks_card,
+    write_report,
+)
+from refiner_core.data.prepare import Sides, tell, write_rows
 from refiner_core.environments.conversation import demonstration, prompt_ids
-from refiner_core.environments.protocol import Environment, HasExpert, Task, row_of_task
-
-_PROGRESS_EVERY = 16
+from refiner_core.environments.protocol import (
+    Environment,
+    HasExpert,
+    Task,
+    domain_of_id,
+    row_of_task,
+)
 
 
 def prepare_tasks(
@@ -83,7 +94,7 @@ def prepare_tasks(
     if not config.environment.domains:  # else only those in use are known
         check_domains(config.environment.shaping, environment.domains())
     work = _Work(config, environment, tokenizer, io)
-    rl = Counts(f"{environment.name} {environment.version}", digest)
+    rl = Tally(f"{environment.name} {environment.version}", digest)
     train, test = _splits(config, environment)
     prompts = work.prompts({t.domain for t in (*train, *test)}, rl)
     kept_train, kept_test = work.rows(train, prompts, rl), work.rows(test, prompts, rl)
@@ -94,23 +105,23 @@ def prepare_tasks(
     used = {row.sample_id for row in kept_train}
     shown_at = [task for task in train if f"{task.domain}/{task.id}" in used]
     sft, demonstrated = work.demonstrations(shown_at, test, prompts, digest)
-    training, validation = _validation(config, demonstrated)
-    for name, shown in zip(FILES[:2], (training, validation), strict=True):
-        write_demonstrations(output_dir / name, shown)
-    for name, asked in zip(FILES[2:], (kept_train, kept_test), strict=True):
-        write_prompts(output_dir / name, asked)
-    counts = (len(training), len(validation), len(kept_train), len(kept_test))
-    report = task_report(
+    splits = {"train": kept_train, "test": kept_test}
+    for tally in (rl, sft):
+        lengths = {"total_tokens": percentiles(tally.total_lengths)}
+        tally.more = {"domains": in_order(tally.names), **lengths, **tally.more}
+    report = make_report(
         config,
-        environment=environment.describe(),
-        tokenizer=tokenizer,
-        counts={"rl": rl, "sft": sft},
-        splits={"train": kept_train, "test": kept_test},
-        files={name: (output_dir / name, n) for name, n in zip(FILES, counts, strict=True)},
+        tokenizer,
+        {"rl": rl, "sft": sft},
+        {"questions": rl.kept, "held_out_questions": len(kept_test), "rl_without_rubrics": 0},
+        write_rows(output_dir, _validation(config, demonstrated), (kept_train, kept_test)),
+        environment=dict(environment.describe()),
+        domains={
+            name: in_order(Counter(domain_of_id(row.sample_id) for row in rows))
+            for name, rows in splits.items()
+        },
     )
-    (output_dir / "README.md").write_text(tasks_card(report), encoding="utf-8")
-    text = json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False)
-    (output_dir / "report.json").write_text(text + "\n", encoding="utf-8")
+    write_report(output_dir, report, tasks_card(report))
     return report
 
 
@@ -138,7 +149,7 @@ def _content(task: Task) -> str:
     return canonical_json({"domain": task.domain, "data": dict(task.data)})
 
 
-def _limited(config: RecipeConfig, rows: list[PromptRow], counts: Counts) -> list[PromptRow]:
+def _limited(config: RecipeConfig, rows: list[PromptRow], counts: Tally) -> list[PromptRow]:
     """A seeded choice under ``environment.max_train_tasks``, in the order of the tasks."""
     most = config.environment.max_train_tasks
     if most is None or len(rows) <= most:
@@ -150,16 +161,14 @@ def _limited(config: RecipeConfig, rows: list[PromptRow], counts: Counts) -> lis
     return [row for row in rows if row.sample_id in chosen]
 
 
-def _validation(
-    config: RecipeConfig, rows: Sequence[DemonstrationRow]
-) -> tuple[list[DemonstrationRow], list[DemonstrationRow]]:
+def _validation(config: RecipeConfig, rows: Sequence[DemonstrationRow]) -> Sides[DemonstrationRow]:
     """Training and validation rows; all demonstrations at one task are on one side."""
     tasks = sorted({_task_of(row) for row in rows})
     count = round(config.data.validation_fraction * len(tasks))
     seed = config.data.split_seed
     order = sorted(tasks, key=lambda task: derive_seed(seed, "validation", task))
     chosen = set(order[: min(count, max(0, len(tasks) - 1))])
-    sides: tuple[list[DemonstrationRow], list[DemonstrationRow]] = ([], [])
+    sides: Sides[DemonstrationRow] = ([], [])
     for row in rows:
         sides[_task_of(row) in chosen].append(row)
     return sides
@@ -178,19 +187,8 @@ class _Work:
         self.config, self.environment = config, environment
         self.tokenizer, self.io = tokenizer, io
 
-    def tell(self, done: int, total: int, phase: str) -> None:
-        """Progress, and requests to stop."""
-        if self.io is None or done % _PROGRESS_EVERY:
-            return
-        self.io.progress(Progress(done, total, phase))
-        if self.io.should_stop():
-            raise Interrupted(
-                f"Stopped while preparing data ({phase}, row {done})",
-                fix="run the same command again; the data stage starts over",
-            )
-
-    def prompts(self, domains: set[str], counts: Counts) -> dict[str, tuple[int, ...]]:
-        """What all episodes of a domain begin with."""
+    def prompts(self, domains: set[str], counts: Tally) -> dict[str, tuple[int, ...]]:
+        """Give what all episodes of a domain begin with."""
         found = {}
         for domain in sorted(domains):
             policy, tools = self.environment.policy(domain), self.environment.tools(domain)
@@ -199,7 +197,7 @@ class _Work:
         return found
 
     def rows(
-        self, tasks: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Counts
+        self, tasks: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Tally
     ) -> list[PromptRow]:
         """Tasks as rows, where they fit."""
         grpo, longest = self.config.grpo, self.config.data.max_prompt_token_length
@@ -212,7 +210,7 @@ class _Work:
             elif len(ids) + grpo.response_length > grpo.max_token_length:
                 counts.dropped["too_long_for_pack"] += 1
             else:
-                counts.domains[task.domain] += 1
+                counts.names[task.domain] += 1
                 kept.append(row_of_task(task, ids))
         return kept
 
@@ -222,28 +220,26 @@ class _Work:
         test: Sequence[Task],
         prompts: dict[str, tuple[int, ...]],
         digest: str,
-    ) -> tuple[Counts, list[DemonstrationRow]]:
+    ) -> tuple[Tally, list[DemonstrationRow]]:
         """Demonstrations from whichever source the recipe names."""
         if self.config.data.sft_path not in (None, BUILTIN_ROWS):
             return self._from_rows(test)
-        counts = Counts("none", "")
+        counts = Tally("none", "")
         if not self.config.environment.demonstrations:
             return counts, []
         counts.source, counts.digest = f"the expert of {self.environment.name}", digest
         return counts, self._from_expert(train, prompts, counts)
 
-    def _from_rows(self, test: Sequence[Task]) -> tuple[Counts, list[DemonstrationRow]]:
+    def _from_rows(self, test: Sequence[Task]) -> tuple[Tally, list[DemonstrationRow]]:
         held_out = {name for task in test for name in (task.id, f"{task.domain}/{task.id}")}
-        conversations = read_conversations(self.config, self.tokenizer, held_out)
-        counts = Counts(conversations.source, conversations.digest)
-        rows, nameless = [], set[str]()
-        for made in conversations:
+        counts, rows, nameless = tally_of(self.config, "sft"), [], set[str]()
+        for made in read_conversations(self.config, self.tokenizer, held_out):
             counts.read += 1
-            self.tell(counts.read, 0, "tokenise sft")
+            tell(self.io, counts.read, 0, "tokenise sft", every=16)
             if isinstance(made, str):
                 counts.dropped[made] += 1
             elif (row := self._fitting(made.row, made.prompt_length, counts)) is not None:
-                counts.domains[made.domain] += 1
+                counts.names[made.domain] += 1
                 rows.append(row)
                 nameless.update({row.sample_id} if not made.named else ())
         most = self.config.data.max_sft_rows
@@ -260,7 +256,7 @@ class _Work:
         return counts, rows
 
     def _fitting(
-        self, row: DemonstrationRow, prompt_length: int, counts: Counts
+        self, row: DemonstrationRow, prompt_length: int, counts: Tally
     ) -> DemonstrationRow | None:
         counts.prompt_lengths.append(prompt_length)
         counts.total_lengths.append(len(row.input_ids))
@@ -271,7 +267,7 @@ class _Work:
         return row
 
     def _from_expert(
-        self, train: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Counts
+        self, train: Sequence[Task], prompts: dict[str, tuple[int, ...]], counts: Tally
     ) -> list[DemonstrationRow]:
         """Task after task, in a shuffled order, until there are enough."""
         expert, wanted = self.environment, self.config.environment.demonstrations
@@ -287,7 +283,7 @@ class _Work:
         rows = []
         for number in range(wanted):
             counts.read += 1
-            self.tell(number, wanted, "demonstrations")
+            tell(self.io, number, wanted, "demonstrations", every=16)
             task = self._task(train, number)
             seed = derive_seed(self.config.data.split_seed, "demonstration", task.id, number)
             wrong = (seed >> 8) % 10_000 < flawed * 10_000
@@ -299,7 +295,7 @@ class _Work:
             seen.add(content)
             fitting = self._fitting(row, len(prompts[task.domain]), counts)
             if fitting is not None:
-                counts.domains[task.domain] += 1
+                counts.names[task.domain] += 1
                 rows.append(fitting)
         counts.kept = len(rows)
         if not rows:
@@ -320,7 +316,7 @@ class _Work:
         seed: int,
         flawed: bool,
         prompt: tuple[int, ...],
-        counts: Counts,
+        counts: Tally,
     ) -> DemonstrationRow:
         """An episode of the expert, as tokens."""
         episode = self.environment.episode(task)
@@ -347,13 +343,12 @@ class _Work:
         return DemonstrationRow(name, tuple(ids), tuple(mask))
 
 
-def _nothing_left(config: RecipeConfig, counts: Counts, split: str) -> DataError:
-    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.dropped.items()))
+def _nothing_left(config: RecipeConfig, counts: Tally, split: str) -> DataError:
     longest = max(counts.prompt_lengths, default=0)
     needed = longest + config.grpo.response_length
     return DataError(
-        f"No {split} task is left ({dropped or 'there are none'}); policy and tools of a domain "
-        f"have up to {longest} tokens",
+        f"No {split} task is left ({counts.reasons or 'there are none'}); policy and tools of a "
+        f"domain have up to {longest} tokens",
         expected="tasks whose policy and tools fit (data.max_prompt_token_length="
         f"{config.data.max_prompt_token_length}), with a turn (grpo.max_token_length="
         f"{config.grpo.max_token_length})",
@@ -362,12 +357,11 @@ def _nothing_left(config: RecipeConfig, counts: Counts, split: str) -> DataError
     )
 
 
-def _no_demonstration(config: RecipeConfig, counts: Counts) -> DataError:
-    dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(counts.dropped.items()))
+def _no_demonstration(config: RecipeConfig, counts: Tally) -> DataError:
     shortest = min(counts.total_lengths, default=0)
     return DataError(
-        f"None of the {counts.read} demonstrations ({counts.source}) is usable ({dropped}); the "
-        f"shortest has {shortest} tokens",
+        f"None of the {counts.read} demonstrations ({counts.source}) is usable ({counts.reasons}); "
+        f"the shortest has {shortest} tokens",
         expected=f"conversations of at most {config.sft.pack_length} tokens (sft.pack_length), "
         "each turn of the assistant one tool call",
         fix=f"set sft.pack_length={shortest} or more, or correct the rows",

@@ -28,9 +28,8 @@ from refiner_core.contract.config import UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
 from refiner_core.environments.protocol import InfrastructureError
-from refiner_core.http.client import Answered, Client, Flight, Lost
+from refiner_core.http.client import Answered, Client, Flight, LoopThread, Lost
 from refiner_core.http.fleet import Fleet, Server
-from refiner_core.http.loop import LoopThread
 
 _PASSING = frozenset({408, 409, 425, 429})
 _MAX_BACKOFF_S = 30.0

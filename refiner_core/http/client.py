@@ -1,4 +1,4 @@
-"""One HTTP request to a server of a judge, a simulated user or rollouts.
+"""HTTP requests to a server of a judge, a simulated user or rollouts, and the thread they run in.
 
 In: an address, a body, a flight to note things on. Out: what came of it, as a value: nothing here
 raises for what a server does. The key is read from the environment (or taken from the endpoint) at
@@ -9,12 +9,16 @@ environment is used for https alone: what stands in a cluster is asked directly.
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
+import functools
 import os
+import threading
 import time
 import urllib.request
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -77,7 +81,7 @@ class Client:
 
     def __init__(self, api_key_env: str, timeout_s: float, *, own: bool = False) -> None:
         self._api_key_env, self._own = api_key_env, own
-        self._proxies: dict[str, str | None] = {}
+        self._proxy = functools.cache(_no_proxy if own else proxy_of)
         self._probe_s = min(PROBE_S, timeout_s)
         # The deadline of an answer is the caller's.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, timeout_s))
@@ -138,7 +142,7 @@ class Client:
             return 0
 
     async def alive(self, server: Server) -> bool:
-        """Whether anything answers there."""
+        """Say whether anything answers there."""
         status = await self.probe(server.models_url, server.endpoint)
         return 0 < status < 500 and status not in (408, 429)
 
@@ -146,12 +150,9 @@ class Client:
         name = type(error).__name__
         return f"{name}: {error}".rstrip(": ") if self._own else name
 
-    def _proxy(self, url: str) -> str | None:
-        if self._own:
-            return None
-        if url not in self._proxies:
-            self._proxies[url] = proxy_of(url)
-        return self._proxies[url]
+
+def _no_proxy(url: str) -> None:
+    """None: one's own servers are on this machine."""
 
 
 def proxy_of(url: str) -> str | None:
@@ -206,3 +207,94 @@ def retry_after_s(value: str | None) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, OverflowError):
         return 0.0
+
+
+_END_S = 10.0
+T = TypeVar("T")
+_Values = TypeVarTuple("_Values")
+
+
+async def _nothing() -> None:
+    """Nothing is to be closed."""
+
+
+class LoopThread:
+    """Starts at once. Its owner must not be reached from the callbacks, or is never collected.
+
+    Parameters
+    ----------
+    name
+        Of the thread.
+    opened
+        Called first in the loop.
+    closing
+        Awaited last in the loop.
+    failed
+        Hears, in the loop, what a call raised, or ``opened``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opened: Callable[[], None] = lambda: None,
+        closing: Callable[[], Awaitable[None]] = _nothing,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        self._opened, self._closing, self._failed = opened, closing, failed
+        self._process = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._over = False
+        self._lock = threading.RLock()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
+        """Have ``function`` called in the loop.
+
+        Raises
+        ------
+        RuntimeError
+            The thread has ended.
+        """
+        with self._lock:
+            if self._over:
+                raise RuntimeError("its event loop has ended")
+            self._loop.call_soon_threadsafe(self._call, function, *values)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do it in the loop, and wait for what it returns."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def end(self, *, wait: bool = True, timeout_s: float | None = _END_S) -> None:
+        """End the loop; nothing where that was done, or in a forked process.
+
+        Who collects garbage does not wait: it may be the loop's own thread.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._over:
+                self._over = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        if wait and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:
+        try:
+            function(*values)
+        except Exception as error:
+            self._failed(error)  # nobody else would hear of it
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._call, self._opened)
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._close())
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        finally:
+            self._loop.close()
+
+    async def _close(self) -> None:
+        await self._closing()

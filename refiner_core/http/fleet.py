@@ -43,25 +43,26 @@ class Trouble(Enum):
     GONE = "gone"
 
 
-class Breaker:
-    """Opens when ``threshold`` distinct calls have failed with no answer between.
+@dataclass(frozen=True)
+class BreakerSettings:
+    """Limits of a :class:`Breaker`: it opens when ``threshold`` distinct calls have failed with no
+    answer between.
 
     It is probed at once when it opens, then after ``first_cooldown_s``, which doubles up to
     ``longest_cooldown_s`` with each probe or trial that finds nobody.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        threshold: int = 5,
-        first_cooldown_s: float = 0.5,
-        longest_cooldown_s: float = 30.0,
-    ) -> None:
+    threshold: int = 5
+    first_cooldown_s: float = 0.5
+    longest_cooldown_s: float = 30.0
+
+
+class Breaker:
+    """State of one server."""
+
+    def __init__(self, clock: Callable[[], float], limits: BreakerSettings) -> None:
         self.state: State = "closed"
-        self._clock = clock
-        self._threshold = threshold
-        self._first_s, self._longest_s = first_cooldown_s, longest_cooldown_s
+        self._clock, self._limits = clock, limits
         self._failing: set[Hashable] = set()
         self._in_vain = 0
         self._probe_at = 0.0
@@ -78,13 +79,16 @@ class Breaker:
             self.open()
         elif self.state in ("closed", "half_open"):
             self._failing.add(call)
-            if len(self._failing) >= self._threshold:
+            if len(self._failing) >= self._limits.threshold:
                 self.open()
 
     def open(self) -> None:
         """Ask it no more until a probe has found it."""
-        wait_s = self._first_s * 2.0 ** (min(self._in_vain, 60) - 1) if self._in_vain else 0.0
-        self.state, self._probe_at = "open", self._clock() + min(self._longest_s, wait_s)
+        limits, wait_s = self._limits, 0.0
+        if self._in_vain:
+            wait_s = limits.first_cooldown_s * 2.0 ** (min(self._in_vain, 60) - 1)
+        self._probe_at = self._clock() + min(limits.longest_cooldown_s, wait_s)
+        self.state = "open"
         self._failing.clear()
 
     def hurry(self) -> None:
@@ -94,14 +98,14 @@ class Breaker:
             self.open()
 
     def take_probe(self) -> bool:
-        """Whether a probe is due; the caller then makes one and tells :meth:`probed`."""
+        """Say whether a probe is due; the caller then makes one and tells :meth:`probed`."""
         if self.state != "open" or self._clock() < self._probe_at:
             return False
         self.state = "probing"
         return True
 
     def probed(self, alive: bool) -> None:
-        """What the probe has found. Nothing, where a call was answered in the meantime."""
+        """Note what the probe has found. Nothing, where a call was answered in the meantime."""
         if self.state != "probing":
             return
         if alive:
@@ -113,15 +117,6 @@ class Breaker:
 
 #: What a server says that has another address, wants another key, or has no such model.
 REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-
-
-@dataclass(frozen=True)
-class BreakerSettings:
-    """See :class:`~refiner_core.http.fleet.Breaker`."""
-
-    threshold: int = 5
-    first_cooldown_s: float = 0.5
-    longest_cooldown_s: float = 30.0
 
 
 class Server:
@@ -153,6 +148,16 @@ class Server:
         #: Whether it takes a JSON schema for the reply.
         self.structured: Literal["unknown", "yes", "no"] = "unknown"
 
+    @property
+    def usable(self) -> bool:
+        """Say whether any number of calls may go there."""
+        return self.breaker.state == "closed" and not self.refused
+
+    @property
+    def takes_trial(self) -> bool:
+        """Say whether it is on trial, and waits for its call."""
+        return self.breaker.state == "half_open" and not self.on_trial and not self.refused
+
     def __repr__(self) -> str:
         return f"Server({self.name}, {self.breaker.state})"
 
@@ -167,7 +172,10 @@ class Fleet:
     def renew(self, endpoints: Sequence[Endpoint]) -> None:
         """Take these; what is known about one that stays is kept."""
         known = {server.endpoint: server for server in self.servers}
-        self.servers = [known.get(e) or self._made(e) for e in dict.fromkeys(endpoints)]
+        self.servers = [
+            known.get(e) or Server(e, Breaker(self._clock, self._settings))
+            for e in dict.fromkeys(endpoints)
+        ]
 
     @property
     def up(self) -> bool:
@@ -178,13 +186,13 @@ class Fleet:
 
     @property
     def open_to_all(self) -> bool:
-        """Whether any number of calls may begin now."""
-        return any(s.breaker.state == "closed" and not s.refused for s in self.servers)
+        """Say whether any number of calls may begin now."""
+        return any(s.usable for s in self.servers)
 
     @property
     def open_to_one(self) -> bool:
-        """Whether a server on trial waits for its call."""
-        return any(_takes_trial(s) for s in self.servers)
+        """Say whether a server on trial waits for its call."""
+        return any(s.takes_trial for s in self.servers)
 
     def pick(self, avoid: Server | None = None) -> Server | None:
         """The server for the next call, ``avoid`` only if there is no other; None: nobody."""
@@ -192,22 +200,22 @@ class Fleet:
         best: Server | None = None
         rank = (2, 2, 0)
         for server in self.servers:
-            if server is not avoid and _takes_trial(server):
+            if server is not avoid and server.takes_trial:
                 return server
-            if server.breaker.state == "closed" and not server.refused:
+            if server.usable:
                 own = (int(server.held_until > now), int(server is avoid), server.in_flight)
                 if best is None or own < rank:
                     best, rank = server, own
-        if best is None and avoid is not None and avoid in self.servers and _takes_trial(avoid):
+        if best is None and avoid in self.servers and avoid is not None and avoid.takes_trial:
             return avoid
         return best
 
     def wait_s(self, server: Server) -> float:
         """How long a server has asked to be left alone; 0 where another may be asked instead."""
         now = self._clock()
-        for other in self.servers:
-            if other is not server and _is_free(other, now):
-                return 0.0
+        others = (other for other in self.servers if other is not server)
+        if any(other.usable and other.held_until <= now for other in others):
+            return 0.0
         return max(0.0, server.held_until - now)
 
     def begins(self, server: Server) -> bool:
@@ -266,21 +274,3 @@ class Fleet:
             server.breaker.hurry()
             server.refused = 0
             server.turned_down.clear()
-
-    def _made(self, endpoint: Endpoint) -> Server:
-        s = self._settings
-        breaker = Breaker(
-            self._clock,
-            threshold=s.threshold,
-            first_cooldown_s=s.first_cooldown_s,
-            longest_cooldown_s=s.longest_cooldown_s,
-        )
-        return Server(endpoint, breaker)
-
-
-def _takes_trial(server: Server) -> bool:
-    return server.breaker.state == "half_open" and not server.on_trial and not server.refused
-
-
-def _is_free(server: Server, now: float) -> bool:
-    return server.breaker.state == "closed" and not server.refused and server.held_until <= now

@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import Judge
-from refiner_core.judges.calls import parse_judgement
-from refiner_core.judges.lexical import LexicalJudge
-from refiner_core.judges.prompting import judge_prompts_digest, render_prompt
+from refiner_core.judges.calls import parse_judgement as parse_judgement
+from refiner_core.judges.lexical import LexicalJudge as LexicalJudge
+from refiner_core.judges.prompting import judge_prompts_digest as judge_prompts_digest
+from refiner_core.judges.prompting import render_prompt as render_prompt
 from refiner_core.judges.surroundings import Surroundings
-
-__all__ = [
-    "LexicalJudge",
-    "build_judge",
-    "judge_prompts_digest",
-    "parse_judgement",
-    "render_prompt",
-]
 
 
 def build_judge(config: JudgeConfig, around: Surroundings | None = None) -> Judge:

@@ -159,7 +159,7 @@ def _score_in(value: Any) -> Any:
 
 
 def _last_list(text: str, count: int) -> Sequence[Any]:
-    """What the reply lists: entries with a score, or bare numbers."""
+    """Give what the reply lists: entries with a score, or bare numbers."""
     named: Sequence[Any] | None = None
     numbers: Sequence[Any] | None = None
     loose: list[Any] = []
@@ -403,7 +403,7 @@ def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusabl
 
 
 def identity_digest(config: JudgeConfig) -> bytes:
-    """What is the same for all questions to one judge."""
+    """Give what is the same for all questions to one judge."""
     values = [
         config.model,
         config.revision,
@@ -446,21 +446,17 @@ def _call(
 def _schema(kind: str, count: int | None, *, only_whole: bool) -> tuple[_Schema, bytes]:
     """What a reply may be, ``count`` scores in a list, and its digest. Prompts of the user's own
     may ask for halves."""
-    schema = _schema_of(kind, count, only_whole=only_whole)
-    return schema, hashlib.sha256(canonical_json(schema).encode()).digest()
-
-
-def _schema_of(kind: str, count: int | None, *, only_whole: bool) -> _Schema:
     allowed = _ALLOWED.get(kind, (0.0, 1.0, 2.0) if only_whole else None)
     score: _Schema = {"type": "number", "minimum": 0, "maximum": MAX_SCORE}
     if allowed is not None:
         score = {"type": "integer", "enum": [int(value) for value in allowed]}
-    if count is None:
-        return _object({"score": score})
-    criterion = {"type": "integer", "enum": list(range(1, count + 1))}
-    entry = _object({"criterion": criterion, "score": score})
-    listed = {"type": "array", "items": entry, "minItems": count, "maxItems": count}
-    return _object({"scores": listed})
+    schema = _object({"score": score})
+    if count is not None:
+        criterion = {"type": "integer", "enum": list(range(1, count + 1))}
+        entry = _object({"criterion": criterion, "score": score})
+        listed = {"type": "array", "items": entry, "minItems": count, "maxItems": count}
+        schema = _object({"scores": listed})
+    return schema, hashlib.sha256(canonical_json(schema).encode()).digest()
 
 
 def _object(properties: _Schema) -> _Schema:

@@ -168,7 +168,7 @@ class LexicalJudge:
 
 
 def _answer_words(text: str) -> str:
-    """What an answer says: inside ``<answer>``, tags away, lower case, single blanks."""
+    """Give what an answer says: inside ``<answer>``, tags away, lower case, single blanks."""
     inside = _ANSWER.search(text)
     return " ".join(strip_tags(inside[1] if inside else text).casefold().split())
 
@@ -179,7 +179,7 @@ def _phrases(description: str) -> tuple[str, ...]:
 
 
 def contains_phrase(text: str, phrase: str) -> bool:
-    """Whether ``phrase`` stands in ``text`` as whole words (both normalised)."""
+    """Say whether ``phrase`` stands in ``text`` as whole words (both normalised)."""
     position = text.find(phrase)
     while position >= 0:
         end = position + len(phrase)

@@ -24,14 +24,12 @@ from collections.abc import Iterator, Sequence
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
-from refiner_core.http.client import authorization
-from refiner_core.http.client import retry_after_s as retry_after_s
+from refiner_core.http.client import LoopThread, authorization
 from refiner_core.http.fleet import BreakerSettings
-from refiner_core.http.loop import LoopThread
+from refiner_core.judges.asking import Batch
 from refiner_core.judges.calls import Call, marked, plan_calls
+from refiner_core.judges.engine import Engine, Pace
 from refiner_core.judges.prompting import load_judge_prompts
-from refiner_core.judges.served.asking import Batch
-from refiner_core.judges.served.engine import Engine, Pace
 from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
 #: Calls are planned in parts, so that the first are on their way while the last are planned.
@@ -115,7 +113,7 @@ class OpenAIJudge:
         processor to those that are under way."""
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
-        self._counts.wanted(len(requests))
+        self._counts.add(asked=len(requests))
         thread.call(engine.begin, batch)
         try:
             for part in self._parts(batch.requests):
@@ -133,7 +131,7 @@ class OpenAIJudge:
         return Pending(self, batch)
 
     def usage(self) -> JudgeUsage:
-        """What it has done since it was made."""
+        """Give what it has done since it was made."""
         return self._counts.snapshot()
 
     def close(self) -> None:
@@ -165,15 +163,12 @@ class OpenAIJudge:
             raise
         finally:
             self._tell()
-        if batch.error is not None or self._is_idle():
+        if batch.error is not None or self._engine is None or self._engine.idle:
             # Not after each of many small batches: what is scored is in the store already.
             self._store.flush()
         if batch.error is not None:
             raise batch.error
         return [batch.found[request] for request in batch.requests]
-
-    def _is_idle(self) -> bool:
-        return self._engine is None or self._engine.idle
 
     def _look(self, batch: Batch) -> None:
         self._tell()
@@ -250,7 +245,7 @@ class MarkedJudge:
         return self._judge._begin(requests, at_leisure=False, mark=self._mark)
 
     def usage(self) -> JudgeUsage:
-        """What the judge behind it has done, under whatever mark."""
+        """Give what the judge behind it has done, under whatever mark."""
         return self._judge.usage()
 
     def fresh(self, mark: str) -> MarkedJudge:

@@ -68,7 +68,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
-        """What is known, in order."""
+        """Give what is known, in order."""
         with self._lock:
             return [self._known.get(key) for key in keys]
 
@@ -92,82 +92,34 @@ class Counts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: Counter[str] = Counter()
-        self._answers: Counter[int] = Counter()
-        self._lost: Counter[str] = Counter()
-        self._unusable: Counter[str] = Counter()
-        self._served: Counter[str] = Counter()
-        self._latency_s = self._paused_s = 0.0
+        self._by_key = {of: Counter[Any]() for of in ("answers", "lost", "unusable", "served")}
 
-    def wanted(self, asked: int) -> None:
-        """Judgements were asked for."""
+    def add(self, **numbers: float) -> None:
+        """Add to fields of :class:`JudgeUsage` that are numbers."""
         with self._lock:
-            self._numbers["asked"] += asked
+            self._numbers.update(numbers)  # type: ignore[arg-type]  # seconds count, too
 
-    def settled(self, *, stored: int, shared: int, failed: int) -> None:
-        """A batch is complete."""
+    def count(self, of: str, key: int | str) -> None:
+        """Add one to a field that counts by key; of many names of servers the first few stay."""
         with self._lock:
-            self._numbers.update(stored=stored, shared=shared, failed=failed)
-
-    def call(self, again: bool) -> None:
-        """A call is sent."""
-        with self._lock:
-            self._numbers["calls"] += 1
-            self._numbers["retries"] += again
-
-    def answer(self, status: int, seconds: float) -> None:
-        """It was answered."""
-        with self._lock:
-            self._answers[status] += 1
-            self._latency_s += seconds
-
-    def lost(self, reason: str) -> None:
-        """It was not."""
-        with self._lock:
-            self._lost[reason] += 1
-
-    def unusable(self, reason: str) -> None:
-        """An answer of status 200 gave no usable judgement."""
-        with self._lock:
-            self._unusable[reason] += 1
-
-    def tokens(self, prompt: int, completion: int) -> None:
-        """A reply says what it took."""
-        with self._lock:
-            self._numbers["prompt_tokens"] += prompt
-            self._numbers["completion_tokens"] += completion
-
-    def served(self, name: str) -> None:
-        """A reply says who wrote it; of many names the first few are kept."""
-        with self._lock:
-            if name and (name in self._served or len(self._served) < _MOST_NAMES):
-                self._served[name] += 1
-
-    def paused(self, seconds: float) -> None:
-        """Nobody could be asked for so long."""
-        with self._lock:
-            self._paused_s += seconds
+            counts = self._by_key[of]
+            if of != "served" or key in counts or len(counts) < _MOST_NAMES:
+                counts[key] += 1
 
     def snapshot(self) -> JudgeUsage:
         """All of it, at one moment."""
         with self._lock:
-            return JudgeUsage(
-                **self._numbers,
-                answers=dict(self._answers),
-                lost=dict(self._lost),
-                unusable=dict(self._unusable),
-                served=dict(self._served),
-                latency_s=self._latency_s,
-                paused_s=self._paused_s,
-            )
+            by_key: dict[str, Any] = {of: dict(counts) for of, counts in self._by_key.items()}
+            return JudgeUsage(**self._numbers, **by_key)
 
 
 def usage_of(judge: Judge) -> JudgeUsage | None:
-    """What a judge has done since it was made; None where it keeps no count."""
+    """Give what a judge has done since it was made; None where it keeps no count."""
     return judge.usage() if isinstance(judge, StreamingJudge) else None
 
 
 def usage_between(before: JudgeUsage, now: JudgeUsage) -> JudgeUsage:
-    """What was done from ``before`` to ``now``."""
+    """Give what was done from ``before`` to ``now``."""
     return _each(operator.sub, now, before)
 
 
@@ -202,7 +154,7 @@ def usage_to_json(usage: JudgeUsage) -> dict[str, Any]:
 
 
 def usage_from_json(value: Mapping[str, Any]) -> JudgeUsage:
-    """What :func:`usage_to_json` wrote; what an older version did not count is 0."""
+    """Read what :func:`usage_to_json` wrote; what an older version did not count is 0."""
     known = {f.name: value[f.name] for f in fields(JudgeUsage) if f.name in value}
     if "answers" in known:
         known["answers"] = {int(status): n for status, n in known["answers"].items()}

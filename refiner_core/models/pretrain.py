@@ -13,7 +13,7 @@ that time on one CPU core; the ways that were tried without one of them did not:
    (:mod:`refiner_core.data.synthetic`);
 2. documents that cite with replacement (:mod:`refiner_core.models.pretrain_text`);
 3. previous-token heads written into layer 0 before the first step
-   (:mod:`refiner_core.models.wiring`).
+   (:mod:`refiner_core.models.random_model`).
 
 So the result is a test fixture that learns the way a real model does from here on. It is no
 evidence about what small models learn by themselves. Documents share no name, value, id or layout
@@ -40,9 +40,12 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from refiner_core.models.pretrain_text import Segment, draw_document
-from refiner_core.models.random_model import make_random_model, save_model
+from refiner_core.models.random_model import (
+    make_random_model,
+    save_model,
+    wire_previous_token_heads,
+)
 from refiner_core.models.tokenizer import build_tokenizer
-from refiner_core.models.wiring import wire_previous_token_heads
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ _PIECES = (
     r" ?[^\sA-Za-z0-9]",
 )
 
-CHAT_TEMPLATE = """\
+#: A message's content, also where it is a list of parts.
+_TEXT = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}
 {%- elif content is iterable and content is not mapping -%}
@@ -57,6 +58,10 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
+"""
+CHAT_TEMPLATE = (
+    _TEXT
+    + """\
 {%- set marks = namespace(last_user=-1) -%}
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}{%- set marks.last_user = loop.index0 -%}{%- endif -%}
@@ -106,6 +111,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {%- endif -%}
 """
+)
 
 
 def _words() -> list[str]:
@@ -219,15 +225,9 @@ JSON_PIECES = (
     "user\n", "assistant\n", "tool\n", "system\n",
 )  # fmt: skip
 
-TOOLS_CHAT_TEMPLATE = """\
-{%- macro text(content) -%}
-{%- if content is string -%}{{- content -}}
-{%- elif content is iterable and content is not mapping -%}
-{%- for part in content -%}
-{%- if part.text is defined -%}{{- part.text -}}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
+TOOLS_CHAT_TEMPLATE = (
+    _TEXT
+    + """\
 {%- if tools or (messages and messages[0].role == 'system') -%}
 {{- '<|im_start|>system\\n' -}}
 {%- if messages and messages[0].role == 'system' -%}{{- text(messages[0].content) -}}{%- endif -%}
@@ -258,6 +258,7 @@ TOOLS_CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+)
 
 _ID_MARK = "S_"
 #: How byte-level vocabularies write a space.

@@ -38,7 +38,7 @@ from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.rejection.attempts import Attempt, Flaw, Key
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
-from refiner_core.rubrics.sets import select_rubrics
+from refiner_core.rubrics import select_rubrics
 
 #: Told of (attempts judged, attempts of the batch).
 OnJudged = Callable[[int, int], None]

@@ -69,7 +69,7 @@ class CitationQuestion(NamedTuple):
     request: JudgeRequest
 
     def detail(self) -> dict[str, Any]:
-        """What is stored beside the judgement."""
+        """Give what is stored beside the judgement."""
         return {"claim": self.request.text, "claim_index": self.claim, "ids": list(self.ids)}
 
 

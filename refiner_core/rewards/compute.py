@@ -41,7 +41,6 @@ from refiner_core.contract.types import (
 )
 from refiner_core.rewards.combine import (
     CitationQuestion,
-    CitationScore,
     aggregate_rubrics,
     format_bonus,
     format_valid,
@@ -92,7 +91,7 @@ def require_scored(results: Sequence[RewardResult], max_failed_share: float, *, 
 
 
 def _what_was_said(detail: str) -> str:
-    """What is wrong with an answer that is no judgement; empty where there was none."""
+    """Give what is wrong with an answer that is no judgement; empty where there was none."""
     if UNPARSABLE in detail:
         return detail.partition(UNPARSABLE)[2].lstrip(", ")
     return detail[detail.index(CUT_SHORT) :] if CUT_SHORT in detail else ""
@@ -190,7 +189,7 @@ class RewardStream:
 
     @property
     def streams(self) -> bool:
-        """Whether the judge works while more is added."""
+        """Say whether the judge works while more is added."""
         return self._streaming is not None
 
     def add(self, item: RewardInput, place: int | None = None) -> int:
@@ -307,13 +306,15 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     judged = aggregate_rubrics([(r, j.score or 0.0) for r, j in scored], reward.rubric_aggregation)
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
     citation = score_citations(plan.answer, plan.evidence, asked)
-    components |= {"rubric": judged or 0.0, "total": 0.0, **_citation_components(citation)}
+    parts = {f"citation_{name}": value for name, value in vars(citation).items()}
+    components |= {"rubric": judged or 0.0, "total": 0.0}
+    components |= {"citation": parts.pop("citation_reward"), **parts}
     total = components["total"] = total_reward(components, reward, plan.item.stopped)
     return RewardResult("malformed" if malformed else "scored", total, components, details)
 
 
 def _format_components(plan: _Plan) -> dict[str, float]:
-    """What needs no judge."""
+    """Give what needs no judge."""
     mode = plan.item.prompt.refiner_mode
     return {
         "citation_applicable": float(bool(plan.evidence)),
@@ -322,16 +323,6 @@ def _format_components(plan: _Plan) -> dict[str, float]:
         "format_bonus": format_bonus(plan.answer, mode),
         "format_valid": float(format_valid(plan.answer, mode)),
         "no_rubrics": float(not any(rubric.weight for rubric in plan.rubrics)),
-    }
-
-
-def _citation_components(score: CitationScore) -> dict[str, float]:
-    return {
-        "citation": score.reward,
-        "citation_precision": score.precision,
-        "citation_recall": score.recall,
-        "citation_f1": score.f1,
-        "citation_format": score.format,
     }
 
 

@@ -1,29 +1,176 @@
 """Rubrics: what an answer is judged by.
 
-In: a row's rubric JSON, the name or file of a static rubric set, the reward configuration.
-Out: :class:`Rubric` values in a fixed order (a row's own first, then the static ones).
+In: a row's rubric JSON, the name of a shipped set (``v3``) or the path of a YAML file, the reward
+configuration. Out: :class:`Rubric` values in a fixed order (a row's own first, then the static
+ones); a :class:`RubricSet` and its digest for fingerprints and cards. A new set is a new file in
+``sets``; no code changes.
+
+A stage judges by one wording from its beginning to its end: :func:`hold_rubrics` refuses a set that
+is not the one it was planned with, and keeps what it has read until the stage is over, whatever
+happens to the file meanwhile.
 """
 
-from refiner_core.rubrics.rows import Rubric, normalise_rubrics, parse_rubrics
-from refiner_core.rubrics.sets import (
-    RubricSet,
-    check_rubrics_unchanged,
-    hold_rubrics,
-    load_rubric_set,
-    rubric_set_digest,
-    select_rubrics,
-    shipped_rubric_sets,
-)
+from __future__ import annotations
 
-__all__ = [
-    "Rubric",
-    "RubricSet",
-    "check_rubrics_unchanged",
-    "hold_rubrics",
-    "load_rubric_set",
-    "normalise_rubrics",
-    "parse_rubrics",
-    "rubric_set_digest",
-    "select_rubrics",
-    "shipped_rubric_sets",
-]
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from refiner_core.contract.config import RewardConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.files import yaml_reason
+from refiner_core.rubrics.rows import Rubric as Rubric
+from refiner_core.rubrics.rows import RubricSet as RubricSet
+from refiner_core.rubrics.rows import normalise_rubrics as normalise_rubrics
+from refiner_core.rubrics.rows import parse_rubrics as parse_rubrics
+from refiner_core.rubrics.rows import read_set
+
+_FOLDER = Path(__file__).parent / "sets"
+_FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
+#: Sets that a stage of this process judges by, by the name that its recipe gives them.
+_held: dict[str, RubricSet] = {}
+
+
+def shipped_rubric_sets() -> tuple[str, ...]:
+    """Names of the sets that come with refiner."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def rubric_set_path(name: str) -> Path:
+    """The file of a set given by shipped name or path. A shipped name wins over a file of that
+    name; ``./v3`` is the file.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such set or file.
+    """
+    shipped = name in shipped_rubric_sets()
+    path = _FOLDER / f"{name}.yaml" if shipped else Path(name).expanduser()
+    try:
+        if path.is_file():
+            return path
+    except OSError:  # a name that is too long for a file
+        pass
+    raise ConfigurationError(
+        f"There is no rubric set or file {name!r}",
+        expected=f"{', '.join(shipped_rubric_sets())}, or the path of a YAML file",
+        fix="correct the name or path (in a recipe: reward.static_rubrics)",
+    )
+
+
+def load_rubric_set(name: str) -> RubricSet:
+    """Load a shipped set by name, or a user's own YAML file by path.
+
+    A file is read again after it changed, except where a stage holds it.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such set, or the file does not fit; the message says what does.
+    """
+    if name in _held:
+        return _held[name]
+    path = rubric_set_path(name)
+    state = path.stat()
+    return _load(path.absolute(), state.st_mtime_ns, state.st_size)
+
+
+def rubric_set_digest(name: str) -> str:
+    """Digest of a set's content; comments, file name and version do not enter it."""
+    return load_rubric_set(name).digest()
+
+
+def check_rubrics_unchanged(name: str, digest: str) -> RubricSet:
+    """The set, if it still is what a stage was planned with.
+
+    Parameters
+    ----------
+    name
+        As ``reward.static_rubrics`` has it.
+    digest
+        The one that the stage's record keeps (``sources["rubrics"]``).
+
+    Raises
+    ------
+    ConfigurationError
+        The file says something else by now, is gone, or does not fit any more.
+    """
+    again = "put the file back as it was; or run the recipe again, which then is another stage"
+    try:
+        rubrics = load_rubric_set(name)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"The rubric set that this stage was planned with cannot be read: {error.what}",
+            expected=f"a set with the digest {digest[:12]}",
+            fix=again,
+        ) from error
+    if rubrics.digest() != digest:
+        raise ConfigurationError(
+            f"The rubric set {name} has changed since this stage was planned (its digest was "
+            f"{digest[:12]} and is {rubrics.digest()[:12]})",
+            expected="titles, descriptions, polarities, weights and their order as they were",
+            fix=again,
+        )
+    return rubrics
+
+
+@contextlib.contextmanager
+def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
+    """Check a set as above and keep it: within the block, edits of the file change nothing."""
+    rubrics = check_rubrics_unchanged(name, digest)
+    before = _held.get(name)
+    _held[name] = rubrics
+    try:
+        yield rubrics
+    finally:
+        del _held[name]
+        if before is not None:
+            _held[name] = before
+
+
+@functools.lru_cache(maxsize=32)
+def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigurationError(
+            f"The rubric set {path} cannot be read: {yaml_reason(error, path)}",
+            expected="YAML in UTF-8",
+            fix=_FIX,
+        ) from error
+    rubrics, faults = read_set(content, path.stem)
+    if rubrics is None:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise ConfigurationError(
+            f"The rubric set {path} does not fit: {faults[0].what}{more}",
+            expected="a name, and rubrics each with title, description, polarity and weight",
+            fix=_FIX,
+        )
+    return rubrics
+
+
+def select_rubrics(row_rubrics: Any, reward: RewardConfig) -> tuple[Rubric, ...]:
+    """The rubrics that ``rubric_source`` asks for.
+
+    ``instance_rubrics_only`` drops static ones, whatever the source: they are then neither judged,
+    nor part of the reward, nor logged. Under ``static`` nothing is left.
+
+    Raises
+    ------
+    DataError
+        The row's rubrics do not fit (see :func:`~refiner_core.rubrics.rows.normalise_rubrics`).
+    ConfigurationError
+        The static set cannot be loaded.
+    """
+    source = reward.rubric_source
+    rubrics: tuple[Rubric, ...] = ()
+    if source in ("instance", "instance+static"):
+        rubrics += parse_rubrics(row_rubrics)
+    if source in ("static", "instance+static") and not reward.instance_rubrics_only:
+        rubrics += load_rubric_set(reward.static_rubrics).rubrics
+    return rubrics

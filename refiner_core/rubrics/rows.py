@@ -289,7 +289,7 @@ def read_entry(entry: Any, position: int, set_name: str) -> tuple[Rubric | None,
 
 
 def _side_faults(entry: Mapping[Any, Any], where: str) -> list[str]:
-    """What does not fit in the keys that are for people and for checking."""
+    """Give what does not fit in the keys that are for people and for checking."""
     faults = []
     source, accept = entry.get("source"), entry.get("accept")
     if source is not None and not isinstance(source, str):

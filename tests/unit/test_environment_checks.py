@@ -34,7 +34,7 @@ DESK = {"environment.name": "desk", "environment.demonstrations": 10}
     [
         ({"environment.max_turns": 0}, r"`environment\.max_turns` is 0.*at least 1"),
         ({"environment.workers": 0}, r"`environment\.workers` is 0"),
-        ({"environment.turn_timeout_s": 0.0}, "seconds above zero"),
+        ({"environment.turn_timeout_s": 0.0}, "a number above zero"),
         ({"environment.flawed_demonstrations": 1.5}, "a share between 0 and 1"),
         ({"grpo.curriculum.low": 0.9}, r"low` is 0.9"),
         ({"environment.shaping.weights": ["action"]}, r"environment\.shaping\.weights"),

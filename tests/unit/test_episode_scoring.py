@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from infra.jobs.failures import classify
 from refiner_core.contract.checks.environment import check_curriculum
+from refiner_core.contract.checks.recipe import check_config
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
+from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.training_config import (
     CurriculumConfig,
     EnvironmentConfig,
@@ -111,6 +113,12 @@ def test_a_domain_keeps_the_general_weight_of_kinds_that_it_does_not_name() -> N
     assert check_weights(shaping, "home")["action"] == 0.5
 
 
+def with_fields(section: str, changes: dict[str, Any]) -> RecipeConfig:
+    values = {f"{section}.{name}": value for name, value in changes.items()}
+    agent = {"environment.name": "desk", "environment.demonstrations": 10}
+    return replace_fields(RecipeConfig(), agent | values)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -134,7 +142,7 @@ def test_a_domain_keeps_the_general_weight_of_kinds_that_it_does_not_name() -> N
 )
 def test_settings_that_cannot_be_meant_name_their_field(changes, named):
     with pytest.raises(ConfigurationError, match=named):
-        check_shaping(replace(ShapingConfig(), **changes))
+        check_config(with_fields("environment.shaping", changes))
 
 
 def test_the_settings_of_the_seed_are_taken() -> None:
@@ -155,7 +163,7 @@ def test_the_settings_of_the_seed_are_taken() -> None:
 )
 def test_a_curriculum_that_cannot_be_meant_names_its_field(changes, named):
     with pytest.raises(ConfigurationError, match=f"grpo.curriculum.{named}"):
-        check_curriculum(replace(CurriculumConfig(), **changes))
+        check_config(with_fields("grpo.curriculum", changes))
 
 
 # ---------------------------------------------------------------- the reward

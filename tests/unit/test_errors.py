@@ -30,8 +30,8 @@ NOTHING_REFUSED = {
 INCOMPLETE = {
     ("infra/ranks/bridge.py", "Rank 0 ended before"): "closes a store's context; nobody is told",
     ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
-    ("refiner_core/rubrics/lint/checks.py", "the row"): "a line in the table of `rubrics check`",
-    ("refiner_core/rubrics/lint/checks.py", "`ground_truth`"): "as above",
+    ("refiner_core/rubrics/lint.py", "the row"): "a line in the table of `rubrics check`",
+    ("refiner_core/rubrics/lint.py", "`ground_truth`"): "as above",
     ("flows/starting/completing.py", "There is no command"): "a shell is offered no words then",
 }
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
@@ -88,9 +88,9 @@ PLAIN = {
     "refiner_core/environments/tau2/tasks.py": "caught where it is raised: an episode's fault",
     "refiner_core/evaluation/run.py": "what a generator of ours returned",
     "refiner_core/generation/vllm/sync.py": "the order of calls, which the training loop keeps",
-    "refiner_core/http/loop.py": "the life of a judge or a user, which stages keep",
+    "refiner_core/http/client.py": "the life of a judge or a user, which stages keep",
     "refiner_core/judges/": "the life of a judge, which stages keep",
-    "refiner_core/models/wiring.py": "sizes of the built-in models",
+    "refiner_core/models/random_model.py": "sizes of the built-in models",
     "refiner_core/rejection/": "what a generator of ours returned; a stage's own wiring",
     "refiner_core/rewards/compute.py": "places and counts of our own making",
     "refiner_core/training/": "invariants between parts of the training loop and its ranks",

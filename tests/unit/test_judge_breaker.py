@@ -22,7 +22,7 @@ class Clock:
 
 
 def opened(clock: Clock) -> Breaker:
-    breaker = Breaker(clock, threshold=2, first_cooldown_s=1.0, longest_cooldown_s=4.0)
+    breaker = Breaker(clock, BreakerSettings(2, 1.0, 4.0))
     breaker.note("a", GONE)
     breaker.note("b", GONE)
     assert breaker.state == "open"
@@ -33,14 +33,14 @@ def opened(clock: Clock) -> Breaker:
 def test_a_few_items_that_always_fail_never_open_it(
     failures: list[tuple[int, Trouble]],
 ) -> None:
-    breaker = Breaker(Clock(), threshold=5)
+    breaker = Breaker(Clock(), BreakerSettings(5))
     for call, trouble in failures:
         breaker.note(call, trouble)
     assert breaker.state == "closed"
 
 
 def test_distinct_calls_that_fail_in_a_row_open_it() -> None:
-    breaker = Breaker(Clock(), threshold=3)
+    breaker = Breaker(Clock(), BreakerSettings(3))
     for call in ("a", "b", "b", "a"):
         breaker.note(call, SICK)
     assert breaker.state == "closed"
@@ -49,7 +49,7 @@ def test_distinct_calls_that_fail_in_a_row_open_it() -> None:
 
 
 def test_an_answer_between_starts_the_count_anew_and_patience_asked_for_does_not() -> None:
-    breaker = Breaker(Clock(), threshold=3)
+    breaker = Breaker(Clock(), BreakerSettings(3))
     for call, trouble in (("a", GONE), ("b", GONE), ("x", NONE), ("c", GONE), ("d", GONE)):
         breaker.note(call, trouble)
     assert breaker.state == "closed"

@@ -23,12 +23,13 @@ import pytest
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, StreamingJudge
+from refiner_core.http.client import retry_after_s
 from refiner_core.http.fleet import BreakerSettings
 from refiner_core.judges import build_judge, prompting
+from refiner_core.judges.asking import Batch
 from refiner_core.judges.calls import plan_calls
-from refiner_core.judges.openai import OpenAIJudge, retry_after_s
-from refiner_core.judges.served.asking import Batch
-from refiner_core.judges.served.engine import Engine, Pace
+from refiner_core.judges.engine import Engine, Pace
+from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 from tests.support.judge_server import JudgeServer, Reply, completion, score
 

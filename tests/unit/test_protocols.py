@@ -134,7 +134,7 @@ def test_the_fingerprint_is_of_what_is_measured_and_of_nothing_else(tmp_path: Pa
 
 
 def shipped_rubrics() -> str:
-    from refiner_core.rubrics.sets import rubric_set_path
+    from refiner_core.rubrics import rubric_set_path
 
     return rubric_set_path("reader-v1").read_text()
 

@@ -16,7 +16,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.rubrics import Rubric, load_rubric_set, shipped_rubric_sets
 from refiner_core.rubrics.lint import RULES, check_file
-from refiner_core.rubrics.lint.wording import wording
+from refiner_core.rubrics.wording import wording
 from tests.support.real_rows import RL_ROWS, SFT_ROWS
 
 SOUND = "Names the year in which the bridge was opened."

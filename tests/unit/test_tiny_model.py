@@ -23,9 +23,12 @@ from refiner_core.models.pretrain import (  # noqa: E402
     weighted_loss,
 )
 from refiner_core.models.pretrain_text import draw_document  # noqa: E402
-from refiner_core.models.random_model import make_random_model, save_random_model  # noqa: E402
+from refiner_core.models.random_model import (  # noqa: E402
+    make_random_model,
+    save_random_model,
+    wire_previous_token_heads,
+)
 from refiner_core.models.tokenizer import build_tokenizer  # noqa: E402
-from refiner_core.models.wiring import wire_previous_token_heads  # noqa: E402
 from tests.support.real_rows import REAL_ROWS  # noqa: E402
 
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<answer></answer>"}]

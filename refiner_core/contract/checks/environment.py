@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from refiner_core.contract.config import RecipeConfig, UserConfig
@@ -17,6 +16,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
+from refiner_core.contract.steering_config import VARIABLE
 from refiner_core.contract.training_config import CurriculumConfig, ShapingConfig
 
 _SHAPING, _CURRICULUM = "environment.shaping", "grpo.curriculum"
@@ -31,7 +31,6 @@ def check_shaping(shaping: ShapingConfig) -> None:
         A setting is not ``NAME=VALUE``, stands twice, is negative or not finite, or all weights of
         a domain are 0.
     """
-    _require_number(f"{_SHAPING}.alpha", shaping.alpha)
     _settings(f"{_SHAPING}.alpha_by_domain", shaping.alpha_by_domain, "NAME=FACTOR")
     _settings(f"{_SHAPING}.weights", shaping.weights, "KIND=WEIGHT")
     own = _own_weights(shaping)
@@ -55,21 +54,12 @@ def check_curriculum(curriculum: CurriculumConfig) -> None:
     ConfigurationError
         Names the field.
     """
-    if curriculum.min_attempts < 1:
-        raise ConfigurationError(
-            f"`{_CURRICULUM}.min_attempts` is {curriculum.min_attempts}: a task without attempts "
-            "has no success rate.",
-            expected="at least 1",
-            fix=f"set {_CURRICULUM}.min_attempts=5",
-        )
     if not 0 <= curriculum.low <= curriculum.high <= 1:
         raise ConfigurationError(
             f"`{_CURRICULUM}.low` is {curriculum.low}, and `{_CURRICULUM}.high` {curriculum.high}.",
             expected="shares with 0 <= low <= high <= 1",
             fix=f"set {_CURRICULUM}.low=0.25 and {_CURRICULUM}.high=0.75",
         )
-    _require_number(f"{_CURRICULUM}.low_weight", curriculum.low_weight)
-    _require_number(f"{_CURRICULUM}.high_weight", curriculum.high_weight)
 
 
 def alpha_of(shaping: ShapingConfig, domain: str) -> float:
@@ -159,7 +149,12 @@ def _settings(field: str, texts: Sequence[str], form: str) -> dict[str, float]:
                 expected="each name once",
                 fix=f"remove one of them from {field}",
             )
-        _require_number(f"{field}: {name}", value)
+        if not math.isfinite(value) or value < 0:
+            raise ConfigurationError(
+                f"`{field}: {name}` is {value:g}.",
+                expected="a finite number, 0 or more",
+                fix=f"correct {field}: {name}",
+            )
         values[name] = value
     return values
 
@@ -169,14 +164,6 @@ def _unreadable(field: str, text: str, form: str) -> ConfigurationError:
         f"`{field}` has {text!r}.",
         expected=f"{form}, a number after the sign",
         fix=f"correct {field}",
-    )
-
-
-def _require_number(field: str, value: float) -> None:
-    if math.isfinite(value) and value >= 0:
-        return
-    raise ConfigurationError(
-        f"`{field}` is {value:g}.", expected="a finite number, 0 or more", fix=f"correct {field}"
     )
 
 
@@ -200,34 +187,6 @@ _NOT_OF_AGENTS = (
 )
 
 
-class _Numbers(NamedTuple):
-    path: str
-    low: float
-    high: float
-    expected: str
-
-
-_NUMBERS = (
-    _Numbers("environment.max_turns", 1, 1e9, "at least 1"),
-    _Numbers("environment.max_train_tasks", 1, 1e9, "at least 1, or none for all"),
-    _Numbers("environment.demonstrations", 0, 1e9, "zero or more"),
-    _Numbers("environment.flawed_demonstrations", 0, 1, "a share between 0 and 1"),
-    _Numbers("environment.max_argument_bytes", 16, 1e9, "at least 16 bytes"),
-    _Numbers("environment.turn_timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
-    _Numbers("environment.episode_timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
-    _Numbers("environment.workers", 1, 4096, "1 to 4096"),
-    _Numbers("environment.max_error_share", 0, 1, "a share between 0 and 1"),
-    *(
-        _Numbers(f"{user}.{name}", low, high, expected)
-        for user in ("environment.user", "evaluate.user")
-        for name, low, high, expected in (
-            ("temperature", 0, 10, "zero or more"),
-            ("max_tokens", 1, 1e9, "at least 1"),
-            ("timeout_s", 1e-3, 1e9, "a number of seconds above zero"),
-            ("max_retries", 0, 1e9, "zero or more"),
-        )
-    ),
-)
 _DEFAULTS = {path: info.default for path, info in walk(RecipeConfig)}
 _OF_AGENTS = tuple(p for p in _DEFAULTS if p.startswith(ONLY_OF_AGENTS))
 
@@ -240,12 +199,6 @@ def check_environment(config: RecipeConfig) -> None:
     ConfigurationError
         A value is impossible, or is set where it means nothing.
     """
-    for path, low, high, expected in _NUMBERS:
-        value = get_field(config, path)
-        if value is not None and not low <= value <= high:
-            raise ConfigurationError(
-                f"`{path}` is {value}.", expected=expected, fix=f"set {path}=… to such a value"
-            )
     if not config.environment.name:
         _refuse_without(config)
         return
@@ -254,11 +207,8 @@ def check_environment(config: RecipeConfig) -> None:
     check_name(config.environment.name)
     _refuse_with(config)
     _check_demonstrations(config)
-    for where, user in (
-        ("environment", config.environment.user),
-        ("evaluate", config.evaluate.user),
-    ):
-        _check_user(where, user)
+    _check_user("environment", config.environment.user)
+    _check_user("evaluate", config.evaluate.user)
     _check_user_of_tau2(config)
     check_curriculum(config.grpo.curriculum)
 
@@ -349,21 +299,30 @@ def _check_user(where: str, user: UserConfig) -> None:
             expected="the name by which the endpoint knows the model",
             fix=f"set {where}.user.model=NAME",
         )
-    if not user.api_key_env.replace("_", "a").isalnum():
+    if not VARIABLE.fullmatch(user.api_key_env):
         raise ConfigurationError(
             f"`{where}.user.api_key_env` is no name of an environment variable.",
             expected="a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
             fix="put the key into the environment: export OPENAI_API_KEY=…",
         )
-    parts = urlsplit(user.base_url)
-    private = "@" in parts.netloc or parts.query or parts.fragment
-    if user.base_url and (parts.scheme not in ("http", "https") or private):
+    if user.base_url and not is_web_address(user.base_url):
         raise ConfigurationError(
             f"`{where}.user.base_url` is no address of a server, or holds a user, a password or a "
             "query.",
             expected="http:// or https://, a host, and no secret, because addresses are recorded",
             fix=f"set e.g. {where}.user.base_url=http://127.0.0.1:8000/v1",
         )
+
+
+def is_web_address(text: str) -> bool:
+    """Say whether it names a server over HTTP, and holds no user, password or query."""
+    try:
+        parts = urlsplit(text)
+        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
+    except ValueError:
+        return False
+    plain = not ("@" in parts.netloc or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(host) and plain
 
 
 def _check_user_of_tau2(config: RecipeConfig) -> None:

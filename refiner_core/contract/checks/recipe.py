@@ -1,8 +1,6 @@
 """Checks across fields, made when a plan is made: impossible sizes are refused with the numbers.
 
-Each check is one row of :data:`CHECKS`: a condition that must hold, what to say when it does not,
-and which field mends it. Nothing here looks at the world; what the machine lacks is found at run
-time.
+Nothing here looks at the world; what the machine lacks is found at run time.
 """
 
 from __future__ import annotations
@@ -11,23 +9,16 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
-from refiner_core.contract.checks.environment import check_environment
+from refiner_core.contract.checks.environment import check_environment, is_web_address
 from refiner_core.contract.checks.secrets import check_secrets
 from refiner_core.contract.checks.training import check_sampling, check_training
 from refiner_core.contract.config import (
     LEXICAL_MODELS,
-    DataConfig,
-    EnvironmentConfig,
-    EvaluateConfig,
-    JudgeConfig,
     RecipeConfig,
-    RewardConfig,
     placeholders,
 )
 from refiner_core.contract.errors import ConfigurationError
@@ -37,29 +28,25 @@ from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import asks_judge, serves
-from refiner_core.contract.steering_config import is_place
+from refiner_core.contract.steering_config import VARIABLE, is_place
 
-_OPEN = (
+#: Licences that the Hub knows; it refuses a card with another. One that is not on its list is
+#: ``other``, and its text stands in the card (``publish.card_template``).
+_OF_THE_HUB = (
     "apache-2.0 mit afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear "
     "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 isc "
     "lgpl lgpl-2.1 lgpl-3.0 lgpl-lr lppl-1.3c ms-pl mpl-2.0 ncsa ofl-1.1 openmdw-1.0 osl-3.0 "
-    "postgresql unlicense wtfpl zlib"
-)
-_CREATIVE_COMMONS = (
+    "postgresql unlicense wtfpl zlib "
     "cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 "
     "cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 "
-    "cc-by-nc-sa-3.0 cc-by-nc-sa-4.0"
-)
-_OF_DATA = "c-uda cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 odc-by odbl pddl"
-_OF_MODELS = (
+    "cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 "
+    "c-uda cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 odc-by odbl pddl "
     "openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 "
     "bigcode-openrail-m apple-ascl apple-amlr deepfloyd-if-license "
     "fair-noncommercial-research-license h-research intel-research gemma grok2-community llama2 "
-    "llama3 llama3.1 llama3.2 llama3.3 llama4"
+    "llama3 llama3.1 llama3.2 llama3.3 llama4 unknown other"
 )
-LICENSES = frozenset(
-    " ".join((_OPEN, _CREATIVE_COMMONS, _OF_DATA, _OF_MODELS, "unknown other")).split()
-)
+LICENSES = frozenset(_OF_THE_HUB.split())
 
 
 def check_command(config: RecipeConfig) -> None:
@@ -188,178 +175,152 @@ def check_notify(config: RecipeConfig) -> None:
             "such an address can often post to it",
             fix='export MY_WEBHOOK=…, and write "$MY_WEBHOOK" in the command, in single quotes',
         )
-    for name in ("after_min", "pause_min"):
-        value = getattr(notify, name)
-        if value < 0:
-            raise ConfigurationError(
-                f"`notify.{name}` is {value}.",
-                expected="minutes, zero or more",
-                fix=f"set notify.{name}=… to such a value",
-            )
-
-
-class Check(NamedTuple):
-    """``holds(config)`` or else a refusal made of ``what``, ``expected``, ``fix``."""
-
-    holds: Callable[[RecipeConfig], bool]
-    what: Callable[[RecipeConfig], str]
-    expected: str
-    fix: str
 
 
 #: Fields of a request to a judge that have a field of their own, or are none of the user's.
 _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: What is wrong, what was expected, and what mends it.
+Refusal = tuple[str, str, str]
 
-CHECKS: tuple[Check, ...] = (
-    Check(
-        lambda c: c.data.validation_fraction < 1.0,
-        lambda c: f"`data.validation_fraction` is {c.data.validation_fraction}.",
-        "a share below 1: something must be left to train on",
-        "set e.g. data.validation_fraction=0.05",
-    ),
-    Check(
-        lambda c: 0.0 < c.data.held_out_fraction < 1.0,
-        lambda c: f"`data.held_out_fraction` is {c.data.held_out_fraction}.",
-        "a share of questions strictly between 0 and 1",
-        "set e.g. data.held_out_fraction=0.1",
-    ),
-    Check(
-        lambda c: (
-            not (c.reward.instance_rubrics_only and c.reward.rubric_source in ("static", "none"))
-        ),
-        lambda c: (
-            "`reward.instance_rubrics_only` is true but `reward.rubric_source` is "
-            f"{c.reward.rubric_source}: no rubric would be left."
-        ),
-        "rubric_source `instance` or `instance+static`",
-        "change one of the two",
-    ),
-    Check(
-        lambda c: (
-            not asks_judge(c)
-            or c.judge.kind != "openai"
-            or bool(c.judge.base_url or c.judge.base_urls or serves(c.judge))
-        ),
-        lambda c: "`judge.kind` is openai, but neither an address nor a server to start is given.",
-        "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
-        "set judge.base_url=http://127.0.0.1:8000/v1",
-    ),
-    Check(
-        lambda c: c.judge.kind == "lexical" or c.judge.model not in LEXICAL_MODELS,
-        lambda c: f"`judge.kind` is openai, but `judge.model` is still {c.judge.model!r}.",
-        "the name by which the server knows its model",
-        "set judge.model=NAME",
-    ),
-    Check(
-        lambda c: c.judge.kind != "lexical" or c.judge.model in LEXICAL_MODELS,
-        lambda c: (
-            f"`judge.model` is {c.judge.model!r}, but `judge.kind` is lexical: word overlap would "
-            "be recorded under the name of a model."
-        ),
-        f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
-        "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
-        f"judge.model={LEXICAL_MODELS[0]}",
-    ),
-    Check(
-        lambda c: c.judge.serve.engine != "command" or bool(c.judge.serve_command),
-        lambda c: "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
-        "the command that serves the judge",
-        "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
-    ),
-    Check(
-        lambda c: _VARIABLE.fullmatch(c.judge.api_key_env) is not None,
-        lambda c: "`judge.api_key_env` is no name of an environment variable.",
-        "a name such as REFINER_JUDGE_API_KEY, never the key itself, because fields are recorded",
-        "put the key into the environment: export REFINER_JUDGE_API_KEY=…",
-    ),
-    Check(
-        lambda c: _is_extra_body(c.judge.extra_body),
-        lambda c: f"`judge.extra_body` is {c.judge.extra_body!r:.80}.",
-        f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
-        """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
-    ),
-    Check(
-        lambda c: all(_is_web_address(a) for a in (c.judge.base_url, *c.judge.base_urls)),
-        lambda c: (
-            "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
-            "user, a password or a query."
-        ),
-        "http:// or https://, a host, and no secret, because addresses are recorded",
-        "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
-        "variable that judge.api_key_env names",
-    ),
-    Check(
-        lambda c: not (c.data.sft_path is None and "sft" in c.stages and not c.environment.name),
-        lambda c: "The recipe has an `sft` stage, but `data.sft_path` is empty.",
-        "demonstrations to train on",
-        "set data.sft_path=FILE, or drop `sft` from `stages`",
-    ),
-    Check(
-        lambda c: (
-            not (
-                c.data.rl_path is None
-                and any(kind.on_prompts for kind in kinds_of(c.stages))
-                and not c.environment.name
-            )
-        ),
-        lambda c: "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
-        "prompts with rubrics",
-        "set data.rl_path=FILE",
-    ),
-    Check(
-        lambda c: not (c.data.all_held_out and set(STAGES) & set(c.stages)),
-        lambda c: "`data.all_held_out` is true, but the recipe trains.",
-        "prompts to train on",
-        "drop data.all_held_out; another set to evaluate on is named in a protocol file's `data`",
-    ),
-    Check(
-        lambda c: _repository(c) is not None,
-        lambda c: f"`publish.repo_id` is {c.publish.repo_id!r}.",
-        "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
-        "correct publish.repo_id",
-    ),
-    Check(
-        lambda c: all(p not in ("", ".", "..") for p in (_repository(c) or "").split("/")),
-        lambda c: f"`publish.repo_id` would be {_repository(c)!r}, outside of the target.",
-        "names joined by single slashes, none of them empty, `.` or `..`",
-        "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
-    ),
-    Check(
-        lambda c: c.publish.license in LICENSES,
-        lambda c: (
-            f"`publish.license` is {c.publish.license!r}, which is no licence of the Hub's "
-            f"list.{suggest(c.publish.license.lower().replace(' ', '-'), LICENSES)}"
-        ),
-        "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
-        "set publish.license=other for a licence of another name, and tell it by a card of your "
-        "own (publish.card_template)",
-    ),
-    Check(
-        lambda c: (
-            c.publish.per_step != "repository"
-            or c.publish.which in ("final", "best")
-            or "{step}" in c.publish.repo_id
-        ),
-        lambda c: f"publish.per_step=repository, but `publish.repo_id` is {c.publish.repo_id!r}.",
-        "a repository for each step",
-        "write {step} into publish.repo_id, or set publish.per_step=tag",
-    ),
-    *(
-        Check(
-            lambda c, name=name: (  # type: ignore[misc]
-                "evaluate" not in c.stages
-                or 0 < len(getattr(c.evaluate, name)) == len(set(getattr(c.evaluate, name)))
-            ),
-            lambda c, name=name: f"`evaluate.{name}` is {list(getattr(c.evaluate, name))}.",  # type: ignore[misc]
-            "at least one, and each at most once",
-            f"correct evaluate.{name}, or drop `evaluate` from `stages`",
+
+def _in_data(c: RecipeConfig) -> Iterator[Refusal]:
+    data, trains_here = c.data, set(STAGES) & set(c.stages)
+    if data.validation_fraction >= 1:
+        yield (
+            f"`data.validation_fraction` is {data.validation_fraction}.",
+            "a share below 1: something must be left to train on",
+            "set e.g. data.validation_fraction=0.05",
         )
-        for name in ("models", "decoding")
-    ),
-)
+    if not 0 < data.held_out_fraction < 1:
+        yield (
+            f"`data.held_out_fraction` is {data.held_out_fraction}.",
+            "a share of questions strictly between 0 and 1",
+            "set e.g. data.held_out_fraction=0.1",
+        )
+    if data.sft_path is None and "sft" in c.stages and not c.environment.name:
+        yield (
+            "The recipe has an `sft` stage, but `data.sft_path` is empty.",
+            "demonstrations to train on",
+            "set data.sft_path=FILE, or drop `sft` from `stages`",
+        )
+    on_prompts = any(kind.on_prompts for kind in kinds_of(c.stages))
+    if data.rl_path is None and on_prompts and not c.environment.name:
+        yield (
+            "The recipe trains or evaluates on prompts, but `data.rl_path` is empty.",
+            "prompts with rubrics",
+            "set data.rl_path=FILE",
+        )
+    if data.all_held_out and trains_here:
+        yield (
+            "`data.all_held_out` is true, but the recipe trains.",
+            "prompts to train on",
+            "drop data.all_held_out; another set to evaluate on is named in a protocol file's "
+            "`data`",
+        )
+
+
+def _in_judge(c: RecipeConfig) -> Iterator[Refusal]:
+    judge, source, lexical = c.judge, c.reward.rubric_source, c.judge.model in LEXICAL_MODELS
+    addresses = [a for a in (judge.base_url, *judge.base_urls) if a is not None]
+    if c.reward.instance_rubrics_only and source in ("static", "none"):
+        yield (
+            f"`reward.instance_rubrics_only` is true but `reward.rubric_source` is {source}: no "
+            "rubric would be left.",
+            "rubric_source `instance` or `instance+static`",
+            "change one of the two",
+        )
+    if asks_judge(c) and judge.kind == "openai" and not (any(addresses) or serves(judge)):
+        yield (
+            "`judge.kind` is openai, but neither an address nor a server to start is given.",
+            "judge.base_url (a running server), or judge.serve.engine (one that refiner starts)",
+            "set judge.base_url=http://127.0.0.1:8000/v1",
+        )
+    if judge.kind != "lexical" and lexical:
+        yield (
+            f"`judge.kind` is openai, but `judge.model` is still {judge.model!r}.",
+            "the name by which the server knows its model",
+            "set judge.model=NAME",
+        )
+    if judge.kind == "lexical" and not lexical:
+        yield (
+            f"`judge.model` is {judge.model!r}, but `judge.kind` is lexical: word overlap would "
+            "be recorded under the name of a model.",
+            f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
+            "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
+            f"judge.model={LEXICAL_MODELS[0]}",
+        )
+    if judge.serve.engine == "command" and not judge.serve_command:
+        yield (
+            "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
+            "the command that serves the judge",
+            "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+        )
+    if not VARIABLE.fullmatch(judge.api_key_env):
+        yield (
+            "`judge.api_key_env` is no name of an environment variable.",
+            "a name such as REFINER_JUDGE_API_KEY, never the key itself, because fields are "
+            "recorded",
+            "put the key into the environment: export REFINER_JUDGE_API_KEY=…",
+        )
+    if not _is_extra_body(judge.extra_body):
+        yield (
+            f"`judge.extra_body` is {judge.extra_body!r:.80}.",
+            f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
+            """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+        )
+    if not all(map(is_web_address, addresses)):
+        yield (
+            "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
+            "user, a password or a query.",
+            "http:// or https://, a host, and no secret, because addresses are recorded",
+            "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
+            "variable that judge.api_key_env names",
+        )
+
+
+def _in_publish(c: RecipeConfig) -> Iterator[Refusal]:
+    publish, repository = c.publish, _repository(c)
+    if repository is None:
+        yield (
+            f"`publish.repo_id` is {publish.repo_id!r}.",
+            "only the placeholders {recipe}, {seed}, {step} and {fingerprint}",
+            "correct publish.repo_id",
+        )
+    if any(part in ("", ".", "..") for part in (repository or "").split("/")):
+        yield (
+            f"`publish.repo_id` would be {repository!r}, outside of the target.",
+            "names joined by single slashes, none of them empty, `.` or `..`",
+            "set e.g. publish.repo_id=me/my-model, and the folder above it with publish.path=DIR",
+        )
+    if publish.license not in LICENSES:
+        near = suggest(publish.license.lower().replace(" ", "-"), LICENSES)
+        yield (
+            f"`publish.license` is {publish.license!r}, which is no licence of the Hub's "
+            f"list.{near}",
+            "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
+            "set publish.license=other for a licence of another name, and tell it by a card of "
+            "your own (publish.card_template)",
+        )
+    by_step = publish.per_step == "repository" and publish.which not in ("final", "best")
+    if by_step and "{step}" not in publish.repo_id:
+        yield (
+            f"publish.per_step=repository, but `publish.repo_id` is {publish.repo_id!r}.",
+            "a repository for each step",
+            "write {step} into publish.repo_id, or set publish.per_step=tag",
+        )
+
+
+def _in_evaluate(c: RecipeConfig) -> Iterator[Refusal]:
+    for name in ("models", "decoding") if "evaluate" in c.stages else ():
+        values = getattr(c.evaluate, name)
+        if not 0 < len(values) == len(set(values)):
+            yield (
+                f"`evaluate.{name}` is {list(values)}.",
+                "at least one, and each at most once",
+                f"correct evaluate.{name}, or drop `evaluate` from `stages`",
+            )
 
 
 def _is_extra_body(text: str) -> bool:
@@ -370,18 +331,6 @@ def _is_extra_body(text: str) -> bool:
     except ValueError:
         return False
     return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
-
-
-def _is_web_address(text: str | None) -> bool:
-    if text is None:
-        return True
-    try:
-        parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
-    except ValueError:
-        return False
-    plain = not ("@" in parts.netloc or parts.query or parts.fragment)
-    return parts.scheme in ("http", "https") and bool(host) and plain
 
 
 def _repository(config: RecipeConfig) -> str | None:
@@ -395,20 +344,17 @@ def _repository(config: RecipeConfig) -> str | None:
 
 
 _FIELDS = dict(walk(RecipeConfig))
-_FLOATS = attrgetter(*_FIELDS)
-_LIMITED = {path: info.range for path, info in _FIELDS.items() if info.range.words}
-_NUMBERS = attrgetter(*_LIMITED)
+_VALUES = attrgetter(*_FIELDS)
 
 
-def _check_ranges(config: RecipeConfig) -> None:
-    """Every number is one, and lies in the range that its declaration says."""
-    for path, value in zip(_FIELDS, _FLOATS(config), strict=True):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _number(path, value, "a finite number")
-    for (path, limits), value in zip(_LIMITED.items(), _NUMBERS(config), strict=True):
+def _out_of_range(config: RecipeConfig) -> Iterator[Refusal]:
+    """Numbers that are none, or do not lie in the range that their declaration says."""
+    for (path, info), value in zip(_FIELDS.items(), _VALUES(config), strict=True):
+        finite = not isinstance(value, float) or math.isfinite(value)
         # None, where a field allows it, is "no limit" and not a number.
-        if value is not None and not limits.holds(value):
-            raise _number(path, value, limits.words)
+        if value is not None and not (finite and info.range.holds(value)):
+            expected = info.range.words if finite else "a finite number"
+            yield f"`{path}` is {value}.", expected, f"set {path}=… to such a value"
 
 
 def check_config(config: RecipeConfig) -> RecipeConfig:
@@ -420,47 +366,22 @@ def check_config(config: RecipeConfig) -> RecipeConfig:
         A value or a combination of values is impossible, or is a secret.
     """
     check_secrets(config)  # before the others, whose refusals repeat values
-    _check_ranges(config)
-    for check in CHECKS:
-        if not check.holds(config):
-            raise ConfigurationError(check.what(config), expected=check.expected, fix=check.fix)
+    for refusals in (_out_of_range, _in_data, _in_judge, _in_publish, _in_evaluate):
+        for what, expected, fix in refusals(config):
+            raise ConfigurationError(what, expected=expected, fix=fix)
     check_environment(config)
     check_command(config)
     check_training(config)
     check_sampling(config)
     check_notify(config)
     for name, measured in configs_under(config).items():
-        with refused_under(name):
-            _check_measuring(
-                measured.data,
-                measured.reward,
-                measured.judge,
-                measured.evaluate,
-                measured.grpo.response_length,
-                measured.environment,
-            )
+        with refused_under(name):  # what a protocol may fix, of a recipe of its kind
+            plain = RecipeConfig(stages=("data", "evaluate"), environment=measured.environment)
+            parts = {part: getattr(measured, part) for part in ("data", "reward", "judge")}
+            grpo = replace(plain.grpo, response_length=measured.grpo.response_length)
+            _check_once(replace(plain, evaluate=measured.evaluate, grpo=grpo, **parts))
     return config
 
 
-@functools.lru_cache(maxsize=64)
-def _check_measuring(
-    data: DataConfig,
-    reward: RewardConfig,
-    judge: JudgeConfig,
-    evaluate: EvaluateConfig,
-    response_length: int,
-    environment: EnvironmentConfig,
-) -> None:
-    """Check what a protocol may fix, of a recipe of its kind; thousands of trials have it in
-    common."""
-    plain = RecipeConfig(stages=("data", "evaluate"), environment=environment)
-    grpo = replace(plain.grpo, response_length=response_length)
-    check_config(
-        replace(plain, data=data, reward=reward, judge=judge, evaluate=evaluate, grpo=grpo)
-    )
-
-
-def _number(path: str, value: Any, expected: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"`{path}` is {value}.", expected=expected, fix=f"set {path}=… to such a value"
-    )
+#: Thousands of trials measure under one protocol.
+_check_once = functools.lru_cache(maxsize=64)(check_config)

@@ -72,7 +72,7 @@ class Given(NamedTuple):
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable, field, flag or header of this name holds a secret."""
+    """Say whether a variable, field, flag or header of this name holds a secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words:
         return False
@@ -99,7 +99,7 @@ def given_secrets(text: str) -> Iterator[Given]:
 
 
 def has_secret(text: str) -> bool:
-    """Whether a text has an access token or key in it; `hf_xxxxxxxx…` is none."""
+    """Say whether a text has an access token or key in it; `hf_xxxxxxxx…` is none."""
     return any(len(set(m.group())) > 8 for m in _LOOKS.finditer(text))
 
 

@@ -49,7 +49,7 @@ def check_training(config: RecipeConfig) -> None:
 
 
 def training_notes(config: RecipeConfig) -> list[str]:
-    """What works, and is hardly meant: said when a plan is made, and by nobody refused."""
+    """Give what works, and is hardly meant: said when a plan is made, and by nobody refused."""
     notes = []
     for stage in STAGES:
         if stage not in config.stages:
@@ -212,7 +212,7 @@ def _check_sft(config: RecipeConfig, stage: TrainingStage) -> None:
 
 
 def _check_samples(config: RecipeConfig) -> None:
-    """What one sample and one group are."""
+    """Check one sample and one group."""
     grpo, longest = config.grpo, config.data.max_prompt_token_length
     if grpo.num_samples_per_prompt_rollout < 2:
         raise ConfigurationError(
@@ -256,7 +256,7 @@ def _check_samples(config: RecipeConfig) -> None:
 
 
 def _check_episodes(config: RecipeConfig) -> None:
-    """What an episode is trained on."""
+    """Check what an episode is trained on."""
     grpo, name = config.grpo, config.environment.name
     if name and grpo.pack_length < grpo.max_token_length:
         raise ConfigurationError(
@@ -275,7 +275,7 @@ def _check_episodes(config: RecipeConfig) -> None:
 
 
 def _check_batch(config: RecipeConfig, placement: Placement) -> None:
-    """How a step's rollouts are cut into mini-batches and spread over processes."""
+    """Check how a step's rollouts are cut into mini-batches and spread over processes."""
     grpo, world = config.grpo, placement.world
     prompts, group = grpo.num_unique_prompts_rollout, grpo.num_samples_per_prompt_rollout
     rollouts, parts = prompts * group, grpo.num_mini_batches
@@ -405,7 +405,7 @@ def check_sampling(config: RecipeConfig) -> None:
 
 
 def sampling_notes(config: RecipeConfig) -> list[str]:
-    """What works, and is hardly meant."""
+    """Give what works, and is hardly meant."""
     if KINDS["sample"] not in kinds_of(config.stages):
         return []
     rule, notes = config.sample, list[str]()
@@ -449,7 +449,7 @@ def _check_attempts(config: RecipeConfig) -> None:
 
 
 def _check_lengths(config: RecipeConfig) -> None:
-    """What is kept must fit into a pack: nothing of it is cut."""
+    """Check that what is kept fits into a pack: nothing of it is cut."""
     grpo, pack = config.grpo, config.rft.pack_length
     if config.environment.name:
         if pack < grpo.max_token_length:

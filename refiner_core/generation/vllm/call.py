@@ -24,8 +24,7 @@ from urllib.parse import urlsplit
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest
 from refiner_core.generation.vllm.wire import Asked, Unusable, completion_body, read_completion
-from refiner_core.http.client import CONNECT_S, Answered, Client, Lost
-from refiner_core.http.loop import LoopThread
+from refiner_core.http.client import CONNECT_S, Answered, Client, LoopThread, Lost
 
 
 @dataclass(eq=False)

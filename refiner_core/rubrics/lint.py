@@ -1,12 +1,15 @@
-"""Checks of rubric files: set files and files of rows, with the lines that things stand on.
+"""Checks of rubrics before anything is trained on them.
 
-In: a path, or the name of a shipped set. Out: :class:`Checked`, one :class:`Finding` per problem,
-each kind of which :data:`RULES` explains. Unlike loading, checking goes on behind what does not
-fit, so that one look shows everything.
+In: a file with a rubric set, or a file of rows with rubrics of their own. Out: :class:`Checked`,
+with every :class:`Finding`: where, what; :data:`RULES` has why it matters, and what mends it. What
+is an ``error`` is refused or counted wrongly by the reward; a ``warning`` is wording that judges
+tend to get wrong. Nothing is asked of any judge. Unlike loading, checking goes on behind what does
+not fit, so that one look shows everything.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -19,7 +22,7 @@ import yaml
 
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
-from refiner_core.rubrics.lint.wording import wording
+from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import (
     Fault,
     Rubric,
@@ -28,7 +31,7 @@ from refiner_core.rubrics.rows import (
     read_set,
     rubric_entries,
 )
-from refiner_core.rubrics.sets import load_rubric_set, rubric_set_path, shipped_rubric_sets
+from refiner_core.rubrics.wording import wording
 
 Severity = Literal["error", "warning"]
 
@@ -67,7 +70,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether the reward would refuse the rubric or count it wrongly."""
+        """Say whether the reward would refuse the rubric or count it wrongly."""
         return RULES[self.rule].severity == "error"
 
     def to_json(self) -> dict[str, Any]:
@@ -76,13 +79,7 @@ class Finding:
         return {**asdict(self), "severity": rule.severity, "why": rule.why, "fix": rule.fix}
 
 
-def _error(why: str, fix: str) -> Rule:
-    return Rule("error", why, fix)
-
-
-def _warning(why: str, fix: str) -> Rule:
-    return Rule("warning", why, fix)
-
+_error, _warning = functools.partial(Rule, "error"), functools.partial(Rule, "warning")
 
 #: Every rule. Warnings are what a set's own file may `accept`, with a reason.
 RULES: dict[str, Rule] = {
@@ -288,12 +285,12 @@ class Checked:
 
     @property
     def errors(self) -> int:
-        """How many findings are errors."""
+        """Say how many findings are errors."""
         return sum(f.is_error for f in self.findings)
 
     @property
     def warnings(self) -> int:
-        """How many are not."""
+        """Say how many are not."""
         return len(self.findings) - self.errors
 
     def by_rule(self) -> dict[str, list[Finding]]:
@@ -426,10 +423,8 @@ def _check_rows(name: str, path: Path) -> Checked:
     return checked
 
 
-class _RawLine(NamedTuple):
-    line: int
-    row: Any
-    unreadable: str = ""
+#: Line, row, and why it cannot be read.
+_RawLine = tuple[int, Any, str]
 
 
 def _lines(path: Path) -> Iterator[_RawLine]:
@@ -438,9 +433,9 @@ def _lines(path: Path) -> Iterator[_RawLine]:
             try:
                 text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
                 if text:
-                    yield _RawLine(line, json.loads(text))
+                    yield line, json.loads(text), ""
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-                yield _RawLine(line, None, f"the line is not JSON: {error}")
+                yield line, None, f"the line is not JSON: {error}"
 
 
 def _parquet_rows(path: Path) -> Iterator[_RawLine]:
@@ -455,7 +450,7 @@ def _parquet_rows(path: Path) -> Iterator[_RawLine]:
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for row in batch.to_pylist():
                     line += 1
-                    yield _RawLine(line, row)
+                    yield line, row, ""
     except pa.ArrowInvalid as error:
         raise DataError(
             f"{path} is not a complete Parquet file: {error}",
@@ -498,7 +493,7 @@ def _check_row(checked: Checked, line: int, row: Any) -> None:
 
 
 def _rubrics_of(row: Any) -> Any:
-    """What holds a row's rubrics, in whichever of the two forms.
+    """Give what holds a row's rubrics, in whichever of the two forms.
 
     Raises
     ------

@@ -10,6 +10,10 @@ In: batches and their calls, from any thread by way of the loop. Out: filled bat
                                               v
                                             batches
 
+Beside it :class:`Minder` sends probes, tells pauses and looks up where servers are; :mod:`.asking`
+makes one request; :mod:`refiner_core.http.fleet` says who is asked next, and who is left out.
+Knows nothing of prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
+
 The clock of an item runs while it is being tried or waits to be tried again, and stands still while
 nobody can be asked.
 """
@@ -29,8 +33,8 @@ from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgementStore, StoredJudgement
 from refiner_core.http.client import Client, Lost
 from refiner_core.http.fleet import BreakerSettings, Fleet, Server
+from refiner_core.judges.asking import Asking, Batch, Item, Outcome
 from refiner_core.judges.calls import Call
-from refiner_core.judges.served.asking import Asking, Batch, Item, Outcome
 from refiner_core.judges.surroundings import Counts, Surroundings
 
 log = logging.getLogger(__name__)
@@ -86,7 +90,7 @@ class Minder:
             self._paused_since = now
             return 0.0
         self._tell()
-        self._counts.paused(passed)
+        self._counts.add(paused_s=passed)
         if now - self._paused_since >= self._config.outage_patience_s:
             raise _outage(self._fleet.servers, self._config)
         if self._around.endpoints is not None:
@@ -198,7 +202,9 @@ class Engine:
         self._config, self._store, self._counts, self._pace = config, store, counts, pace
         self._api_key_env = "" if around.endpoints is not None else config.api_key_env
         self._fleet = Fleet(time.monotonic, pace.breaker)
-        self._minder = Minder(config, around, self._fleet, counts, self._beside)
+        self._minder = Minder(
+            config, around, self._fleet, counts, lambda work: self._spawn(work, self._tasks)
+        )
         self._items: dict[tuple[bytes, ...], Item] = {}
         self._lately: OrderedDict[tuple[bytes, ...], _Scored] = OrderedDict()
         self._queue: deque[Item] = deque()
@@ -210,7 +216,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for anything; readable from any thread."""
+        """Say whether nobody waits for anything; readable from any thread."""
         return not self._batches
 
     @property
@@ -386,7 +392,7 @@ class Engine:
 
     def _look_if_over(self, batch: Batch) -> None:
         if batch.sealed and not batch.open and not batch.over.is_set():
-            self._counts.settled(**batch.counts())
+            self._counts.add(**batch.counts())
             self._batches.discard(batch)
             if not self._batches:
                 self._minder.end_pause()
@@ -424,20 +430,17 @@ class Engine:
             while self._batches:
                 await asyncio.sleep(self._minder.tick_s)
                 now = time.monotonic()
-                self._look_after(now, now - last)
+                paused_s = self._minder.tick(now, now - last, self._client)
                 last = now
+                self._asking.put_off(paused_s)
+                self._asking.late(now)
+                for batch in tuple(self._batches):
+                    batch.expires_at += paused_s
+                    if now >= batch.expires_at:
+                        self._expire(batch)
+                self._wake()
         finally:
             self._minding = False
-
-    def _look_after(self, now: float, passed: float) -> None:
-        paused_s = self._minder.tick(now, passed, self._client)
-        self._asking.put_off(paused_s)
-        self._asking.late(now)
-        for batch in tuple(self._batches):
-            batch.expires_at += paused_s
-            if now >= batch.expires_at:
-                self._expire(batch)
-        self._wake()
 
     def _expire(self, batch: Batch) -> None:
         limit_s = self._config.batch_timeout_s
@@ -448,9 +451,6 @@ class Engine:
                     batch.found.update(zip(requests, item.failed(why), strict=True))
             self._leave(item, batch)
         self._look_if_over(batch)
-
-    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
-        self._spawn(work, self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None], where: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)

@@ -27,6 +27,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
@@ -122,48 +123,34 @@ class Batch:
         self.error: BaseException | None = None
 
     def counts(self) -> dict[str, int]:
-        """How its judgements came about, each counted once."""
+        """Say how its judgements came about, each counted once."""
         failed = sum(self.found[r].status == "failed" for r in self.requests)
         stored = sum(r in self.stored for r in self.requests)
         shared = len(self.requests) - failed - stored - self.own
         return {"stored": stored, "shared": shared, "failed": failed}
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """One call on its way, whoever waits for it."""
 
-    __slots__ = (
-        "avoid",
-        "best",
-        "bodies",
-        "call",
-        "cut",
-        "flight",
-        "last",
-        "left_s",
-        "owner",
-        "plain_at",
-        "sent",
-        "task",
-        "tries",
-        "waiting",
-    )
-
-    def __init__(self, call: Call, left_s: float, owner: Batch) -> None:
-        self.call, self.left_s, self.owner = call, left_s, owner
-        self.waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = []
-        #: Tries that counted, and all that were sent.
-        self.tries = self.sent = 0
-        self.last = "it was not asked yet"
-        self.best: tuple[Judgement | None, ...] = ()
-        #: The server that is asked only if there is no other: it has just failed.
-        self.avoid: Server | None = None
-        #: The server that did not take the schema and is asked again without one.
-        self.plain_at: Server | None = None
-        self.bodies: dict[bool, bytes] = {}
-        self.flight: Flight | None = None
-        self.task: asyncio.Task[Any] | None = None
-        self.cut: Literal["", "timeout", "given_up"] = ""
+    call: Call
+    left_s: float
+    owner: Batch
+    waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
+    #: Tries that counted, and all that were sent.
+    tries: int = 0
+    sent: int = 0
+    last: str = "it was not asked yet"
+    best: tuple[Judgement | None, ...] = ()
+    #: The server that is asked only if there is no other: it has just failed.
+    avoid: Server | None = None
+    #: The server that did not take the schema and is asked again without one.
+    plain_at: Server | None = None
+    bodies: dict[bool, bytes] = field(default_factory=dict)
+    flight: Flight | None = None
+    task: asyncio.Task[Any] | None = None
+    cut: Literal["", "timeout", "given_up"] = ""
 
     def body(self, config: JudgeConfig, *, structured: bool) -> bytes:
         """The request's body, made once."""
@@ -174,7 +161,7 @@ class Item:
         return made
 
     def failed(self, detail: str) -> tuple[Judgement, ...]:
-        """What is left of it: what could be read of a batched reply, and failures."""
+        """Give what is left of it: what could be read of a batched reply, and failures."""
         failure = Judgement("failed", None, detail)
         known = self.best or (None,) * len(self.call.requests)
         return tuple(judgement or failure for judgement in known)
@@ -231,7 +218,7 @@ class Asking:
         """Make one request; raises nothing but the cancellation of one that nobody waits for."""
         structured = self._is_structured(item, server)
         body = item.body(self._config, structured=structured)
-        self._counts.call(again=item.sent > 0)
+        self._counts.add(calls=1, retries=int(item.sent > 0))
         item.sent += 1
         begun = time.monotonic()
         flight = Flight(server, begun, begun + item.left_s, self._fleet.begins(server))
@@ -285,7 +272,7 @@ class Asking:
         return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
     def may_mean_the_schema(self, server: Server, tried: Tried) -> bool:
-        """Whether it may be the schema that it did not take: it is asked again without one."""
+        """Say whether it may be the schema that it did not take: it is asked again without one."""
         return (
             tried.structured
             and self._config.structured_output == "auto"
@@ -295,7 +282,7 @@ class Asking:
         )
 
     def may_refuse_all(self, item: Item, server: Server, tried: Tried) -> bool:
-        """Whether a final answer may not be meant for this item alone: it waits to know."""
+        """Say whether a final answer may not be meant for this item alone: it waits to know."""
         answer = tried.answer
         if not tried.outcome.final or isinstance(answer, Lost) or answer.status == 200:
             return False
@@ -311,18 +298,21 @@ class Asking:
 
     def _count(self, flight: Flight, answer: Answered | Lost, outcome: Outcome) -> None:
         if not flight.status:
-            self._counts.lost(answer.reason if isinstance(answer, Lost) else "")
+            self._counts.count("lost", answer.reason if isinstance(answer, Lost) else "")
             return
-        self._counts.answer(flight.status, time.monotonic() - flight.begun)
-        self._counts.tokens(*outcome.tokens)
-        self._counts.served(outcome.served)
+        prompt, completion = outcome.tokens
+        seconds = time.monotonic() - flight.begun
+        self._counts.count("answers", flight.status)
+        self._counts.add(latency_s=seconds, prompt_tokens=prompt, completion_tokens=completion)
+        if outcome.served:
+            self._counts.count("served", outcome.served)
         if flight.status == 200 and outcome.unusable:
-            self._counts.unusable(outcome.unusable)
+            self._counts.count("unusable", outcome.unusable)
 
     def _note(
         self, server: Server, answer: Answered | Lost, outcome: Outcome, *, structured: bool
     ) -> None:
-        """What an answer tells about its server, beyond its breaker."""
+        """Note what an answer tells about its server, beyond its breaker."""
         if outcome.judgements is None:
             server.last_words = outcome.reason
         if isinstance(answer, Lost):
