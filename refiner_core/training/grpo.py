@@ -50,6 +50,7 @@ from refiner_core.judges.surroundings import (
     usage_sum,
     usage_to_json,
 )
+from refiner_core.samples import RewardFunction
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.protocol import Engine, open_engine
 from refiner_core.training.model import loading
@@ -65,7 +66,7 @@ from refiner_core.training.rollouts.policies import (
     ServedPolicy,
     Servers,
 )
-from refiner_core.training.rollouts.rollout import RewardFunction, RolloutBatch, TrainSample
+from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
 from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
 from refiner_core.training.support import refuse_unsupported
 from refiner_core.training.updates import GrpoUpdate
@@ -352,7 +353,7 @@ class _GrpoRun:
             len(batch.train_samples(mask_truncated=False)),
             metrics,
             len(batch.samples),
-            lane.sampled_tokens(batch),
+            sum(sum(own_tokens(sample.completion)) for sample in batch.samples),
             sum(lengths) + sum(len(s.prompt.prompt_ids) for s in batch.samples),
             lane.attempts(batch),
         )
