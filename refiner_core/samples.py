@@ -43,6 +43,11 @@ class Wanted(NamedTuple):
     seed: int
     prompt_index: int = 0
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """Id of the prompt, and number of the sample."""
+        return self.prompt.sample_id, self.index
+
 
 def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
     """Refuse prompts that leave no room for an answer; returns the longest.

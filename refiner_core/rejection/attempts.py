@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,13 +46,6 @@ KEPT: tuple[Why, ...] = ("full_success", "best_partial")
 Status = Literal["sampled", "scored", "malformed", "unscored", "error"]
 #: Columns that hold JSON.
 _JSON = ("components", "detail")
-
-
-class Key(NamedTuple):
-    """Which attempt at which prompt."""
-
-    sample_id: str
-    number: int
 
 
 @dataclass(frozen=True)
@@ -105,9 +98,9 @@ class Attempt:
     why: str = ""
 
     @property
-    def key(self) -> Key:
-        """Which one it is."""
-        return Key(self.sample_id, self.index)
+    def key(self) -> tuple[str, int]:
+        """Id of its prompt, and its number."""
+        return self.sample_id, self.index
 
     @property
     def sampled_tokens(self) -> int:

@@ -49,7 +49,7 @@ from refiner_core.environments.protocol import (
 )
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
-from refiner_core.rejection.attempts import Attempt, Flaw, Key
+from refiner_core.rejection.attempts import Attempt, Flaw
 from refiner_core.rewards import RewardInput, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics.sets import select_rubrics
@@ -58,7 +58,7 @@ from refiner_core.samples import AnswerRewards, Wanted, sample_answers, sample_e
 #: Told of (attempts judged or finished, attempts of the batch).
 OnCount = Callable[[int, int], None]
 #: Told of all attempts of a batch that are finished by now, where parts of it may be kept.
-Keep = Callable[[Mapping[Key, Attempt]], None]
+Keep = Callable[[Mapping[tuple[str, int], Attempt]], None]
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ class Lane:
             for p in prompts
             for i in range(self.rule.attempts)
         ]
-        places = {Key(w.prompt.sample_id, w.index): place for place, w in enumerate(wanted)}
+        places = {one.key: place for place, one in enumerate(wanted)}
         attempts = {attempt.key: attempt for attempt in known}
-        left = [w for key, w in zip(places, wanted, strict=True) if key not in attempts]
+        left = [one for one in wanted if one.key not in attempts]
         rewards = None
         if self.environment is None and self.judge is not None:
             rewards = AnswerRewards(self.config.reward, self.judge)

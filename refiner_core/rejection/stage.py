@@ -52,7 +52,6 @@ from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rejection.attempts import (
     Attempt,
-    Key,
     Report,
     batch_metrics,
     choose,
@@ -154,7 +153,7 @@ class Work:
             self._save()
         return begun
 
-    def _keep(self, number: int, attempts: Mapping[Key, Attempt]) -> None:
+    def _keep(self, number: int, attempts: Mapping[tuple[str, int], Attempt]) -> None:
         """Parts of a batch survive from time to time, where they may."""
         if time.monotonic() - self._saved_s >= KEEP_EVERY_S:
             self._wait_with(number, sorted(attempts.values(), key=lambda attempt: attempt.key))
