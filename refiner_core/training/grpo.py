@@ -52,12 +52,13 @@ from refiner_core.judges.surroundings import (
 )
 from refiner_core.samples import RewardFunction
 from refiner_core.training.batches import order_hash, prompt_batch
-from refiner_core.training.engines.protocol import Engine, open_engine
+from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.ranks import Ranks, RanksIO, on_first
 from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
-from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline, on_first
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
     LivePolicy,
@@ -152,7 +153,7 @@ def train_grpo(
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
-    ranks = ranks or OneRank()
+    ranks = ranks or Ranks()
     if (judge is not None and ranks.rank > 0) or (judge is None and _needs_judge(config, ranks)):
         raise ValueError("rank 0, and no other, has the judge")
     prompts = load_prompts(data_dir / TRAIN_FILE)

@@ -47,10 +47,10 @@ from refiner_core.training.batches import (
     share_packs,
     to_device,
 )
-from refiner_core.training.engines.protocol import open_engine
+from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.ranks import Ranks, RanksIO
 from refiner_core.training.steps.boundary import Boundary, curve, require_finite
 from refiner_core.training.steps.health import HealthMonitor
 from refiner_core.training.support import refuse_unsupported
@@ -105,7 +105,7 @@ def train_sft(
         See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, stage)
-    run = _SftRun(config, stage, data_dir, model_ref, io, ranks or OneRank())
+    run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())
     with run.boundary:
         run.train()
     run.engine.export(output_dir / "model")

@@ -26,7 +26,7 @@ from refiner_core.training.batches import (
     permutation,
     to_device,
 )
-from refiner_core.training.engines.protocol import Engine, Scorer
+from refiner_core.training.engines.protocol import Engine, FrozenModel
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.steps.health import HealthMonitor
 
@@ -187,7 +187,7 @@ class GrpoUpdate:
     def __init__(
         self,
         engine: Engine,
-        reference: Scorer | None,
+        reference: FrozenModel | None,
         grpo: GrpoConfig,
         seed: int,
         health: HealthMonitor | None = None,
@@ -262,7 +262,9 @@ class GrpoUpdate:
         )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _score(self, scorer: Engine | Scorer, batches: StepBatches, tokens: int) -> torch.Tensor:
+    def _score(
+        self, scorer: Engine | FrozenModel, batches: StepBatches, tokens: int
+    ) -> torch.Tensor:
         """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in batches:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ from refiner_core.generation.load import set_threads
 from refiner_core.samples import AnswerRewards, Wanted
 from refiner_core.training.batches import permutation, prompt_batch
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.ranks import Ranks, portable
+from refiner_core.training.ranks import on_first
 from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import Sampled
@@ -535,17 +535,3 @@ class Pipeline:
                 fix="look at what samples: it does not take over new weights",
             )
         return fresh
-
-
-def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
-    """What rank 0 makes of it, or the error that it met, on all ranks."""
-    outcome: tuple[T | None, BaseException | None] | None = None
-    if ranks.rank == 0:
-        try:
-            outcome = (do(), None)
-        except Exception as error:
-            outcome = (None, error if ranks.world == 1 else portable(error))
-    value, met = ranks.broadcast(outcome)
-    if met is not None:
-        raise met
-    return value  # type: ignore[return-value]
