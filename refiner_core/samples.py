@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
@@ -68,21 +68,8 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
     return longest
 
 
-class Samples(Protocol):
-    """As much of a generator as answers need."""
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        params: SamplingParams,
-        on_completion: OnCompletion,
-    ) -> list[Completion]:
-        """As of :meth:`refiner_core.contract.types.Generator.generate`."""
-        ...
-
-
 def sample_answers(
-    generator: Samples,
+    generator: Generator,
     wanted: Sequence[Wanted],
     params: SamplingParams,
     finished: OnCompletion,

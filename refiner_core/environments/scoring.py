@@ -20,22 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from refiner_core.contract.checks.environment import alpha_of, check_shaping, check_weights
+from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.errors import EnvironmentOutage
 from refiner_core.contract.training_config import CurriculumConfig, EnvironmentConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.environments.protocol import Check, EpisodeRecord
-
-__all__ = [
-    "Curriculum",
-    "alpha_of",
-    "check_shaping",
-    "check_weights",
-    "partial_score",
-    "require_episodes",
-    "shaped_reward",
-    "unscored_kinds",
-]
 
 _KINDS_SHOWN = 3
 

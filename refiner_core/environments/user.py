@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import UserConfig
@@ -127,7 +127,8 @@ class SimulatedUser:
             self._count(requests=1)
             read = _read(answer)
             if isinstance(read, Said):
-                self._count(1, 0, read.prompt_tokens, read.completion_tokens)
+                prompt, own = read.prompt_tokens, read.completion_tokens
+                self._count(messages=1, prompt_tokens=prompt, completion_tokens=own)
                 return read
             trouble = read
             if trouble.final:
@@ -171,15 +172,10 @@ class SimulatedUser:
                 weakref.finalize(self, self._asked.thread.end, wait=False)
             return self._asked
 
-    def _count(self, messages: int = 0, requests: int = 0, prompt: int = 0, own: int = 0) -> None:
+    def _count(self, **more: int) -> None:
         with self._lock:
-            now = self._usage
-            self._usage = UserUsage(
-                now.messages + messages,
-                now.requests + requests,
-                now.prompt_tokens + prompt,
-                now.completion_tokens + own,
-            )
+            now = asdict(self._usage)
+            self._usage = UserUsage(**{name: n + more.get(name, 0) for name, n in now.items()})
 
     def _error(self, trouble: _Trouble, tries: int) -> InfrastructureError:
         config = self._config

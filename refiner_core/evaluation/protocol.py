@@ -155,14 +155,8 @@ def make_protocol(
     static = reward.rubric_source in ("static", "instance+static")
     static = static and not reward.instance_rubrics_only
     return Protocol(
-        data=data_digest,
-        split="held-out",
-        prompts=prompts_digest(prompts),
-        file=file,
-        num_prompts=len(prompts),
-        decoding=decoding,
+        **_measured(config, prompts, decoding, data_digest, file),
         sampling=sampling,
-        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
         judge=_judge(config.judge),
         rubrics={
             "source": reward.rubric_source,
@@ -196,14 +190,8 @@ def episode_protocol(
         "seed": config.evaluate.seed,  # also of a greedy decoding: users and tools draw by it
     }
     return Protocol(
-        data=data_digest,
-        split="held-out",
-        prompts=prompts_digest(prompts),
-        file=file,
-        num_prompts=len(prompts),
-        decoding=decoding,
+        **_measured(config, prompts, decoding, data_digest, file),
         sampling=sampling,
-        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
         judge=_judge(config.judge) if asked.nl_assertions == "judge" else {},
         rubrics={},
         version=PROTOCOL_VERSION_OF_AGENTS,
@@ -218,6 +206,25 @@ def episode_protocol(
             **_file_of_ones_own(asked.name),
         },
     )
+
+
+def _measured(
+    config: RecipeConfig,
+    prompts: Sequence[PromptRow],
+    decoding: Decoding,
+    data_digest: str,
+    file: str,
+) -> dict[str, Any]:
+    """Fields of a protocol that say what is measured, and how often."""
+    return {
+        "data": data_digest,
+        "split": "held-out",
+        "prompts": prompts_digest(prompts),
+        "file": file,
+        "num_prompts": len(prompts),
+        "decoding": decoding,
+        "samples_per_prompt": config.evaluate.num_samples if decoding == "sampled" else 1,
+    }
 
 
 def _file_of_ones_own(name: str) -> dict[str, str]:

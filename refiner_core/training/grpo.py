@@ -43,14 +43,12 @@ from refiner_core.environments.protocol import Environment
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.surroundings import (
-    usage_between,
     usage_from_json,
     usage_metrics,
-    usage_of,
     usage_sum,
     usage_to_json,
 )
-from refiner_core.samples import RewardFunction
+from refiner_core.samples import JudgeMeter, RewardFunction
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
@@ -292,13 +290,13 @@ class _GrpoRun:
         """Every step that is left."""
         self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            self.step, clock, usage = step, Clock(), self._usage()
+            self.step, clock, meter = step, Clock(), JudgeMeter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
             with self._saved_before(step):
                 rollouts, flight = self._rollouts(step, clock)
                 metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
-            metrics.update(self._judge_metrics(usage))
+            metrics.update(self._judge_metrics(meter.usage()))
             self._count(step, flight, rollouts, metrics)
             beside = flight.seconds if self.grpo.async_steps else None
             metrics.update(self.health.metrics())
@@ -429,15 +427,10 @@ class _GrpoRun:
 
     # ------------------------------------------------------------ what it says of itself
 
-    def _usage(self) -> JudgeUsage | None:
-        return None if self.judge is None else usage_of(self.judge)
-
-    def _judge_metrics(self, before: JudgeUsage | None) -> dict[str, float]:
-        """What the judge has done since ``before``; adds it to the progress."""
-        now = self._usage()
-        if before is None or now is None:
+    def _judge_metrics(self, used: JudgeUsage | None) -> dict[str, float]:
+        """Numbers of what the judge has done in a step; adds it to the progress."""
+        if used is None:
             return {}
-        used = usage_between(before, now)
         known = usage_from_json(self.progress.get("judge", {}))
         self.progress["judge"] = usage_to_json(usage_sum(known, used))
         return usage_metrics(used)

@@ -231,13 +231,7 @@ def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 def play(task: Task, calls: Sequence[ToolCall], seed: int) -> tuple[DeskEpisode, list[Step]]:
     """An episode in which these calls are made, and what each led to."""
-    nothing = Expected((), (), (), {}, {})
-    return _play(DeskEpisode(task, nothing), calls, seed)
-
-
-def _play(
-    episode: DeskEpisode, calls: Sequence[ToolCall], seed: int
-) -> tuple[DeskEpisode, list[Step]]:
+    episode = DeskEpisode(task, Expected((), (), (), {}, {}))
     episode.reset(seed)
     return episode, [episode.step(call) for call in calls]
 

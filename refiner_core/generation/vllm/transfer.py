@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -265,24 +265,6 @@ _POLL_S = 0.05
 T = TypeVar("T")
 
 
-class Transfer(Protocol):
-    """Sends weights to servers that run."""
-
-    def send(self, model: Any, admins: Sequence[Admin]) -> None:
-        """Send all weights; returns when all servers have them.
-
-        Raises
-        ------
-        Failed
-            One of them has not; nothing is known of any of them.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the channel up; the next :meth:`send` opens another."""
-        ...
-
-
 def open_transfer(kind: Literal["nccl", "ipc"], timeout_s: float) -> Transfer:
     """The way of that name.
 
@@ -386,6 +368,11 @@ class IpcTransfer:
     def close(self) -> None:
         """Servers that are new must hear of it again."""
         self._opened = False
+
+
+#: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server has
+#: not got them: nothing is known of any server then. After ``close`` the next one opens a channel.
+Transfer = NcclTransfer | IpcTransfer
 
 
 def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[str, Any]]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,15 +33,6 @@ from refiner_core.training.model.loading import model_tensors
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
 from refiner_core.training.ranks import Ranks, on_first
 from refiner_core.training.state import checkpoint
-
-
-class Snapshot(Protocol):
-    """The state of one moment, in host memory: later steps do not change it."""
-
-    def write(self, folder: Path) -> None:
-        """Write this rank's files into a checkpoint's folder and fsync them. No rank waits for
-        another here; may be called from another thread, and again after a full disk."""
-        ...
 
 
 class Engine(ABC):
@@ -101,7 +92,7 @@ class Engine(ABC):
         """A frozen model beside it, for the KL term, whole on every rank's device."""
         return FrozenModel(loading.load_model(model_ref, self._config, self.device))
 
-    def snapshot(self, progress: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
         """The whole training state as of now: weights, optimiser, every random state, and
         ``progress`` (JSON-ready)."""
         self._require_equal_weights()

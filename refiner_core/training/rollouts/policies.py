@@ -65,13 +65,14 @@ class Policy:
         self,
         requests: Sequence[GenerationRequest],
         params: SamplingParams,
-        on_completion: OnCompletion,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         """As of :meth:`refiner_core.contract.types.Generator.generate`."""
 
         def finished(index: int, completion: Completion) -> None:
             self.stop_if_cancelled()
-            on_completion(index, completion)
+            if on_completion is not None:
+                on_completion(index, completion)
 
         self.stop_if_cancelled()
         return self._sampling().generate(requests, params, finished)

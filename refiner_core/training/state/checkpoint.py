@@ -106,7 +106,8 @@ class StateSnapshot:
     progress_text: str | None
 
     def write(self, folder: Path) -> None:
-        """Write this rank's files into ``folder``, and to the disk (fsync)."""
+        """Write this rank's files into ``folder``, and to the disk (fsync). No rank waits for
+        another here; may be called from another thread, and again after a full disk."""
         metadata = {"format": "pt"}
         if self.tensors is not None:
             _save_tensors(dict(self.tensors), folder / WEIGHTS, metadata)

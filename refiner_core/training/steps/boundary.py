@@ -41,8 +41,9 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
-from refiner_core.training.engines.protocol import Engine, Snapshot
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.ranks import RanksIO
+from refiner_core.training.state.checkpoint import StateSnapshot
 
 
 class BackgroundSave:
@@ -234,12 +235,12 @@ class Boundary:
 
     def _taken(
         self, progress: Mapping[str, Any], attachments: Attachments
-    ) -> tuple[Snapshot, Mapping[str, bytes]]:
+    ) -> tuple[StateSnapshot, Mapping[str, bytes]]:
         snapshot = self.engine.snapshot({"stage": self.stage, **progress})
         return snapshot, dict(attachments())
 
     def _write(
-        self, io: StageIO, step: int, snapshot: Snapshot, files: Mapping[str, bytes]
+        self, io: StageIO, step: int, snapshot: StateSnapshot, files: Mapping[str, bytes]
     ) -> None:
         """Write a state until it fits; the same calls on every rank."""
         for tries_left in reversed(range(SAVE_TRIES)):
