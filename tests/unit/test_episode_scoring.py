@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infra.jobs.failures import classify
-from refiner_core.contract.checks.environment import check_curriculum
+from refiner_core.contract.checks.environment import check_curriculum, check_shaping
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
 from refiner_core.contract.training_config import (
     CurriculumConfig,

@@ -370,8 +370,8 @@ class IpcTransfer:
         self._opened = False
 
 
-#: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server has
-#: not got them: nothing is known of any server then. After ``close`` the next one opens a channel.
+#: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server
+#: lacks them: nothing is known of any server then. After ``close`` the next one opens a channel.
 Transfer = NcclTransfer | IpcTransfer
 
 
