@@ -26,7 +26,8 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnGenerator,
 )
-from refiner_core.environments.episodes import EpisodeRequest, EpisodeSettings, run_episodes
+from refiner_core.environments.episodes import run_episodes
+from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.protocol import Environment, task_of_row
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
 from refiner_core.rewards import RewardInput, RewardStream
@@ -39,14 +40,14 @@ class Wanted(NamedTuple):
     ``prompt_index`` is the prompt's place among all, where somebody asks for it."""
 
     prompt: PromptRow
-    index: int
+    number: int
     seed: int
     prompt_index: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
         """Id of the prompt, and number of the sample."""
-        return self.prompt.sample_id, self.index
+        return self.prompt.sample_id, self.number
 
 
 def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -127,7 +128,7 @@ class Play:
 
     def begin(self) -> Begun:
         """Make the environment's episode and reset it."""
-        with _Blamed(self):
+        with _blamed(self):
             self._episode = self._environment.episode(self.request.task)
             messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
             messages = _messages(messages)
@@ -137,7 +138,7 @@ class Play:
 
     def step(self, call: ToolCall, *, last: bool) -> Stepped:
         """Take a step; with the outcome where the episode is done, or this was its last turn."""
-        with _Blamed(self):
+        with _blamed(self):
             assert self._episode is not None
             step = self._episode.step(call)
             step = replace(step, messages=_messages(step.messages))
@@ -150,7 +151,7 @@ class Play:
 
     def end(self) -> Outcome:
         """What it was worth, as it stands; nothing of it is used any more."""
-        with _Blamed(self):
+        with _blamed(self):
             assert self._episode is not None
             outcome = self._episode.outcome()
             self._episode.close()
@@ -350,7 +351,7 @@ class Play:
 
     def _completion(self, record: EpisodeRecord) -> Completion:
         values = record.as_json()
-        with _Blamed(self):
+        with _blamed(self):
             json.dumps(values, allow_nan=False)
         limited = record.ended in ("turn_limit", "context_limit")
         begin = len(self.request.prompt_ids)
@@ -363,21 +364,17 @@ class Play:
         )
 
 
-class _Blamed:
-    """Makes of an environment's exceptions an error that says which environment, task and turn.
+@contextmanager
+def _blamed(play: Play) -> Iterator[None]:
+    """Make of an environment's exceptions an error that says which environment, task and turn.
     Errors that say what to do pass, those of the infrastructure among them."""
-
-    def __init__(self, play: Play) -> None:
-        self._play = play
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, RefinerError):
-            return
+    try:
+        yield
+    except RefinerError:
+        raise
+    except BaseException as error:
         raise StageFailed(
-            f"An environment failed ({self._play.where()}): {type(error).__name__}: {error}",
+            f"An environment failed ({play.where()}): {type(error).__name__}: {error}",
             expected="errors of a model to be answered by a message, and those of a user simulator "
             "or another outside thing to be an InfrastructureError",
             fix="correct the environment; the traceback is in the log",

@@ -16,7 +16,8 @@ decoding's are begun as places become free, and each that has finished is kept.
 
 An attempt that the infrastructure ended is none: it is left out and counted. Past
 ``environment.max_error_share`` of a decoding's attempts the evaluation stops; those that had errors
-are then tried again when it goes on. Beside the model stands :mod:`.do_nothing`.
+are then tried again when it goes on. Beside the model stands
+:class:`~refiner_core.evaluation.attempts.DoNothing`.
 
 Where an environment's own tools read results in a form of their own (tau2-bench), these are written
 beside ours, into ``environment/DECODING``.
@@ -108,7 +109,7 @@ class _Agents:
 
             def finished(place: int, completion: Completion, these: Any = these) -> None:
                 one = these[place]
-                on_row(attempt_row(one.prompt.sample_id, one.index, completion))
+                on_row(attempt_row(one.prompt.sample_id, one.number, completion))
 
             sample_episodes(
                 *(agent, these, self.environment, self.tokenizer, settings, finished),

@@ -3,8 +3,8 @@
 In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
 variance components, and the smallest effect that so many seeds and prompts find so often.
 
-The test whose power is computed is the one that compares arms (:mod:`.crossed`), not an ideal one:
-mean squares are drawn as they would come, and the power is the mean over them. Effects may have
+The test whose power is computed is the one that compares arms (:mod:`.statistics`), not an ideal
+one: mean squares are drawn as they would come, and the power is the mean over them. Effects may have
 either sign. Values are taken for normal.
 
 >>> found = variance_components(arm - baseline)

@@ -137,7 +137,7 @@ class _Answer(NamedTuple):
     """One answer before it is scored."""
 
     prompt: PromptRow
-    index: int
+    number: int
     text: str
     length_tokens: int
     stopped: bool
@@ -277,7 +277,7 @@ class _Sampler:
         def finished(place: int, completion: Completion) -> None:
             text, length = completion_text(self.tokenizer, completion), len(completion.token_ids)
             one, stopped = wanted[place], completion.finish_reason == "stop"
-            add(place, _Answer(one.prompt, one.index, text, length, stopped))
+            add(place, _Answer(one.prompt, one.number, text, length, stopped))
 
         params = sampling_params(self.config, decoding)
         sample_answers(self.generator, wanted, params, finished)
@@ -335,11 +335,11 @@ class _Work:
             return
         results = begun.rewards.results(self.reporter.judged)
         require_scored(results, self.sampler.config.judge.max_failed_share, of="answers")
-        for (prompt, index, text, length, stopped), result in zip(
+        for (prompt, number, text, length, stopped), result in zip(
             begun.answers, results, strict=True
         ):
             row = sample_row(
-                prompt, index, text, length_tokens=length, stopped=stopped, result=result
+                prompt, number, text, length_tokens=length, stopped=stopped, result=result
             )
             self.rows[begun.key].append(row)
         self.done += 1

@@ -374,7 +374,7 @@ def two_way_mean(
 
 
 def two_way_means(values: Floats, *, confidence: float = CONFIDENCE) -> list[Difference]:
-    """Means of crossed layouts [layouts, seeds, prompts] and their t intervals (:mod:`.crossed`).
+    """Means of crossed layouts [layouts, seeds, prompts] and their t intervals.
 
     With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
     the recipe. Where all values of a layout are one and the same number, t says nothing: the

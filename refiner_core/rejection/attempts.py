@@ -64,7 +64,7 @@ class Attempt:
     ended
         ``stop`` or ``length`` of an answer; how an episode ended.
     status, flaw
-        See :mod:`.selection`.
+        See :func:`choose`.
     score, partial
         1 is full: an answer's share of the highest reward that its prompt can give (partial is the
         same), an episode's reward and partial score.

@@ -40,7 +40,8 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.environments.conversation import turn_template
-from refiner_core.environments.episodes import EpisodeSettings, settings_of
+from refiner_core.environments.episodes import settings_of
+from refiner_core.environments.play import EpisodeSettings
 from refiner_core.environments.protocol import (
     Environment,
     EpisodeRecord,
@@ -204,7 +205,7 @@ class Lane:
         return Attempt(
             sample_id=wanted.prompt.sample_id,
             domain=wanted.prompt.refiner_mode,
-            index=wanted.index,
+            index=wanted.number,
             seed=wanted.seed,
             token_ids=completion.token_ids + closing,
             own=own if closing else None,
@@ -286,7 +287,7 @@ def _episode_attempt(wanted: Wanted, completion: Completion) -> Attempt:
     return Attempt(
         sample_id=wanted.prompt.sample_id,
         domain=domain_of_id(wanted.prompt.sample_id),
-        index=wanted.index,
+        index=wanted.number,
         seed=wanted.seed,
         token_ids=completion.token_ids,
         own=completion.own,

@@ -7,7 +7,7 @@ Out, in ``output_dir``:
 ``sft_train.parquet``       the attempts that are kept, as demonstrations: the very tokens that were
                             sampled, loss on the model's own and on what ends its turns
 ``attempts.parquet``        every attempt, what it was worth, and why it is kept or not
-``report.json``             :mod:`.report`
+``report.json``             counts, :class:`~refiner_core.rejection.attempts.Report`
 =========================== =======================================================================
 
 There is no validation set: attempts at the same prompts on both sides would measure memory.

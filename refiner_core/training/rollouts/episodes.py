@@ -40,6 +40,7 @@ from refiner_core.training.rollouts.rollout import (
     batch_metrics,
     equal_rewards,
     group_advantages,
+    means,
     normalized,
     own_tokens,
     rollout_rows,
@@ -357,7 +358,7 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> dict[str, float]:
             if value is not None:
                 values[f"episodes/{name}"].append(value)
                 values[f"episodes/{name}/{record.domain}"].append(value)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+    return means(values)
 
 
 def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
@@ -367,7 +368,7 @@ def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
         for name, value in result.components.items():
             if name.startswith("environment_"):
                 values[f"objective/{name}_reward"].append(value)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+    return means(values)
 
 
 def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:

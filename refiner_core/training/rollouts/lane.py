@@ -178,7 +178,7 @@ class Lane:
 def _sampled(
     wanted: Wanted, completion: Completion, text: str, closing: tuple[int, ...] = ()
 ) -> Sampled:
-    return Sampled(wanted.prompt_index, wanted.index, wanted.prompt, completion, text, closing)
+    return Sampled(wanted.prompt_index, wanted.number, wanted.prompt, completion, text, closing)
 
 
 def check_lengths(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> None:

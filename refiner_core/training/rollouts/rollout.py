@@ -232,7 +232,12 @@ def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
         if result.total is not None:
             for name, value in result.components.items():
                 values[name].append(float(value))
-    return {metric_name(name): _mean(values[name]) for name in sorted(values)}
+    return {metric_name(name): mean for name, mean in means(values).items()}
+
+
+def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean of each list, by name in order."""
+    return {name: _mean(values[name]) for name in sorted(values)}
 
 
 def metric_name(component: str) -> str:
