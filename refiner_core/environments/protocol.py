@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from refiner_core.contract.errors import DataError, RefinerError
 from refiner_core.contract.types import PromptRow
@@ -212,15 +212,7 @@ class Message:
     content: str
 
 
-FAILURES: tuple[Failure, ...] = (
-    "no_call",
-    "limit",
-    "rule_broken",
-    "wrong_tool",
-    "wrong_argument",
-    "gave_up",
-    "incomplete",
-)
+FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 @dataclass(frozen=True)

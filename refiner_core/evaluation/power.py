@@ -3,9 +3,9 @@
 In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
 variance components, and the smallest effect that so many seeds and prompts find so often.
 
-The test whose power is computed is the one that compares arms (:mod:`.statistics`), not an ideal
-one: mean squares are drawn as they would come, and the power is the mean over them. Effects may have
-either sign. Values are taken for normal.
+The test whose power is computed is the one that compares arms (:mod:`.statistics`), not an
+ideal one: mean squares are drawn as they would come, and the power is the mean over them. Effects
+may have either sign. Values are taken for normal.
 
 >>> found = variance_components(arm - baseline)
 >>> detectable_effect(found, seeds=3, prompts=200)

@@ -163,29 +163,16 @@ def _number(value: float | None) -> float:
 _IDS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("element", pa.bool_(), nullable=False))
 _TYPES: dict[str, Any] = {
-    "sample_id": pa.string(),
-    "domain": pa.string(),
     "index": pa.int32(),
     "seed": pa.int64(),
     "token_ids": _IDS,
     "own": _MASK,
-    "text": pa.string(),
-    "ended": pa.string(),
-    "status": pa.string(),
-    "flaw": pa.string(),
-    "score": pa.float64(),
-    "partial": pa.float64(),
-    "reward": pa.float64(),
     "tools": pa.list_(pa.string()),
-    "components": pa.string(),
-    "detail": pa.string(),
-    "error_kind": pa.string(),
-    "error": pa.string(),
     "kept": pa.bool_(),
-    "why": pa.string(),
+    **dict.fromkeys(("score", "partial", "reward"), pa.float64()),
 }
 SCHEMA = pa.schema(
-    [pa.field(f.name, _TYPES[f.name]) for f in fields(Attempt)],
+    [pa.field(f.name, _TYPES.get(f.name, pa.string())) for f in fields(Attempt)],
     metadata={b"refiner.kind": b"attempts", b"refiner.format": b"1"},
 )
 

@@ -453,30 +453,25 @@ class Tau2Environment:
         return tuple(written)
 
 
+@dataclass
 class Reopen:
     """Gives an episode its parts, also in another process; pickled without key and judge."""
 
-    def __init__(
-        self,
-        environment: Tau2Environment,
-        config: EnvironmentConfig,
-        user: UserConfig,
-        key: str,
-        domain: str,
-        own_id: str,
-    ) -> None:
-        self._environment: Tau2Environment | None = environment
-        self._config, self._user, self._key = config, user, key
-        self._domain, self._own_id = domain, own_id
+    environment: Tau2Environment | None
+    config: EnvironmentConfig
+    user: UserConfig
+    key: str
+    domain: str
+    own_id: str
 
     def __call__(self) -> tuple[Parts, Given, Rules]:
-        if self._environment is None:
-            judge = _JUDGES.get(self._key)
-            self._environment = Tau2Environment(self._config, self._user, judge)
-        return self._environment.opened(self._domain, self._own_id)
+        if self.environment is None:
+            judge = _JUDGES.get(self.key)
+            self.environment = Tau2Environment(self.config, self.user, judge)
+        return self.environment.opened(self.domain, self.own_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_environment": None}
+        return {**self.__dict__, "environment": None}
 
 
 def _summary(task: Any) -> str:

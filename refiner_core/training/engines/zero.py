@@ -311,15 +311,7 @@ def open_zero_engine(
     groups = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
-    settings = deepspeed_settings(
-        stage=stage,
-        bf16=config.dtype == "bfloat16",
-        max_grad_norm=section.max_grad_norm,
-        hidden_size=width,
-        cuda=device.type == "cuda",
-        offload_optimizer=section.offload_optimizer,
-        offload_param=section.offload_param,
-    )
+    settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
     optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
@@ -334,17 +326,10 @@ def open_zero_engine(
     return ZeroEngine(loaded, wrapped, state, config, ranks, section.learning_rate)
 
 
-def deepspeed_settings(
-    *,
-    stage: int,
-    bf16: bool,
-    max_grad_norm: float,
-    hidden_size: int,
-    cuda: bool,
-    offload_optimizer: bool = False,
-    offload_param: bool = False,
+def _deepspeed_settings(
+    section: SftConfig | GrpoConfig, stage: int, config: ModelConfig, width: int, *, cuda: bool
 ) -> dict[str, Any]:
-    """What DeepSpeed is told, as the dictionary that it takes for a file."""
+    """Settings of DeepSpeed, as the dictionary that it takes for a file."""
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
@@ -353,22 +338,22 @@ def deepspeed_settings(
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
     }
-    if offload_optimizer:
+    if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if stage == 3:
         zero |= {
             # Vectors stay whole everywhere; matrices do not, however small.
-            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_param_persistence_threshold": 10 * width,
             "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
             "memory_efficient_linear": False,  # it would replace torch's own for the whole process
         }
-        if offload_param:
+        if section.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     return {
         "train_micro_batch_size_per_gpu": 1,  # losses are weighted by us
         "gradient_accumulation_steps": 1,  # and boundaries are set by us
-        "gradient_clipping": max(0.0, max_grad_norm),
-        "bf16": {"enabled": bf16},
+        "gradient_clipping": max(0.0, section.max_grad_norm),
+        "bf16": {"enabled": config.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU, unbuilt
