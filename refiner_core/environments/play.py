@@ -395,12 +395,12 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 def _shortened(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """For the record, of what no model has read: 5 MB in each of many episodes fill a disk."""
-    return tuple(replace(m, content=_beginning(m.content)) for m in messages)
-
-
-def _beginning(text: str) -> str:
-    more = len(text) - _UNREAD
-    return text if more <= 0 else f"{text[:_UNREAD]} … ({more} more characters)"
+    shown = []
+    for message in messages:
+        text, more = message.content, len(message.content) - _UNREAD
+        cut = f"{text[:_UNREAD]} … ({more} more characters)" if more > 0 else text
+        shown.append(replace(message, content=cut))
+    return tuple(shown)
 
 
 def _pairs(messages: tuple[Message, ...]) -> tuple[tuple[str, str], ...]:

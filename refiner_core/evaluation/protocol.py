@@ -84,8 +84,10 @@ class Protocol:
     def name(self) -> str:
         """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; of a protocol file with its
         name in front."""
-        by = "+".join(filter(None, (_environment_name(self.environment), _judge_name(self.judge))))
-        return f"{self.file or self.split}/{self.decoding}/{by}-{self.fingerprint[:8]}"
+        where, judge = self.environment, self.judge
+        by = [f"{where['name']}@{where['version']}"] if where is not None else []
+        by += [f"{judge['model']}@{judge['prompt']}"] if judge else []
+        return f"{self.file or self.split}/{self.decoding}/{'+'.join(by)}-{self.fingerprint[:8]}"
 
     def with_reward(self, config: RecipeConfig) -> Protocol:
         """The protocol of the metric ``reward`` (of an agent, of ``partial`` too), which depends on
@@ -112,17 +114,6 @@ class Protocol:
         if self.environment is None:
             del values["environment"]
         return values
-
-
-def _judge_name(judge: Mapping[str, Any]) -> str:
-    return f"{judge['model']}@{judge['prompt']}" if judge else ""
-
-
-def _environment_name(environment: Mapping[str, Any] | None) -> str:
-    """``desk@1``."""
-    if environment is None:
-        return ""
-    return f"{environment['name']}@{environment['version']}"
 
 
 def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:

@@ -152,7 +152,9 @@ def train_grpo(
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
     ranks = ranks or Ranks()
-    if (judge is not None and ranks.rank > 0) or (judge is None and _needs_judge(config, ranks)):
+    # Episodes are rewarded by their environment, which may ask a judge.
+    asks = not config.environment.name or config.environment.nl_assertions == "judge"
+    if (judge is not None and ranks.rank > 0) or (judge is None and asks and ranks.rank == 0):
         raise ValueError("rank 0, and no other, has the judge")
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
@@ -171,12 +173,6 @@ def train_grpo(
             run.train()
         engine.export(output_dir / "model")
         return run.report()
-
-
-def _needs_judge(config: RecipeConfig, ranks: Ranks) -> bool:
-    """Episodes are rewarded by their environment, which may ask a judge."""
-    asks = not config.environment.name or config.environment.nl_assertions == "judge"
-    return asks and ranks.rank == 0
 
 
 def _open_policy(

@@ -169,7 +169,8 @@ class _SftRun:
             times = {"time/update_s": time.perf_counter() - started}
             metrics["tokens_per_second"] = metrics.pop("tokens") / times["time/update_s"]
             started = time.perf_counter()
-            if self._validates_after(step):
+            due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
+            if self.validation_packs and due:
                 loss = self._validation_loss()
                 metrics["loss/validation"] = loss
                 self.progress["validation"].append([step, loss])
@@ -209,10 +210,6 @@ class _SftRun:
                 "curve": validation,
             },
         }
-
-    def _validates_after(self, step: int) -> bool:
-        due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
-        return bool(self.validation_packs) and due
 
     def _step(self, index: int) -> dict[str, float]:
         """One optimiser step: mean loss over all loss tokens of all packs of all ranks."""

@@ -19,7 +19,6 @@ import torch
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.training.batches import (
     Batch,
-    Pack,
     Sample,
     collate,
     packs_of_ranks,
@@ -138,7 +137,8 @@ class StepBatches:
             if i < len(self._kept):
                 yield self._kept[i]
                 continue
-            batch = self._collated(packs)
+            batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
+            batch = to_device(batch, self.engine.device)
             self._room -= _bytes(batch)
             if self._room >= 0:
                 self._kept.append(batch)
@@ -154,10 +154,6 @@ class StepBatches:
             for places, values in parts:
                 whole[places] = values
         return torch.from_numpy(self.engine.ranks.broadcast(whole)).to(flat_F.device)
-
-    def _collated(self, packs: Sequence[Pack]) -> Batch:
-        batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
-        return to_device(batch, self.engine.device)
 
 
 def _bytes(batch: Batch) -> int:

@@ -141,7 +141,11 @@ class DeskEpisode:
 
     def checks(self) -> tuple[Check, ...]:
         """The checks as they stand now."""
-        return (*self._actions(), *self._statements(), *self._states())
+        told = [
+            Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
+            for i, needles in enumerate(self._task.data["tell"])
+        ]
+        return (*self._actions(), *told, *self._states())
 
     def _actions(self) -> list[Check]:
         asked = [
@@ -156,12 +160,6 @@ class DeskEpisode:
             for doing in self._expected.doings
         ]
         return asked + calls + doings
-
-    def _statements(self) -> list[Check]:
-        return [
-            Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
-            for i, needles in enumerate(self._task.data["tell"])
-        ]
 
     def _states(self) -> list[Check]:
         checks = [

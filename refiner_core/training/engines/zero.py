@@ -158,7 +158,8 @@ class ZeroState(ReplicatedState):
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
         """Copy states in: each rank reads whole tensors and keeps its share."""
         steps: float | None = None
-        self._forget_moments()
+        for flat in self._flat():
+            self._wrapped.basic_optimizer.state.pop(flat, None)
         for name, parameter in trainable(self.model).items():
             state = state_of(name)
             with gathered([parameter]):
@@ -244,10 +245,6 @@ class ZeroState(ReplicatedState):
         if not self.partitioned:
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _forget_moments(self) -> None:
-        for flat in self._flat():
-            self._wrapped.basic_optimizer.state.pop(flat, None)
 
 
 @contextmanager
