@@ -1,4 +1,4 @@
-"""Whether an environment does what its protocol says: for who writes one, before a run needs it.
+"""Check of an environment against its protocol: for who writes one, before a run needs it.
 
 In: an :class:`~refiner_core.environments.protocol.Environment` and how much of it to look at. Out:
 findings, errors first. Episodes are really begun and stepped; a user simulator behind an endpoint
@@ -59,7 +59,7 @@ class Checked(NamedTuple):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """What a run would stumble over."""
+        """Findings that a run would stumble over."""
         return tuple(f for f in self.findings if f.level == "error")
 
 
@@ -142,7 +142,7 @@ def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
 
 
 def _of_task(environment: Environment, task: Task) -> list[Finding]:
-    """What one task's episode does with what models do."""
+    """Findings of one task's episode, given what models do."""
     where = f"{task.domain}/{task.id}"
     try:
         return [Finding(level, where, what) for level, what in _tried(environment, task)]

@@ -332,7 +332,7 @@ class EpisodeDesk:
     # ------------------------------------------------ inside
 
     def _more(self) -> bool:
-        """Whether there may be further turns: an episode that is not over as far as it is known."""
+        """True if there may be further turns: an episode that is not over as far as it is known."""
         if self._next < len(self._requests) or self._resetting:
             return True
         return any(play.ended is None for play in self._plays.values())

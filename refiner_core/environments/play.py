@@ -55,8 +55,8 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """How episodes run. ``turn_tokens`` and ``context_tokens`` are the largest numbers of tokens of
-    a turn and of a whole episode, the prompt included; ``weights`` gives the weights of the kinds
+    """Settings of episodes. ``turn_tokens`` and ``context_tokens`` are the largest numbers of
+    tokens of a turn and of a whole episode, the prompt included; ``weights`` gives the weights of the kinds
     of checks in a domain, for partial scores; the rest is named as in the recipe."""
 
     max_turns: int
@@ -75,14 +75,14 @@ class EpisodeSettings:
 
 
 class Begun(NamedTuple):
-    """What a reset gave: first messages, and the partial score before any turn."""
+    """Result of a reset: first messages, and the partial score before any turn."""
 
     messages: tuple[Message, ...]
     progress: float | None
 
 
 class Stepped(NamedTuple):
-    """What a call has led to, the partial score now, and the outcome where it was the last."""
+    """Result of a call, the partial score now, and the outcome where it was the last."""
 
     step: Step
     progress: float | None
@@ -150,7 +150,7 @@ class Play:
         return Stepped(step, progress, self.end())
 
     def end(self) -> Outcome:
-        """What it was worth, as it stands; nothing of it is used any more."""
+        """Its worth, as it stands; nothing of it is used any more."""
         with _blamed(self):
             assert self._episode is not None
             outcome = self._episode.outcome()
@@ -185,12 +185,12 @@ class Play:
         return f"{where}, turn {len(self._turns)}" if self._turns else f"{where}, reset"
 
     def limit_s(self) -> float:
-        """How long the next piece of environment work may take."""
+        """Time that the next piece of environment work may take."""
         left = self._settings.episode_timeout_s - self.seconds
         return max(0.0, min(self._settings.turn_timeout_s, left))
 
     def late(self, seconds: float) -> InfrastructureError:
-        """What to say of work that took longer than that."""
+        """Error for work that took longer than that."""
         settings = self._settings
         kind, limit = "turn_timeout", settings.turn_timeout_s
         if self.seconds + seconds >= settings.episode_timeout_s:
@@ -296,7 +296,7 @@ class Play:
 
     @property
     def last(self) -> bool:
-        """Whether there may be no turn after this one."""
+        """True if there may be no turn after this one."""
         return len(self._turns) >= self._settings.max_turns
 
     def finished(self, outcome: Outcome) -> Completion:

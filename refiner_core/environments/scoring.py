@@ -1,4 +1,4 @@
-"""What an episode is worth in training: reward, partial credit, and how much its task counts.
+"""Worth of an episode in training: reward, partial credit, and how much its task counts.
 
 In: records of episodes, and the recipe's shaping. Out: one
 :class:`~refiner_core.contract.types.RewardResult` each; weights of tasks by their success so far.
@@ -97,7 +97,7 @@ def _unscored(
 def unscored_kinds(
     results: Iterable[RewardResult], status: Literal["failed", "excluded"]
 ) -> Counter[str]:
-    """Why episodes have no reward, with how often: by the kind of error that ended them
+    """Reason why episodes have no reward, with how often: by the kind of error that ended them
     (``failed``), or those that were left out on purpose (``excluded``)."""
     return Counter(
         str(judgement["kind"])
@@ -159,7 +159,7 @@ def require_episode_errors(
 
 
 class Curriculum:
-    """How much the advantages of a task count, by how often it was solved so far in training.
+    """Weight of the advantages of a task, by how often it was solved so far in training.
 
     A task that was tried at least ``min_attempts`` times counts ``high_weight`` where more than
     ``high`` of the attempts succeeded, ``low_weight`` where less than ``low`` did, else 1. Attempts

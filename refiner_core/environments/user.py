@@ -41,7 +41,7 @@ _JITTER = random.Random()
 
 
 class Said(NamedTuple):
-    """What the user says, and the tokens that the server counted for it (0 where it does not)."""
+    """Words of the user, and the tokens that the server counted for it (0 where it does not)."""
 
     text: str
     prompt_tokens: int = 0
@@ -50,7 +50,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class UserUsage:
-    """What a simulated user took. ``requests`` counts every try, ``messages`` what was said."""
+    """Costs of a simulated user. ``requests`` counts every try, ``messages`` what was said."""
 
     messages: int = 0
     requests: int = 0
@@ -59,7 +59,7 @@ class UserUsage:
 
 
 class _Trouble(NamedTuple):
-    """Why a try gave nothing; ``final``: another one gives the same."""
+    """Reason why a try gave nothing; ``final``: another one gives the same."""
 
     kind: str
     detail: str
@@ -136,7 +136,7 @@ class SimulatedUser:
         raise self._error(trouble, number + 1)
 
     def usage(self) -> UserUsage:
-        """What it took since it was made."""
+        """Costs since it was made."""
         return self._usage
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ def _check_key(variable: str) -> None:
 
 
 def _read(answer: Answered | Lost) -> Said | _Trouble:
-    """What an answer says, or why it says nothing."""
+    """Words of an answer, or why it says nothing."""
     if isinstance(answer, Lost):
         if answer.reason == "timeout":
             return _Trouble("user_slow", "no answer in time")

@@ -1,4 +1,4 @@
-"""How large an effect must be to be seen, from how much values spread.
+"""Power: how large an effect must be to be seen, from how much values spread.
 
 In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
 variance components, and the smallest effect that so many seeds and prompts find so often.
@@ -153,7 +153,7 @@ def detectable_effect(
 def power_of(
     components: Components, seeds: int, prompts: int, effect: float, alpha: float = 0.05
 ) -> float:
-    """How often a difference of this size is found; see :func:`detectable_effect`."""
+    """Share of sweeps that find a difference of this size; see :func:`detectable_effect`."""
     if prompts < 2:
         return 0.0
     half, error = _half_widths(components, seeds, prompts, alpha)

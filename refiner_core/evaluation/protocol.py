@@ -117,7 +117,7 @@ class Protocol:
 
 
 def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
-    """How a decoding samples; lengths and stop strings are those of training."""
+    """Sampling of a decoding; lengths and stop strings are those of training."""
     sampled = decoding == "sampled"
     return SamplingParams(
         temperature=config.evaluate.temperature if sampled else 0.0,

@@ -64,7 +64,7 @@ _SAMPLED_FILE = "sampled.json"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What there is to know of an evaluation beside its configuration.
+    """Facts of an evaluation beside its configuration.
 
     Attributes
     ----------

@@ -52,7 +52,7 @@ class MeanSquares(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How far a mean may be off; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
+    """Spread of a mean; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
 
     ``variance`` is that of the mean, ``share`` the seeds' part in it, in [0, 1]. At levels from
     ``level`` on, seeds are taken to have no spread; 1 where they never are.

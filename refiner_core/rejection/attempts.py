@@ -108,7 +108,7 @@ class Attempt:
         return len(self.token_ids) if self.own is None else sum(self.own)
 
     def is_full(self, rule: SampleConfig) -> bool:
-        """Whether it is a full success: scored high enough, ended by itself, readable."""
+        """True if it is a full success: scored high enough, ended by itself, readable."""
         score = self.score
         return not self.flaw and score is not None and score >= rule.success - EPSILON
 

@@ -99,7 +99,7 @@ class Lane:
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether attempts of a batch that was cut short may be kept."""
+        """True if attempts of a batch that was cut short may be kept."""
         return self.environment is not None and not self._settings(self.environment).ordered
 
     def begin(

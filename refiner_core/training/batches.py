@@ -75,7 +75,7 @@ class Pack:
 
     @property
     def shared(self) -> bool:
-        """Whether a prompt is followed by more than one response."""
+        """True if a prompt is followed by more than one response."""
         return any(branch > 1 for branch in self.branch_L)
 
 
@@ -217,7 +217,7 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
 
 
 def row_cost(width: int, balance: float | None) -> float:
-    """What a row of ``width`` tokens costs, in tokens of a row without attention."""
+    """Cost of a row of ``width`` tokens, in tokens of a row without attention."""
     return width if balance is None else width * (1 + width / balance)
 
 

@@ -225,7 +225,7 @@ def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) ->
 
 
 class _Rollouts(NamedTuple):
-    """What all ranks know of a step's rollouts: what is trained on, and numbers."""
+    """Facts about a step's rollouts on all ranks: what is trained on, and numbers."""
 
     samples: list[TrainSample]
     candidates: int
@@ -306,7 +306,7 @@ class _GrpoRun:
             self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
-        """What came out, from the progress alone: the same whether or not it was interrupted."""
+        """Report, from the progress alone: the same whether or not it was interrupted."""
         curves = {n: p for n, v in self.progress["curves"].items() if (p := curve(v))}
         return {
             "steps": self.progress["step"],

@@ -69,7 +69,7 @@ class Ranks:
 
 
 def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
-    """What rank 0 makes of it, or the error that it met, on all ranks."""
+    """Result of rank 0, or the error that it met, on all ranks."""
     outcome: tuple[T | None, BaseException | None] | None = None
     if ranks.rank == 0:
         try:
@@ -266,7 +266,7 @@ class RanksIO:
         return RanksIO(self._io, self.ranks.line())
 
     def should_stop(self) -> bool:
-        """Whether to stop, the same answer for all."""
+        """True if the stage is to stop, the same answer for all."""
         return self._decided(lambda io: io.should_stop())
 
     def room_again(self, error: NoSpaceError) -> bool:
@@ -294,5 +294,5 @@ class RanksIO:
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 
     def _decided(self, ask: Callable[[StageIO], T]) -> T:
-        """What rank 0 is told, or the error that it met, on all ranks."""
+        """Answer to rank 0, or the error that it met, on all ranks."""
         return on_first(self.ranks, lambda: ask(self._io))  # type: ignore[arg-type]

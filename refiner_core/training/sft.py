@@ -191,7 +191,7 @@ class _SftRun:
             )
 
     def report(self) -> dict[str, Any]:
-        """What came out, from the progress alone: the same whether or not it was interrupted."""
+        """Report, from the progress alone: the same whether or not it was interrupted."""
         losses, validation = self.progress["losses"], self.progress["validation"]
         known = [loss for loss in losses if loss is not None]  # a skipped step may have none
         best = min(validation, key=lambda point: point[1], default=None)

@@ -1,4 +1,4 @@
-"""What a domain of the desk is made of, and the world that its tools act on.
+"""Parts of a domain of the desk, and the world that its tools act on.
 
 In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`Refused`, :class:`Draft` and the
 draws that tasks are made of.

@@ -124,7 +124,7 @@ _KINDS = {
 
 
 class _Malformed(Exception):
-    """What is wrong with a line, and what was expected; the reader adds file and line."""
+    """Fault of a line, and what was expected; the reader adds file and line."""
 
     def __init__(self, what: str, expected: str) -> None:
         super().__init__(what)
@@ -415,7 +415,7 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 
 def desk_digest(config: EnvironmentConfig) -> str:
-    """What identifies tasks and rules for plans.
+    """Digest of tasks and rules, for plans.
 
     Raises
     ------

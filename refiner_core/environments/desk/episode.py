@@ -67,7 +67,7 @@ Ended = Literal["", "finished", "handed_over", "user_left"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a solved episode leaves: what the user was asked for, calls of tools, doings of the
+    """Traces of a solved episode: what the user was asked for, calls of tools, doings of the
     user, tables, its device."""
 
     asked: tuple[str, ...]
@@ -174,7 +174,7 @@ class DeskEpisode:
         return checks
 
     def outcome(self) -> Outcome:
-        """What it was worth: 1 where it has ended, all checks passed and no rule was broken."""
+        """Its worth: 1 where it has ended, all checks passed and no rule was broken."""
         checks = self.checks()
         kinds = [kind for kind in KINDS if any(check.kind == kind for check in checks)]
         components = {
@@ -240,7 +240,7 @@ def solution_of(task: Task) -> list[ToolCall]:
 
 
 def expected_of(task: Task) -> Expected:
-    """What a task's solution leads to."""
+    """Traces of a task's solution."""
     episode, _ = play(task, solution_of(task), 0)
     calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
     volunteered = task.data["user"]["volunteers"]

@@ -249,7 +249,7 @@ class Tau2Environment:
         return tuple(dict.fromkeys(self._config.domains)) or DOMAINS
 
     def describe(self) -> Mapping[str, Any]:
-        """What makes numbers comparable."""
+        """Facts that make numbers comparable."""
         judged = self._config.nl_assertions == "judge"
         return {
             "name": self.name,
@@ -342,7 +342,7 @@ class Tau2Environment:
     # ---- policy and tools
 
     def policy(self, domain: str) -> str:
-        """How turns are made, and then its policy word for word."""
+        """Rules for turns, and then its policy word for word."""
         return _TURNS + self._domain(domain)[0]
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
@@ -400,7 +400,7 @@ class Tau2Environment:
         return Tau2Episode(Reopen(self, self._config, self._user, self._key, task.domain, own_id))
 
     def opened(self, domain: str, own_id: str) -> tuple[Parts, Given, Rules]:
-        """What an episode at a task needs."""
+        """Parts of an episode at a task."""
         known = self._tasks_of(domain)
         if own_id not in known:
             raise DataError(

@@ -47,7 +47,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is the same for all requests of one call.
+    """Parts that are the same for all requests of one call.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
 
 
 def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> Scores:
-    """What a server made of a prompt.
+    """A server's scores of a prompt.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a training loop may ask of whatever moves the weights.
+"""Engines: what a training loop may ask of whatever moves the weights.
 
 In: batches and losses of *this rank's* share. Out: gradients summed over all ranks, one update, and
 state that can be written and read back.

@@ -101,7 +101,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroState(ReplicatedState):
-    """What a snapshot is taken of; every method is called by all ranks alike."""
+    """State that a snapshot is taken of; every method is called by all ranks alike."""
 
     def __init__(self, model: Any, wrapped: Any, groups: Groups, stage: int) -> None:
         self.model, self._wrapped, self.groups = model, wrapped, groups
@@ -224,7 +224,7 @@ class ZeroState(ReplicatedState):
         return state
 
     def _steps(self) -> torch.Tensor | None:
-        """How many updates were made; None before the first."""
+        """Number of updates made; None before the first."""
         states = self._wrapped.basic_optimizer.state
         found = [states[flat]["step"] for flat in self._flat() if states.get(flat)]
         return found[0].detach().to("cpu") if found else None

@@ -111,7 +111,7 @@ class Groups(NamedTuple):
 
     @property
     def adam(self) -> tuple[str, ...]:
-        """What AdamW trains, in the order of its groups."""
+        """Parameters that AdamW trains, in the order of its groups."""
         return self.decayed + self.rest
 
 

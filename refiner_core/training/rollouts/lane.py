@@ -1,4 +1,4 @@
-"""What a rollout is: an answer to a prompt, or an episode of a task.
+"""Lanes of rollouts: an answer to a prompt, or an episode of a task.
 
 In: the recipe. Out: a :class:`Lane`, which samples, rewards, groups, counts and writes rollouts.
 Everything else about a GRPO step is the same for both: when what is sampled, what is in flight, the
@@ -120,7 +120,7 @@ class Lane:
         return _sampled(wanted, completion, text, closing_ids(tokenizer, completion))
 
     def rewards(self, *, patient: bool) -> AnswerRewards | None:
-        """What rewards a batch while it is sampled (rank 0's); None where nothing can."""
+        """Rewards of a batch while it is sampled (rank 0's); None where nothing can."""
         assert self._judge is not None
         return AnswerRewards(self.config.reward, self._judge, self._function, patient=patient)
 
@@ -161,7 +161,7 @@ class Lane:
         return rollout_rows(step, batch)
 
     def attempts(self, batch: Any) -> Attempts:
-        """What the step adds to the counters of tasks."""
+        """The step's part in the counters of tasks."""
         return {}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
@@ -295,7 +295,7 @@ class EpisodeLane(Lane):
         samples: Sequence[Sampled],
         on_judged: Callable[[int, int], None],
     ) -> list[RewardResult]:
-        """What the environment said, shaped; refuses where errors ended too many episodes."""
+        """Rewards of the environment, shaped; refuses where errors ended too many episodes."""
         environment = self.config.environment
         results = [shaped_reward(record_of(sample), environment) for sample in samples]
         require_episodes(results, environment.max_error_share, of="episodes of a step")

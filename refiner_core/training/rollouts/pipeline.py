@@ -124,7 +124,7 @@ class Flight:
 
 
 def to_bytes(flights: Sequence[Flight]) -> bytes:
-    """What a checkpoint keeps of batches that are sampled."""
+    """Bytes that a checkpoint keeps of batches that are sampled."""
     value = {"format": FORMAT_VERSION, "flights": [_flight_to_json(f) for f in flights]}
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
@@ -261,7 +261,7 @@ class Pipeline:
     # ------------------------------------------------------------ checkpoints
 
     def savable(self, step: int) -> bool:
-        """Whether the state after ``step`` can be saved: not where active sampling was cut short,
+        """True if the state after ``step`` can be saved: not where active sampling was cut short,
         since its next round needs weights that no checkpoint has."""
         return not any(flight.cut_short for flight in self._after(step))
 
@@ -459,7 +459,7 @@ class Pipeline:
                 raise
 
     def _wait(self, part: Round) -> BaseException | None:
-        """What this rank's share ended with."""
+        """Error that this rank's share ended with."""
         while part.future is not None:
             try:
                 return part.future.exception(timeout=_TICK_S)

@@ -1,4 +1,4 @@
-"""What samples rollouts, and with which weights: the live model, a frozen copy, or servers.
+"""Policies, which sample rollouts: the live model, a frozen copy, or servers.
 
 In: an engine whose weights move. Out: completions under the weights of a known *version*: the
 number of training steps that these weights have behind them.
@@ -88,7 +88,7 @@ class Policy:
         self._stop.set()
 
     def cancelled(self) -> bool:
-        """Whether :meth:`cancel` was called."""
+        """True if :meth:`cancel` was called."""
         return self._stop.is_set()
 
     def stop_if_cancelled(self) -> None:

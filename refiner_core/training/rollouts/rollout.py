@@ -53,7 +53,7 @@ def group_advantages(
 
 
 def equal_rewards(rewards_N: np.ndarray) -> bool:
-    """Whether there is no direction in them."""
+    """True if there is no direction in them."""
     return bool(np.ptp(rewards_N) <= EQUAL_REWARDS * max(1.0, float(np.abs(rewards_N).max())))
 
 
@@ -87,7 +87,7 @@ class Sampled:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ended by itself instead of at the length limit."""
+        """True if it ended by itself instead of at the length limit."""
         return self.completion.finish_reason == "stop"
 
 
@@ -129,7 +129,7 @@ class RolloutBatch:
         return [value for group in self.groups for value in group.values]
 
     def train_samples(self, *, mask_truncated: bool) -> list[TrainSample]:
-        """What carries loss: kept groups, scored samples, truncated ones only if not masked.
+        """Samples that carry loss: kept groups, scored samples, truncated ones only if not masked.
 
         Masking comes after the group statistics: a truncated sample is still what its group is
         compared with.

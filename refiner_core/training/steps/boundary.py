@@ -1,4 +1,4 @@
-"""What happens between two steps: save, stop, go on. Shared by SFT and GRPO.
+"""Boundaries between two steps: save, stop, go on. Shared by SFT and GRPO.
 
 In: a :class:`StageIO`, an engine and the stage's progress dictionary. Out: checkpoints, or
 :class:`Interrupted` once the step that is under way is saved.
@@ -71,7 +71,7 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to an end, good or bad."""
+        """True if it has come to an end, good or bad."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -279,7 +279,7 @@ class Boundary:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began
 
     def metrics(self) -> dict[str, float]:
-        """What saving has cost since the last call, for the step that is logged next.
+        """Cost of saving since the last call, for the step that is logged next.
 
         ``time/save_s`` is how long training stood still for it, ``time/save_background_s`` how long
         the last save took beside it.
