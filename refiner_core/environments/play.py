@@ -56,8 +56,8 @@ class EpisodeRequest:
 @dataclass(frozen=True)
 class EpisodeSettings:
     """Settings of episodes. ``turn_tokens`` and ``context_tokens`` are the largest numbers of
-    tokens of a turn and of a whole episode, the prompt included; ``weights`` gives the weights of the kinds
-    of checks in a domain, for partial scores; the rest is named as in the recipe."""
+    tokens of a turn and of a whole episode, the prompt included; ``weights`` gives the weights of
+    the kinds of checks in a domain, for partial scores; the rest is named as in the recipe."""
 
     max_turns: int
     repairs: int

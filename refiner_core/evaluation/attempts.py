@@ -75,8 +75,8 @@ def attempt_row(sample_id: str, index: int, completion: Completion) -> dict[str,
 
 def failure_of(record: EpisodeRecord) -> str:
     """Reason why an attempt failed; empty for a success, which the reward alone decides, as in
-    training, and for an error of the infrastructure. An environment that gives no reason has left it
-    ``incomplete``."""
+    training, and for an error of the infrastructure. An environment that gives no reason has left
+    it ``incomplete``."""
     if record.status == "error":
         return ""
     if record.ended == "no_call":

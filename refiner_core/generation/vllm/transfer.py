@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -384,11 +385,7 @@ def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[s
 
 def _side_by_side(admins: Sequence[Admin], step: Callable[[Admin], None]) -> list[Future[None]]:
     """Begin a call on each."""
-
-    def call(admin: Admin) -> Future[None]:
-        return _in_background(lambda: step(admin))
-
-    return [call(admin) for admin in admins]
+    return [_in_background(partial(step, admin)) for admin in admins]
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:

@@ -13,8 +13,8 @@ number of training steps that these weights have behind them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -170,14 +170,22 @@ class ServedPolicy(Policy):
 
     def sync(self, engine: Engine, version: int) -> None:
         """Send them the weights. An error of rank 0 is an error of all, wherever it happens."""
-        whole, error = _Entered(engine.whole()), None
+        entered, error = False, None
+
+        @contextmanager
+        def whole() -> Iterator[Any]:
+            nonlocal entered
+            entered = True
+            with engine.whole() as model:
+                yield model
+
         if self._servers is not None:
             try:
-                self._servers.sync(whole, str(version))
+                self._servers.sync(whole(), str(version))
             except Exception as raised:
                 error = raised
-        if not whole.entered:  # the other ranks are in there and wait
-            with whole:
+        if not entered:  # the other ranks are in there and wait
+            with whole():
                 pass
         engine.ranks.all_or_none(error)
         self.version = version
@@ -199,17 +207,3 @@ class _Stopped:
     def finished(self, request: TurnRequest, completion: Completion) -> None:
         self._check()
         self._desk.finished(request, completion)
-
-
-class _Entered:
-    """A context that knows whether somebody was in it."""
-
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self._context, self.entered = context, False
-
-    def __enter__(self) -> Any:
-        self.entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
