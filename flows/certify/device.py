@@ -62,7 +62,8 @@ from refiner_core.contract.types import GenerationRequest, SamplingParams
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
-from refiner_core.training.engines.protocol import Engine, open_engine
+from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model.loading import Loaded, load_for_training, model_tensors
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample

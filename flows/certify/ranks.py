@@ -16,7 +16,7 @@ from flows.certify.work import Order, absent, check, open_io, write_rows
 from infra.ranks.launch import RanksJob, run_ranks
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
-from refiner_core.training.ranks import OneRank
+from refiner_core.training.ranks import Ranks
 
 #: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
 #: packs and ranks are taken in another order, and bfloat16 weights round what follows.
@@ -27,7 +27,7 @@ _LENGTHS = [20, 33, 47, 60, 75, 90, 120, 150] * 8
 def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """One process first: what it finds is what ranks are held against."""
     write_rows(folder / "rows", _LENGTHS)
-    expected = train(order, folder, OneRank(), 0, "alone")
+    expected = train(order, folder, Ranks(), 0, "alone")
     asked = folder / "order.json"
     order.write(asked)
     for world in order.worlds:

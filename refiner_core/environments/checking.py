@@ -1,4 +1,4 @@
-"""Whether an environment does what its protocol says: for who writes one, before a run needs it.
+"""Check of an environment against its protocol: for who writes one, before a run needs it.
 
 In: an :class:`~refiner_core.environments.protocol.Environment` and how much of it to look at. Out:
 findings, errors first. Episodes are really begun and stepped; a user simulator behind an endpoint
@@ -17,7 +17,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.errors import DataError
@@ -26,7 +25,6 @@ from refiner_core.environments.protocol import (
     Episode,
     HasExpert,
     InfrastructureError,
-    Message,
     Step,
     Task,
     TellsProgress,
@@ -41,17 +39,19 @@ _NO_TOOL = ToolCall("no_such_tool", {})
 _WRONG_VALUE = {"type": ["object"]}
 
 
+Level = Literal["error", "warning"]
+
+
 class Finding(NamedTuple):
     """``where`` is a split, domain, tool or task; ``what`` says what is wrong with it."""
 
-    level: Literal["error", "warning"]
+    level: Level
     where: str
     what: str
 
 
-@dataclass(frozen=True)
-class Checked:
-    """What was found. ``tasks`` counts those that were tried, by split."""
+class Checked(NamedTuple):
+    """Findings of a check. ``tasks`` counts those that were tried, by split."""
 
     findings: tuple[Finding, ...]
     tasks: dict[str, int]
@@ -59,7 +59,7 @@ class Checked:
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """What a run would stumble over."""
+        """Findings that a run would stumble over."""
         return tuple(f for f in self.findings if f.level == "error")
 
 
@@ -67,10 +67,8 @@ def check_environment(
     environment: Environment, splits: Sequence[str], *, most: int | None = None
 ) -> Checked:
     """Try the environment; ``most`` tasks of each split, all by default."""
-    found: list[Finding] = []
     by_split = {split: environment.tasks(split) for split in splits}
-    found += _of_tasks(by_split)
-    found += _of_no_split(environment)
+    found = [*_of_tasks(by_split), *_of_no_split(environment)]
     for domain in environment.domains():
         found += _of_domain(environment, domain)
     solved: int | None = 0 if isinstance(environment, HasExpert) else None
@@ -84,16 +82,11 @@ def check_environment(
                 wrong = list(_of_expert(environment, environment, task))
                 solved = (solved or 0) + (not wrong)
                 found += wrong
-    found = _once(found)
+    silent = [f for f in found if f.what == _NO_PROGRESS]  # a matter of the environment, said once
+    rest = [f for f in found if f.what != _NO_PROGRESS]
+    found = [*rest, *(f._replace(where="every task") for f in silent[:1])]
     found.sort(key=lambda finding: finding.level)  # errors before warnings
     return Checked(tuple(found), tried, solved)
-
-
-def _once(found: Sequence[Finding]) -> list[Finding]:
-    """What is a matter of the environment and not of a task, said once."""
-    first = next((f for f in found if f.what == _NO_PROGRESS), None)
-    rest = [f for f in found if f.what != _NO_PROGRESS]
-    return rest if first is None else [*rest, first._replace(where="every task")]
 
 
 def _spread(tasks: Sequence[Task], most: int | None) -> list[Task]:
@@ -149,7 +142,7 @@ def _of_domain(environment: Environment, domain: str) -> Iterator[Finding]:
 
 
 def _of_task(environment: Environment, task: Task) -> list[Finding]:
-    """What one task's episode does with what models do."""
+    """Findings of one task's episode, given what models do."""
     where = f"{task.domain}/{task.id}"
     try:
         return [Finding(level, where, what) for level, what in _tried(environment, task)]
@@ -159,9 +152,7 @@ def _of_task(environment: Environment, task: Task) -> list[Finding]:
         return [Finding("error", where, f"it raises {type(error).__name__}: {error}")]
 
 
-def _tried(
-    environment: Environment, task: Task
-) -> Iterator[tuple[Literal["error", "warning"], str]]:
+def _tried(environment: Environment, task: Task) -> Iterator[tuple[Level, str]]:
     if task.domain not in environment.domains():
         yield "error", f"its domain {task.domain!r} is none of the environment's"
         return
@@ -203,9 +194,7 @@ def _bad_calls(environment: Environment, domain: str) -> Iterator[tuple[ToolCall
             return
 
 
-def _answered(
-    call: ToolCall, wanted: str, step: Step
-) -> Iterator[tuple[Literal["error", "warning"], str]]:
+def _answered(call: ToolCall, wanted: str, step: Step) -> Iterator[tuple[Level, str]]:
     said = f"{call.name} with {dict(call.arguments)!r:.60}"
     if step.tool_error != wanted:
         yield "error", f"{said} gives tool_error {step.tool_error!r} instead of {wanted!r}"
@@ -213,9 +202,7 @@ def _answered(
         yield "error", f"{said} is answered with nothing"
 
 
-def _pickled(
-    environment: Environment, task: Task, episode: Episode
-) -> Iterator[tuple[Literal["error", "warning"], str]]:
+def _pickled(environment: Environment, task: Task, episode: Episode) -> Iterator[tuple[Level, str]]:
     try:
         copy: Any = pickle.loads(pickle.dumps(episode))
     except Exception as error:
@@ -224,12 +211,8 @@ def _pickled(
     if not environment.deterministic:
         return
     call = ToolCall(environment.speak, {"content": "Hello."})
-    if _messages(episode.step(call)) != _messages(copy.step(call)):
+    if episode.step(call).messages != copy.step(call).messages:
         yield "error", "an episode that was pickled goes on differently"
-
-
-def _messages(step: Step) -> tuple[Message, ...]:
-    return step.messages
 
 
 def _of_expert(environment: Environment, expert: HasExpert, task: Task) -> Iterable[Finding]:

@@ -385,7 +385,7 @@ class Conversation:
         return (*self._missing_end(), *self._template.following(messages))
 
     def overflows(self, messages: Sequence[Message], room: int) -> bool:
-        """Whether messages are so long that their beginning alone takes more than ``room`` tokens.
+        """True if messages are so long that their beginning alone takes more than ``room`` tokens.
 
         False says nothing. A tool's 5 MB would take minutes to tokenise, in the thread that all
         episodes wait for, only to find that it does not fit. The beginning must take twice the

@@ -38,7 +38,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,9 +49,6 @@ from refiner_core.contract.types import Completion, Generator, TurnGenerator, Tu
 from refiner_core.environments.play import Begun, EpisodeRequest, EpisodeSettings, Play, Stepped
 from refiner_core.environments.protocol import Environment, InfrastructureError, Outcome
 from refiner_core.generation.completions import completion_text, turn_generator
-
-__all__ = ["EpisodeRequest", "EpisodeSettings", "run_episodes", "settings_of"]
-
 
 #: How long idle threads are waited for when all is over, seconds.
 _JOIN_S = 5.0
@@ -75,7 +72,7 @@ class _Job:
     limit_s: float
     abandoned: Callable[[], None]
     began: float | None = None
-    late: bool = field(default=False)
+    late: bool = False
 
 
 class Workers:
@@ -335,7 +332,7 @@ class EpisodeDesk:
     # ------------------------------------------------ inside
 
     def _more(self) -> bool:
-        """Whether there may be further turns: an episode that is not over as far as it is known."""
+        """True if there may be further turns: an episode that is not over as far as it is known."""
         if self._next < len(self._requests) or self._resetting:
             return True
         return any(play.ended is None for play in self._plays.values())

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -54,9 +55,9 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """How episodes run. ``turn_tokens`` and ``context_tokens`` are the largest numbers of tokens of
-    a turn and of a whole episode, the prompt included; ``weights`` gives the weights of the kinds
-    of checks in a domain, for partial scores; the rest is named as in the recipe."""
+    """Settings of episodes. ``turn_tokens`` and ``context_tokens`` are the largest numbers of
+    tokens of a turn and of a whole episode, the prompt included; ``weights`` gives the weights of
+    the kinds of checks in a domain, for partial scores; the rest is named as in the recipe."""
 
     max_turns: int
     repairs: int
@@ -74,14 +75,14 @@ class EpisodeSettings:
 
 
 class Begun(NamedTuple):
-    """What a reset gave: first messages, and the partial score before any turn."""
+    """Result of a reset: first messages, and the partial score before any turn."""
 
     messages: tuple[Message, ...]
     progress: float | None
 
 
 class Stepped(NamedTuple):
-    """What a call has led to, the partial score now, and the outcome where it was the last."""
+    """Result of a call, the partial score now, and the outcome where it was the last."""
 
     step: Step
     progress: float | None
@@ -127,7 +128,7 @@ class Play:
 
     def begin(self) -> Begun:
         """Make the environment's episode and reset it."""
-        with _Blamed(self):
+        with _blamed(self):
             self._episode = self._environment.episode(self.request.task)
             messages = self._episode.reset(derive_seed(self.request.seed, "environment"))
             messages = _messages(messages)
@@ -137,7 +138,7 @@ class Play:
 
     def step(self, call: ToolCall, *, last: bool) -> Stepped:
         """Take a step; with the outcome where the episode is done, or this was its last turn."""
-        with _Blamed(self):
+        with _blamed(self):
             assert self._episode is not None
             step = self._episode.step(call)
             step = replace(step, messages=_messages(step.messages))
@@ -149,8 +150,8 @@ class Play:
         return Stepped(step, progress, self.end())
 
     def end(self) -> Outcome:
-        """What it was worth, as it stands; nothing of it is used any more."""
-        with _Blamed(self):
+        """Its worth, as it stands; nothing of it is used any more."""
+        with _blamed(self):
             assert self._episode is not None
             outcome = self._episode.outcome()
             self._episode.close()
@@ -184,12 +185,12 @@ class Play:
         return f"{where}, turn {len(self._turns)}" if self._turns else f"{where}, reset"
 
     def limit_s(self) -> float:
-        """How long the next piece of environment work may take."""
+        """Time that the next piece of environment work may take."""
         left = self._settings.episode_timeout_s - self.seconds
         return max(0.0, min(self._settings.turn_timeout_s, left))
 
     def late(self, seconds: float) -> InfrastructureError:
-        """What to say of work that took longer than that."""
+        """Error for work that took longer than that."""
         settings = self._settings
         kind, limit = "turn_timeout", settings.turn_timeout_s
         if self.seconds + seconds >= settings.episode_timeout_s:
@@ -295,7 +296,7 @@ class Play:
 
     @property
     def last(self) -> bool:
-        """Whether there may be no turn after this one."""
+        """True if there may be no turn after this one."""
         return len(self._turns) >= self._settings.max_turns
 
     def finished(self, outcome: Outcome) -> Completion:
@@ -350,7 +351,7 @@ class Play:
 
     def _completion(self, record: EpisodeRecord) -> Completion:
         values = record.as_json()
-        with _Blamed(self):
+        with _blamed(self):
             json.dumps(values, allow_nan=False)
         limited = record.ended in ("turn_limit", "context_limit")
         begin = len(self.request.prompt_ids)
@@ -363,21 +364,17 @@ class Play:
         )
 
 
-class _Blamed:
-    """Makes of an environment's exceptions an error that says which environment, task and turn.
+@contextmanager
+def _blamed(play: Play) -> Iterator[None]:
+    """Make of an environment's exceptions an error that says which environment, task and turn.
     Errors that say what to do pass, those of the infrastructure among them."""
-
-    def __init__(self, play: Play) -> None:
-        self._play = play
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, RefinerError):
-            return
+    try:
+        yield
+    except RefinerError:
+        raise
+    except BaseException as error:
         raise StageFailed(
-            f"An environment failed ({self._play.where()}): {type(error).__name__}: {error}",
+            f"An environment failed ({play.where()}): {type(error).__name__}: {error}",
             expected="errors of a model to be answered by a message, and those of a user simulator "
             "or another outside thing to be an InfrastructureError",
             fix="correct the environment; the traceback is in the log",
@@ -398,12 +395,12 @@ def _messages(messages: Any) -> tuple[Message, ...]:
 
 def _shortened(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     """For the record, of what no model has read: 5 MB in each of many episodes fill a disk."""
-    return tuple(replace(m, content=_beginning(m.content)) for m in messages)
-
-
-def _beginning(text: str) -> str:
-    more = len(text) - _UNREAD
-    return text if more <= 0 else f"{text[:_UNREAD]} … ({more} more characters)"
+    shown = []
+    for message in messages:
+        text, more = message.content, len(message.content) - _UNREAD
+        cut = f"{text[:_UNREAD]} … ({more} more characters)" if more > 0 else text
+        shown.append(replace(message, content=cut))
+    return tuple(shown)
 
 
 def _pairs(messages: tuple[Message, ...]) -> tuple[tuple[str, str], ...]:

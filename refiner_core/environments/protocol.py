@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from refiner_core.contract.errors import DataError, RefinerError
 from refiner_core.contract.types import PromptRow
@@ -79,7 +79,7 @@ class TurnRecord:
 
     @property
     def tried_again(self) -> bool:
-        """Whether a second attempt was made, well or not."""
+        """True if a second attempt was made, well or not."""
         return self.repaired is not None or self.retried is not None
 
 
@@ -113,7 +113,7 @@ class EpisodeRecord:
 
     @property
     def success(self) -> bool:
-        """Whether the task was solved."""
+        """True if the task was solved."""
         return self.reward is not None and self.reward >= 1.0 - 1e-9
 
     @property
@@ -194,7 +194,7 @@ class ToolSpec:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What a turn says."""
+    """Call that a turn makes."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -206,21 +206,13 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """What an agent is told: a tool's result, or the user's words."""
+    """Message to an agent: a tool's result, or the user's words."""
 
     role: Literal["user", "tool"]
     content: str
 
 
-FAILURES: tuple[Failure, ...] = (
-    "no_call",
-    "limit",
-    "rule_broken",
-    "wrong_tool",
-    "wrong_argument",
-    "gave_up",
-    "incomplete",
-)
+FAILURES: tuple[Failure, ...] = get_args(Failure)
 
 
 @dataclass(frozen=True)
@@ -237,7 +229,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Step:
-    """What a call has led to. ``tool_error``: the tool refused it: ``wrong_tool``,
+    """Result of a call. ``tool_error``: the tool refused it: ``wrong_tool``,
     ``wrong_argument``, ``rule_broken``, or empty. ``done``: there is no further turn."""
 
     messages: tuple[Message, ...]
@@ -247,7 +239,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an episode was worth.
+    """Worth of an episode.
 
     ``reward`` is the environment's own, 1.0 and more for a full success. ``components`` are its
     parts by name; ``excluded`` names those that were not measured and so not part of it.
@@ -263,7 +255,7 @@ class Outcome:
 
     @property
     def success(self) -> bool:
-        """Whether it counts as solved."""
+        """True if it counts as solved."""
         return self.reward >= 1.0 - 1e-9
 
 
@@ -280,7 +272,7 @@ class Episode(Protocol):
         ...
 
     def outcome(self) -> Outcome:
-        """What it was worth, as it stands: also where it was broken off by a limit."""
+        """Its worth, as it stands: also where it was broken off by a limit."""
         ...
 
     def close(self) -> None:
@@ -334,7 +326,7 @@ class Environment(Protocol):
 
     @property
     def deterministic(self) -> bool:
-        """Whether task, seed and calls decide everything."""
+        """True if task, seed and calls decide everything."""
         ...
 
     @property

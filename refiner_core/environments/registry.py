@@ -65,7 +65,7 @@ def open_environment(
 
 
 def environment_digest(config: RecipeConfig) -> str:
-    """What identifies the tasks and rules of a recipe's environment, for plans: without torch,
+    """Digest of the tasks and rules of a recipe's environment, for plans: without torch,
     network or a user simulator."""
     name = config.environment.name
     if name == DESK:
@@ -81,7 +81,7 @@ def environment_digest(config: RecipeConfig) -> str:
 
 
 def environment_notes(config: RecipeConfig) -> list[str]:
-    """What an environment still lacks here; it is not needed to plan, only to run."""
+    """Parts that an environment still lacks here; it is not needed to plan, only to run."""
     if config.environment.name != TAU2:
         return []
     from refiner_core.environments.tau2 import missing_tau2

@@ -1,4 +1,4 @@
-"""What an episode is worth in training: reward, partial credit, and how much its task counts.
+"""Worth of an episode in training: reward, partial credit, and how much its task counts.
 
 In: records of episodes, and the recipe's shaping. Out: one
 :class:`~refiner_core.contract.types.RewardResult` each; weights of tasks by their success so far.
@@ -20,22 +20,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from refiner_core.contract.checks.environment import alpha_of, check_shaping, check_weights
+from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.errors import EnvironmentOutage
 from refiner_core.contract.training_config import CurriculumConfig, EnvironmentConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.environments.protocol import Check, EpisodeRecord
-
-__all__ = [
-    "Curriculum",
-    "alpha_of",
-    "check_shaping",
-    "check_weights",
-    "partial_score",
-    "require_episodes",
-    "shaped_reward",
-    "unscored_kinds",
-]
 
 _KINDS_SHOWN = 3
 
@@ -108,7 +97,7 @@ def _unscored(
 def unscored_kinds(
     results: Iterable[RewardResult], status: Literal["failed", "excluded"]
 ) -> Counter[str]:
-    """Why episodes have no reward, with how often: by the kind of error that ended them
+    """Reason why episodes have no reward, with how often: by the kind of error that ended them
     (``failed``), or those that were left out on purpose (``excluded``)."""
     return Counter(
         str(judgement["kind"])
@@ -170,7 +159,7 @@ def require_episode_errors(
 
 
 class Curriculum:
-    """How much the advantages of a task count, by how often it was solved so far in training.
+    """Weight of the advantages of a task, by how often it was solved so far in training.
 
     A task that was tried at least ``min_attempts`` times counts ``high_weight`` where more than
     ``high`` of the attempts succeeded, ``low_weight`` where less than ``low`` did, else 1. Attempts

@@ -120,7 +120,7 @@ def _parse_call(inner: str) -> ParsedTurn:
 
 
 def _wrong_shape(value: Any) -> str:
-    """What is wrong with the value of a call; empty where nothing is."""
+    """Fault of the value of a call; empty where nothing is."""
     if not isinstance(value, dict):
         return f"a call is an object, not {_kind(value)}"
     missing = [key for key in ("name", "arguments") if key not in value]

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import UserConfig
@@ -40,7 +40,7 @@ _JITTER = random.Random()
 
 
 class Said(NamedTuple):
-    """What the user says, and the tokens that the server counted for it (0 where it does not)."""
+    """Words of the user, and the tokens that the server counted for it (0 where it does not)."""
 
     text: str
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class UserUsage:
-    """What a simulated user took. ``requests`` counts every try, ``messages`` what was said."""
+    """Costs of a simulated user. ``requests`` counts every try, ``messages`` what was said."""
 
     messages: int = 0
     requests: int = 0
@@ -58,7 +58,7 @@ class UserUsage:
 
 
 class _Trouble(NamedTuple):
-    """Why a try gave nothing; ``final``: another one gives the same."""
+    """Reason why a try gave nothing; ``final``: another one gives the same."""
 
     kind: str
     detail: str
@@ -126,7 +126,8 @@ class SimulatedUser:
             self._count(requests=1)
             read = _read(answer)
             if isinstance(read, Said):
-                self._count(1, 0, read.prompt_tokens, read.completion_tokens)
+                prompt, own = read.prompt_tokens, read.completion_tokens
+                self._count(messages=1, prompt_tokens=prompt, completion_tokens=own)
                 return read
             trouble = read
             if trouble.final:
@@ -134,7 +135,7 @@ class SimulatedUser:
         raise self._error(trouble, number + 1)
 
     def usage(self) -> UserUsage:
-        """What it took since it was made."""
+        """Costs since it was made."""
         return self._usage
 
     def close(self) -> None:
@@ -170,15 +171,10 @@ class SimulatedUser:
                 weakref.finalize(self, self._asked.thread.end, wait=False)
             return self._asked
 
-    def _count(self, messages: int = 0, requests: int = 0, prompt: int = 0, own: int = 0) -> None:
+    def _count(self, **more: int) -> None:
         with self._lock:
-            now = self._usage
-            self._usage = UserUsage(
-                now.messages + messages,
-                now.requests + requests,
-                now.prompt_tokens + prompt,
-                now.completion_tokens + own,
-            )
+            now = asdict(self._usage)
+            self._usage = UserUsage(**{name: n + more.get(name, 0) for name, n in now.items()})
 
     def _error(self, trouble: _Trouble, tries: int) -> InfrastructureError:
         config = self._config
@@ -241,7 +237,7 @@ def _check_key(variable: str) -> None:
 
 
 def _read(answer: Answered | Lost) -> Said | _Trouble:
-    """What an answer says, or why it says nothing."""
+    """Words of an answer, or why it says nothing."""
     if isinstance(answer, Lost):
         if answer.reason == "timeout":
             return _Trouble("user_slow", "no answer in time")

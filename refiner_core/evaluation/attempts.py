@@ -74,9 +74,9 @@ def attempt_row(sample_id: str, index: int, completion: Completion) -> dict[str,
 
 
 def failure_of(record: EpisodeRecord) -> str:
-    """Why an attempt failed; empty for a success, which the reward alone decides, as in training,
-    and for an error of the infrastructure. An environment that gives no reason has left it
-    ``incomplete``."""
+    """Reason why an attempt failed; empty for a success, which the reward alone decides, as in
+    training, and for an error of the infrastructure. An environment that gives no reason has left
+    it ``incomplete``."""
     if record.status == "error":
         return ""
     if record.ended == "no_call":
@@ -158,7 +158,7 @@ def _tasks(rows: Sequence[Mapping[str, Any]]) -> Iterable[tuple[int, list[bool |
 def episodes_told(
     rows: Sequence[Mapping[str, Any]], attempts: int, domains: Sequence[str]
 ) -> dict[str, Any]:
-    """What there is to count in attempts; see the module."""
+    """Counts of attempts; see the module."""
     told: dict[str, Any] = {}
     for domain in domains:
         mine = [row for row in rows if row["domain"] == domain]

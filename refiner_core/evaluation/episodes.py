@@ -16,7 +16,8 @@ decoding's are begun as places become free, and each that has finished is kept.
 
 An attempt that the infrastructure ended is none: it is left out and counted. Past
 ``environment.max_error_share`` of a decoding's attempts the evaluation stops; those that had errors
-are then tried again when it goes on. Beside the model stands :mod:`.do_nothing`.
+are then tried again when it goes on. Beside the model stands
+:class:`~refiner_core.evaluation.attempts.DoNothing`.
 
 Where an environment's own tools read results in a form of their own (tau2-bench), these are written
 beside ours, into ``environment/DECODING``.
@@ -27,36 +28,22 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError, EnvironmentOutage, Interrupted, RefinerError
-from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import (
-    Completion,
-    Generator,
-    Judge,
-    PromptRow,
-    StageIO,
-    TurnGenerator,
-)
+from refiner_core.contract.types import Completion, Generator, Judge, StageIO, TurnGenerator
 from refiner_core.data.prepared import load_prompts
-from refiner_core.environments.episodes import (
-    EpisodeRequest,
-    EpisodeSettings,
-    run_episodes,
-    settings_of,
-)
+from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
     Environment,
     WritesResults,
     domain_of_id,
     over_domains,
     record_from_json,
-    task_of_row,
 )
 from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import require_episode_errors
@@ -71,10 +58,11 @@ from refiner_core.evaluation.attempts import (
     with_tasks,
 )
 from refiner_core.evaluation.metrics import episode_metrics
-from refiner_core.evaluation.protocol import Decoding, episode_protocol, sampling_params
+from refiner_core.evaluation.protocol import episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, Measurement, write_results
-from refiner_core.evaluation.run import Circumstances, load_generator
+from refiner_core.evaluation.run import Circumstances, Unit, asked, open_generator, units_of
 from refiner_core.generation.reporting import BatchReporter
+from refiner_core.samples import Wanted, sample_episodes
 
 _ROWS_FILE = "rows.json"
 #: Results in the form of the environment's own tools, by decoding.
@@ -87,20 +75,8 @@ _Rows = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Attempts that are made together. ``decoding`` None is the agent that does nothing."""
-
-    decoding: Decoding | None
-    places: tuple[tuple[PromptRow, int], ...]
-
-    @property
-    def key(self) -> str:
-        return self.decoding or DO_NOTHING
-
-
-@dataclass(frozen=True)
 class _Agents:
-    """Who makes attempts, and where."""
+    """Agents that make attempts, and where."""
 
     config: RecipeConfig
     environment: Environment
@@ -109,58 +85,43 @@ class _Agents:
 
     def run(
         self,
-        unit: _Unit,
-        places: Sequence[tuple[PromptRow, int]],
+        unit: Unit,
+        wanted: Sequence[Wanted],
         on_row: Callable[[dict[str, Any]], None],
         should_stop: Callable[[], bool] | None,
     ) -> None:
         """Make attempts of a unit; a row as each has finished."""
-        settings = self._settings(unit.decoding)
-        for who, these in self._who(unit, places):
-            requests = [self._request(unit, prompt, index) for prompt, index in these]
-
-            def finished(
-                place: int,
-                completion: Completion,
-                these: Sequence[tuple[PromptRow, int]] = these,
-            ) -> None:
-                prompt, index = these[place]
-                on_row(attempt_row(prompt.sample_id, index, completion))
-
-            run_episodes(
-                who,
-                self.environment,
-                self.tokenizer,
-                requests,
-                settings,
-                finished,
-                should_stop=should_stop,
-            )
-
-    def _who(
-        self, unit: _Unit, places: Sequence[tuple[PromptRow, int]]
-    ) -> Iterator[tuple[Generator | TurnGenerator, Sequence[tuple[PromptRow, int]]]]:
-        if unit.decoding is not None:
-            yield self.generator, places
-            return
-        for domain in domains_of(prompt.sample_id for prompt, _ in places):
-            mine = [p for p in places if domain_of_id(p[0].sample_id) == domain]
-            yield DoNothing(self.environment, domain, self.tokenizer), mine
-
-    def _settings(self, decoding: Decoding | None) -> EpisodeSettings:
-        params = sampling_params(self.config, decoding or "greedy")
+        params = sampling_params(self.config, unit.decoding or "greedy")
         settings = settings_of(
-            self.config,
-            self.environment,
+            *(self.config, self.environment),
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
         )
-        return settings if decoding is not None else replace(settings, max_turns=1, repairs=0)
+        parts = [(self.generator, wanted)]
+        if unit.decoding is None:
+            settings = replace(settings, max_turns=1, repairs=0)
+            parts = [
+                (DoNothing(self.environment, domain, self.tokenizer), mine)
+                for domain, mine in _by_domain(wanted).items()
+            ]
+        for agent, these in parts:
 
-    def _request(self, unit: _Unit, prompt: PromptRow, index: int) -> EpisodeRequest:
-        seed = derive_seed(self.config.evaluate.seed, "evaluate", unit.key, prompt.sample_id, index)
-        return EpisodeRequest(task_of_row(prompt), prompt.prompt_ids, seed)
+            def finished(place: int, completion: Completion, these: Any = these) -> None:
+                one = these[place]
+                on_row(attempt_row(one.prompt.sample_id, one.number, completion))
+
+            sample_episodes(
+                *(agent, these, self.environment, self.tokenizer, settings, finished),
+                should_stop=should_stop,
+            )
+
+
+def _by_domain(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+    found: dict[str, list[Wanted]] = {}
+    for one in wanted:
+        found.setdefault(domain_of_id(one.prompt.sample_id), []).append(one)
+    return found
 
 
 def evaluate_episodes(
@@ -207,32 +168,27 @@ def evaluate_episodes(
             fix="name another environment.test_split or other environment.domains",
         )
     environment = environment or open_environment(config, evaluation=True, judge=judge)
-    units = _units(config, tasks, whole=environment.deterministic)
-    reporter = BatchReporter(io, sum(len(unit.places) for unit in units), "samples")
-    if generator is None:
-        generator, tokenizer = load_generator(config, model_ref, reporter)
-    elif tokenizer is None:
-        from refiner_core.generation.load import load_tokenizer
-
-        tokenizer = load_tokenizer(model_ref, config.model)
+    units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
+    reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
+    generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
     agents = _Agents(config, environment, generator, tokenizer)
     made = _Work(units, agents, io, reporter).run()
     around = circumstances or Circumstances()
     domains = domains_of(task.sample_id for task in tasks)
-    asked: dict[str, int] = {d: _asked(config, d) for d in config.evaluate.decoding}
-    rows = {key: with_tasks(found, asked.get(key, 1), domains) for key, found in made.items()}
+    attempts = {unit.key: asked(config, unit.decoding) for unit in units}
+    rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
     measured = [
         Measured(
             episode_protocol(
                 config, environment, tasks, decoding, data_digest, around.protocol_file
             ),
             rows[decoding],
-            episode_metrics(asked[decoding], domains),
+            episode_metrics(attempts[decoding], domains),
         )
         for decoding in config.evaluate.decoding
     ]
     _write_own_results(environment, rows, output_dir, model_name)
-    told = {key: episodes_told(found, asked.get(key, 1), domains) for key, found in rows.items()}
+    told = {key: episodes_told(found, attempts[key], domains) for key, found in rows.items()}
     return write_results(
         output_dir,
         Measurement(
@@ -266,32 +222,11 @@ def _write_own_results(
         environment.results_file(records, folder, agent=model_name)
 
 
-def _asked(config: RecipeConfig, decoding: Decoding) -> int:
-    """Attempts at each task."""
-    return config.evaluate.num_samples if decoding == "sampled" else 1
-
-
-def _units(config: RecipeConfig, tasks: Sequence[PromptRow], *, whole: bool) -> list[_Unit]:
-    """All work, in order: what does nothing first, which needs no model, then each decoding. A unit
-    is a generation batch where units are kept ``whole``, and else all of a decoding."""
-
-    def cut(decoding: Decoding | None, attempts: int) -> Iterator[_Unit]:
-        size = max(1, config.evaluate.batch_size // attempts) if whole else len(tasks)
-        for first in range(0, len(tasks), size):
-            mine = tasks[first : first + size]
-            yield _Unit(decoding, tuple((task, i) for task in mine for i in range(attempts)))
-
-    units = list(cut(None, 1))
-    for decoding in config.evaluate.decoding:
-        units += cut(decoding, _asked(config, decoding))
-    return units
-
-
 class _Work:
     """Units one after the other, from the newest checkpoint on."""
 
     def __init__(
-        self, units: Sequence[_Unit], agents: _Agents, io: StageIO, reporter: BatchReporter
+        self, units: Sequence[Unit], agents: _Agents, io: StageIO, reporter: BatchReporter
     ) -> None:
         self.units, self.agents, self.io, self.reporter = units, agents, io, reporter
         self.rows: dict[str, _Rows] = {unit.key: {} for unit in units}
@@ -312,7 +247,7 @@ class _Work:
         """Rows by decoding (and of what does nothing), task by task, attempt by attempt."""
         for unit in self.units:
             there = self.rows[unit.key]
-            missing = [p for p in unit.places if (p[0].sample_id, p[1]) not in there]
+            missing = [one for one in unit.wanted if one.key not in there]
             if not missing:
                 continue
             if self.io.should_stop():
@@ -320,14 +255,14 @@ class _Work:
             self._make(unit, missing)
         self.reporter.batch(self.done, "numbers")
         return {
-            key: [rows[p[0].sample_id, p[1]] for u in self.units if u.key == key for p in u.places]
+            key: [rows[one.key] for unit in self.units if unit.key == key for one in unit.wanted]
             for key, rows in self.rows.items()
         }
 
-    def _make(self, unit: _Unit, missing: Sequence[tuple[PromptRow, int]]) -> None:
+    def _make(self, unit: Unit, missing: Sequence[Wanted]) -> None:
         """A unit's missing attempts; it is kept when all are there."""
         made: _Rows = {}
-        before, asked = self.done, sum(len(u.places) for u in self.units if u.key == unit.key)
+        before, asked = self.done, sum(len(u.wanted) for u in self.units if u.key == unit.key)
         self.reporter.batch(before, unit.key)
 
         def finished(row: dict[str, Any]) -> None:
@@ -351,7 +286,7 @@ class _Work:
         if unit is not self.units[-1]:
             self._save(unit, {})
 
-    def _require(self, unit: _Unit, made: _Rows, asked: int) -> None:
+    def _require(self, unit: Unit, made: _Rows, asked: int) -> None:
         """Stop as soon as there are too many errors, however the rest would go."""
         rows = [*self.rows[unit.key].values(), *made.values()]
         errors = [row for row in rows if row["status"] == "error"]
@@ -364,7 +299,7 @@ class _Work:
         """Whole units in which there were errors are made again, too: else these would count
         against the next try."""
         for unit in self.units:
-            rows, places = self.rows[unit.key], [(p[0].sample_id, p[1]) for p in unit.places]
+            rows, places = self.rows[unit.key], [one.key for one in unit.wanted]
             if any(place in rows and rows[place]["status"] == "error" for place in places):
                 self.rows[unit.key] = {k: row for k, row in rows.items() if k not in places}
         if self._saved > self.done:
@@ -372,7 +307,7 @@ class _Work:
                 self._saved + 1, {key: list(rows.values()) for key, rows in self.rows.items()}
             )
 
-    def _save(self, unit: _Unit, half: _Rows) -> None:
+    def _save(self, unit: Unit, half: _Rows) -> None:
         """A checkpoint of whole units and, of one that is not whole, of the attempts without an
         error: the others are tried again."""
         good = {place: row for place, row in half.items() if row["status"] != "error"}

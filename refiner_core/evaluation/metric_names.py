@@ -1,4 +1,4 @@
-"""How the name of a metric is put together: ``METRIC``, ``METRIC/DOMAIN``, ``failure/CLASS``.
+"""Parts of the name of a metric: ``METRIC``, ``METRIC/DOMAIN``, ``failure/CLASS``.
 
 In: names of metrics. Out: their parts. Imports nothing; :mod:`.metrics` says what there is.
 """
@@ -78,7 +78,7 @@ def _check(n: int, c: int, k: int) -> None:
 
 
 def pass_names(attempts: int) -> tuple[str, ...]:
-    """What is told of tasks with so many attempts each, in order."""
+    """Numbers of tasks with so many attempts each, in order."""
     ks = range(1, attempts + 1)
     return (FIRST, *(f"pass@{k}" for k in ks), *(f"pass^{k}" for k in ks))
 

@@ -1,4 +1,4 @@
-"""What metrics are called, and what their names say of them.
+"""Names of metrics, and what they say.
 
 In: names. Out: whether there is such a metric, which way it is good, what kind of number it is, of
 which prompts it is told, and in which order metrics stand.
@@ -64,7 +64,7 @@ NUMBERS = frozenset({"reward", "claims", "uncited", "length_tokens"})
 
 
 def metric_kind(metric: str, config: RewardConfig) -> Kind:
-    """Which interval a metric may have."""
+    """Kind of a metric, which decides its interval."""
     if metric in YES_NO:
         return "yes_no"
     # The recorded alternatives of the aggregation leave [0, 1].
@@ -108,7 +108,7 @@ def sample_row(
 
 
 def _applies(metric: str, result: RewardResult) -> bool:
-    """Whether the row has what the metric is about: rubrics, evidence to cite."""
+    """True if the row has what the metric is about: rubrics, evidence to cite."""
     if metric == "rubric_score":
         return not result.components.get("no_rubrics")
     if metric.startswith("citation_"):
@@ -241,23 +241,23 @@ def episode_metrics(attempts: int, domains: Sequence[str]) -> tuple[str, ...]:
 
 
 def of_tasks(metric: str) -> bool:
-    """Whether it is a number of whole tasks, not of attempts."""
+    """True if it is a number of whole tasks, not of attempts."""
     return _PASS.fullmatch(base_of(metric)) is not None
 
 
 def weighed(metric: str) -> bool:
-    """Whether it is one of :data:`WEIGHED`, of whatever domain."""
+    """True if it is one of :data:`WEIGHED`, of whatever domain."""
     return base_of(metric) in WEIGHED
 
 
 def of_episodes(metric: str) -> bool:
-    """Whether episodes have such a metric."""
+    """True if episodes have such a metric."""
     base = base_of(metric)
     return of_tasks(metric) or base in EPISODE_METRICS or base in FAILURE_METRICS
 
 
 def metrics_of(config: RecipeConfig) -> tuple[str, ...]:
-    """What evaluations of a recipe may tell; of an agent without what is told by domain."""
+    """Metrics that evaluations of a recipe may tell; of an agent without what is told by domain."""
     if not config.environment.name:
         return METRICS
     sampled = "sampled" in config.evaluate.decoding
@@ -279,7 +279,7 @@ def main_metrics(metrics: Iterable[str]) -> list[str]:
 
 
 def has_metric(config: RecipeConfig, metric: str) -> bool:
-    """Whether evaluations of a recipe may tell it (whether there is such a domain, tasks say)."""
+    """True if evaluations of a recipe may tell it (whether there is such a domain, tasks say)."""
     return base_of(metric) in metrics_of(config)
 
 
@@ -293,7 +293,7 @@ def in_order(metrics: Iterable[str]) -> list[str]:
 
 
 def higher_is_better(metric: str) -> bool | None:
-    """Which way a metric is good; None where neither is."""
+    """Direction in which a metric is good; None where neither is."""
     base = base_of(metric)
     if base in _NEITHER:
         return None
@@ -301,19 +301,19 @@ def higher_is_better(metric: str) -> bool | None:
 
 
 def is_number(metric: str) -> bool:
-    """Whether it is any number, and not a share in [0, 1]."""
+    """True if it is any number, and not a share in [0, 1]."""
     base = base_of(metric)
     return base in NUMBERS or base in _EPISODE_NUMBERS
 
 
 def is_yes_no(metric: str) -> bool:
-    """Whether a sample has or has not what it is about."""
+    """True if a sample has or has not what it is about."""
     base = base_of(metric)
     return base in YES_NO or base in _EPISODE_YES_NO or base.startswith(FAILURE)
 
 
 def once_per_prompt(metric: str, decoding: str) -> bool:
-    """Whether a prompt has one value and no more, so that a yes or no is one trial."""
+    """True if a prompt has one value and no more, so that a yes or no is one trial."""
     return decoding == "greedy" or base_of(metric) == FIRST
 
 

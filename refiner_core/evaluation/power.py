@@ -1,11 +1,11 @@
-"""How large an effect must be to be seen, from how much values spread.
+"""Power: how large an effect must be to be seen, from how much values spread.
 
 In: values [seeds, prompts] of a difference of two arms, or what is known of its variance. Out: its
 variance components, and the smallest effect that so many seeds and prompts find so often.
 
-The test whose power is computed is the one that compares arms (:mod:`.crossed`), not an ideal one:
-mean squares are drawn as they would come, and the power is the mean over them. Effects may have
-either sign. Values are taken for normal.
+The test whose power is computed is the one that compares arms (:mod:`.statistics`), not an
+ideal one: mean squares are drawn as they would come, and the power is the mean over them. Effects
+may have either sign. Values are taken for normal.
 
 >>> found = variance_components(arm - baseline)
 >>> detectable_effect(found, seeds=3, prompts=200)
@@ -153,7 +153,7 @@ def detectable_effect(
 def power_of(
     components: Components, seeds: int, prompts: int, effect: float, alpha: float = 0.05
 ) -> float:
-    """How often a difference of this size is found; see :func:`detectable_effect`."""
+    """Share of sweeps that find a difference of this size; see :func:`detectable_effect`."""
     if prompts < 2:
         return 0.0
     half, error = _half_widths(components, seeds, prompts, alpha)

@@ -84,8 +84,10 @@ class Protocol:
     def name(self) -> str:
         """For people, e.g. ``held-out/greedy/lexical-1@v1-ab12cd34``; of a protocol file with its
         name in front."""
-        by = "+".join(filter(None, (_environment_name(self.environment), _judge_name(self.judge))))
-        return f"{self.file or self.split}/{self.decoding}/{by}-{self.fingerprint[:8]}"
+        where, judge = self.environment, self.judge
+        by = [f"{where['name']}@{where['version']}"] if where is not None else []
+        by += [f"{judge['model']}@{judge['prompt']}"] if judge else []
+        return f"{self.file or self.split}/{self.decoding}/{'+'.join(by)}-{self.fingerprint[:8]}"
 
     def with_reward(self, config: RecipeConfig) -> Protocol:
         """The protocol of the metric ``reward`` (of an agent, of ``partial`` too), which depends on
@@ -114,19 +116,8 @@ class Protocol:
         return values
 
 
-def _judge_name(judge: Mapping[str, Any]) -> str:
-    return f"{judge['model']}@{judge['prompt']}" if judge else ""
-
-
-def _environment_name(environment: Mapping[str, Any] | None) -> str:
-    """``desk@1``."""
-    if environment is None:
-        return ""
-    return f"{environment['name']}@{environment['version']}"
-
-
 def sampling_params(config: RecipeConfig, decoding: Decoding) -> SamplingParams:
-    """How a decoding samples; lengths and stop strings are those of training."""
+    """Sampling of a decoding; lengths and stop strings are those of training."""
     sampled = decoding == "sampled"
     return SamplingParams(
         temperature=config.evaluate.temperature if sampled else 0.0,
@@ -155,14 +146,8 @@ def make_protocol(
     static = reward.rubric_source in ("static", "instance+static")
     static = static and not reward.instance_rubrics_only
     return Protocol(
-        data=data_digest,
-        split="held-out",
-        prompts=prompts_digest(prompts),
-        file=file,
-        num_prompts=len(prompts),
-        decoding=decoding,
+        **_measured(config, prompts, decoding, data_digest, file),
         sampling=sampling,
-        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
         judge=_judge(config.judge),
         rubrics={
             "source": reward.rubric_source,
@@ -196,14 +181,8 @@ def episode_protocol(
         "seed": config.evaluate.seed,  # also of a greedy decoding: users and tools draw by it
     }
     return Protocol(
-        data=data_digest,
-        split="held-out",
-        prompts=prompts_digest(prompts),
-        file=file,
-        num_prompts=len(prompts),
-        decoding=decoding,
+        **_measured(config, prompts, decoding, data_digest, file),
         sampling=sampling,
-        samples_per_prompt=config.evaluate.num_samples if decoding == "sampled" else 1,
         judge=_judge(config.judge) if asked.nl_assertions == "judge" else {},
         rubrics={},
         version=PROTOCOL_VERSION_OF_AGENTS,
@@ -218,6 +197,25 @@ def episode_protocol(
             **_file_of_ones_own(asked.name),
         },
     )
+
+
+def _measured(
+    config: RecipeConfig,
+    prompts: Sequence[PromptRow],
+    decoding: Decoding,
+    data_digest: str,
+    file: str,
+) -> dict[str, Any]:
+    """Fields of a protocol that say what is measured, and how often."""
+    return {
+        "data": data_digest,
+        "split": "held-out",
+        "prompts": prompts_digest(prompts),
+        "file": file,
+        "num_prompts": len(prompts),
+        "decoding": decoding,
+        "samples_per_prompt": config.evaluate.num_samples if decoding == "sampled" else 1,
+    }
 
 
 def _file_of_ones_own(name: str) -> dict[str, str]:

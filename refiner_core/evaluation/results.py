@@ -83,7 +83,8 @@ def metric_entries(
         found = recompute(measured.rows, metric, config)
         if found is None:
             continue
-        protocol = _protocol_of(metric, measured.protocol, config)
+        protocol = measured.protocol
+        protocol = protocol.with_reward(config) if weighed(metric) else protocol
         entries.append(
             {
                 "stage": stage,
@@ -112,10 +113,6 @@ def recompute(
         seed=config.evaluate.seed,
         stream=metric.replace("pass^1", "pass@1") if base_of(metric) == "pass^1" else "",
     )
-
-
-def _protocol_of(metric: str, protocol: Protocol, config: RecipeConfig) -> Protocol:
-    return protocol.with_reward(config) if weighed(metric) else protocol
 
 
 def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError, Interrupted
@@ -38,13 +38,12 @@ from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     FreshJudge,
-    GenerationRequest,
     Generator,
     Judge,
     JudgeUsage,
     PromptRow,
-    SavedCheckpoint,
     StageIO,
+    TurnGenerator,
 )
 from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
@@ -53,14 +52,9 @@ from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_p
 from refiner_core.evaluation.results import Measured, Measurement, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import (
-    usage_between,
-    usage_from_json,
-    usage_of,
-    usage_sum,
-    usage_to_json,
-)
-from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.judges.surroundings import usage_from_json, usage_to_json
+from refiner_core.rewards import RewardInput, require_scored
+from refiner_core.samples import AnswerRewards, JudgeMeter, Wanted, load_generator, sample_answers
 
 COPIER = "random_copier"
 _ROWS_FILE = "rows.json"
@@ -70,7 +64,7 @@ _SAMPLED_FILE = "sampled.json"
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What there is to know of an evaluation beside its configuration.
+    """Facts of an evaluation beside its configuration.
 
     Attributes
     ----------
@@ -85,31 +79,68 @@ class Circumstances:
     mark: str = ""
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Whole prompts that are sampled and scored together. ``decoding`` None is the copier."""
+class Unit(NamedTuple):
+    """Samples of whole prompts that are made together; ``decoding`` None is the reference's.
+    ``key`` names decoding or reference."""
 
+    key: str
     decoding: Decoding | None
-    prompts: tuple[PromptRow, ...]
-
-    @property
-    def key(self) -> str:
-        return self.decoding or COPIER
+    wanted: tuple[Wanted, ...]
 
 
-@dataclass(frozen=True)
-class _Answer:
+def asked(config: RecipeConfig, decoding: Decoding | None) -> int:
+    """Number of samples of each prompt."""
+    return config.evaluate.num_samples if decoding == "sampled" else 1
+
+
+def units_of(
+    config: RecipeConfig, prompts: Sequence[PromptRow], reference: str, *, whole: bool = True
+) -> list[Unit]:
+    """All work, in order: the reference first, which needs no model, then each decoding. A unit is
+    a generation batch where units are kept ``whole``, and else all of a decoding."""
+    units, evaluate = [], config.evaluate
+    for decoding in (None, *evaluate.decoding):
+        key, samples = decoding or reference, asked(config, decoding)
+        size = max(1, evaluate.batch_size // samples) if whole else len(prompts)
+        for first in range(0, len(prompts), size):
+            wanted = tuple(
+                Wanted(p, i, derive_seed(evaluate.seed, "evaluate", key, p.sample_id, i))
+                for p in prompts[first : first + size]
+                for i in range(samples)
+            )
+            units.append(Unit(key, decoding, wanted))
+    return units
+
+
+def open_generator(
+    config: RecipeConfig,
+    model_ref: str,
+    reporter: BatchReporter,
+    generator: Generator | TurnGenerator | None = None,
+    tokenizer: Any = None,
+) -> tuple[Any, Any]:
+    """Generator and tokenizer: those given, else of the model, on the device that is configured."""
+    from refiner_core.generation.load import load_tokenizer
+
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model_ref, config.model)
+    evaluate = config.evaluate
+    made = generator or load_generator(
+        *(config.model, model_ref, tokenizer, evaluate.resources),
+        batch_size=evaluate.batch_size,
+        on_step=reporter.turn if config.environment.name else reporter.step,
+    )
+    return made, tokenizer
+
+
+class _Answer(NamedTuple):
     """One answer before it is scored."""
 
     prompt: PromptRow
-    index: int
+    number: int
     text: str
     length_tokens: int
     stopped: bool
-
-    def kept(self) -> list[Any]:
-        """For a checkpoint."""
-        return [self.prompt.sample_id, self.index, self.text, self.length_tokens, self.stopped]
 
 
 def evaluate_model(
@@ -163,17 +194,12 @@ def evaluate_model(
             expected="at least one held-out prompt",
             fix="raise data.held_out_fraction, or give more rows",
         )
-    units, around = _units(config, prompts), circumstances or Circumstances()
+    units, around = units_of(config, prompts, COPIER), circumstances or Circumstances()
     reporter = BatchReporter(io, len(units), "samples")
-    if generator is None:
-        generator, tokenizer = load_generator(config, model_ref, reporter)
-    elif tokenizer is None:
-        from refiner_core.generation.load import load_tokenizer
-
-        tokenizer = load_tokenizer(model_ref, config.model)
+    generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
     asked_afresh = _afresh(config, judge, around.mark)
-    scorer = _Scorer(config, judge, asked_afresh or judge, generator, tokenizer)
-    work = _Work(units, scorer, io, reporter)
+    sampler = _Sampler(config, generator, tokenizer, judge, asked_afresh or judge)
+    work = _Work(units, sampler, io, reporter)
     rows = work.run()
     measured = [
         Measured(
@@ -190,7 +216,7 @@ def evaluate_model(
             model_ref,
             measured,
             (COPIER, rows[COPIER]),
-            work.usage,
+            work.meter.usage(),
             reference_fresh=asked_afresh is not None if isinstance(judge, FreshJudge) else None,
         ),
     )
@@ -203,60 +229,77 @@ def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:
     return judge.fresh(mark)
 
 
-def load_generator(
-    config: RecipeConfig, model_ref: str, reporter: BatchReporter
-) -> tuple[Generator, Any]:
-    """A generator over the model, on the device that the configuration asks for."""
-    from refiner_core.generation.load import device_for, load_model, load_tokenizer, set_threads
-    from refiner_core.generation.transformers_backend import TransformersGenerator
+@dataclass(frozen=True)
+class _Begun:
+    """A unit whose answers are there, and their rewards, on which the judge may work."""
 
-    set_threads(config.model)
-    tokenizer = load_tokenizer(model_ref, config.model)
-    model = load_model(model_ref, config.model).to(device_for(config.evaluate.resources))
-    on_step = reporter.turn if config.environment.name else reporter.step
-    generator = TransformersGenerator(
-        model, tokenizer, batch_size=config.evaluate.batch_size, on_step=on_step
-    )
-    return generator, tokenizer
+    key: str
+    answers: tuple[_Answer, ...]
+    rewards: AnswerRewards
 
 
-def _units(config: RecipeConfig, prompts: Sequence[PromptRow]) -> list[_Unit]:
-    """All work, in order: the copier first, which needs no model, then each decoding."""
+@dataclass(frozen=True)
+class _Sampler:
+    """Sampler of units; a judge that streams begins with each answer as it is finished."""
 
-    def cut(decoding: Decoding | None, samples: int) -> Iterator[_Unit]:
-        size = max(1, config.evaluate.batch_size // samples)
-        for first in range(0, len(prompts), size):
-            yield _Unit(decoding, tuple(prompts[first : first + size]))
+    config: RecipeConfig
+    generator: Generator
+    tokenizer: Any
+    judge: Judge
+    reference_judge: Judge
 
-    units = list(cut(None, 1))
-    for decoding in config.evaluate.decoding:
-        units += cut(decoding, config.evaluate.num_samples if decoding == "sampled" else 1)
-    return units
+    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> _Begun:
+        """A unit whose answers are ``known`` of an earlier attempt, or sampled now."""
+        judge = self.reference_judge if unit.decoding is None else self.judge
+        rewards = AnswerRewards(self.config.reward, judge)
+        answers: dict[int, _Answer] = {}
+
+        def add(place: int, answer: _Answer) -> None:
+            answers[place] = answer
+            rewards.add(place, RewardInput(answer.prompt, answer.text, answer.stopped))
+
+        if known is not None:
+            for place, answer in enumerate(known):
+                add(place, answer)
+        elif unit.decoding is None:
+            for place, wanted in enumerate(unit.wanted):
+                add(place, self._copied(wanted.prompt))
+        else:
+            self._sample(unit.wanted, unit.decoding, add)
+        return _Begun(unit.key, tuple(answers[i] for i in range(len(unit.wanted))), rewards)
+
+    def _sample(
+        self,
+        wanted: Sequence[Wanted],
+        decoding: Decoding,
+        add: Callable[[int, _Answer], None],
+    ) -> None:
+        def finished(place: int, completion: Completion) -> None:
+            text, length = completion_text(self.tokenizer, completion), len(completion.token_ids)
+            one, stopped = wanted[place], completion.finish_reason == "stop"
+            add(place, _Answer(one.prompt, one.number, text, length, stopped))
+
+        params = sampling_params(self.config, decoding)
+        sample_answers(self.generator, wanted, params, finished)
+
+    def _copied(self, prompt: PromptRow) -> _Answer:
+        seed = derive_seed(self.config.evaluate.seed, COPIER, prompt.sample_id)
+        text = random_copier(prompt.prompt_text, random.Random(seed))
+        length = len(self.tokenizer.encode(text, add_special_tokens=False))
+        return _Answer(prompt, 0, text, length, stopped=True)
 
 
 class _Work:
     """Units one after the other, from the newest checkpoint on."""
 
     def __init__(
-        self, units: Sequence[_Unit], scorer: _Scorer, io: StageIO, reporter: BatchReporter
+        self, units: Sequence[Unit], sampler: _Sampler, io: StageIO, reporter: BatchReporter
     ) -> None:
-        self.units, self.scorer, self.io, self.reporter = units, scorer, io, reporter
+        self.units, self.sampler, self.io, self.reporter = units, sampler, io, reporter
         self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
         self.done = 0
         self.sampled: dict[int, tuple[_Answer, ...]] = {}
-        self.usage_before: JudgeUsage | None = None
-        if (checkpoint := io.latest_checkpoint()) is not None:
-            self._restore(checkpoint)
-        self._usage_at_start = usage_of(scorer.judge)
-
-    @property
-    def usage(self) -> JudgeUsage | None:
-        """What the judge has done for this evaluation; None where it keeps no count."""
-        now = usage_of(self.scorer.judge)
-        if self._usage_at_start is None or now is None:
-            return self.usage_before
-        used = usage_between(self._usage_at_start, now)
-        return usage_sum(self.usage_before, used) if self.usage_before else used
+        self.meter = JudgeMeter(sampler.judge, self._restore())
 
     def run(self) -> dict[str, list[dict[str, Any]]]:
         """Rows by decoding (and the copier's)."""
@@ -271,27 +314,34 @@ class _Work:
             self.reporter.batch(self.done, unit.key)
             before, begun = begun, self._begin(number, unit)
             self._finish(before)
-            if not begun.judging or number == len(self.units):
+            if not begun.rewards.streams or number == len(self.units):
                 self._finish(begun)
                 begun = None
         self.reporter.batch(len(self.units), "numbers")
         return self.rows
 
-    def _begin(self, number: int, unit: _Unit) -> _Begun:
-        """A unit whose answers are there: of an earlier attempt, or sampled now."""
-        if (answers := self.sampled.get(number)) is not None:
-            return self.scorer.again(unit, answers)
-        begun = self.scorer.begin(unit)
-        self.sampled[number] = begun.answers
-        if begun.judging and unit.decoding is not None:
-            self._save()  # else it is judged within the moment, and kept then
+    def _begin(self, number: int, unit: Unit) -> _Begun:
+        known = self.sampled.get(number)
+        begun = self.sampler.begin(unit, known)
+        if known is None:
+            self.sampled[number] = begun.answers
+            if begun.rewards.streams and unit.decoding is not None:
+                self._save()  # else it is judged within the moment, and kept then
         return begun
 
     def _finish(self, begun: _Begun | None) -> None:
-        """Wait for a unit's judgements, and keep it."""
+        """Wait for a unit's judgements, and keep it: a row per sample, in order."""
         if begun is None:
             return
-        self.rows[begun.unit.key] += self.scorer.finish(begun, self.reporter)
+        results = begun.rewards.results(self.reporter.judged)
+        require_scored(results, self.sampler.config.judge.max_failed_share, of="answers")
+        for (prompt, number, text, length, stopped), result in zip(
+            begun.answers, results, strict=True
+        ):
+            row = sample_row(
+                prompt, number, text, length_tokens=length, stopped=stopped, result=result
+            )
+            self.rows[begun.key].append(row)
         self.done += 1
         del self.sampled[self.done]
         if self.done < len(self.units):
@@ -301,21 +351,27 @@ class _Work:
         """A checkpoint. Its step counts units that are sampled and units that are judged."""
         with self.io.new_checkpoint(2 * self.done + len(self.sampled)) as folder:
             _write(folder / _ROWS_FILE, self.rows)
-            waiting = [[a.kept() for a in self.sampled[n]] for n in sorted(self.sampled)]
+            sampled = [self.sampled[n] for n in sorted(self.sampled)]
+            waiting = [[[a.prompt.sample_id, *a[1:]] for a in answers] for answers in sampled]
             _write(folder / _SAMPLED_FILE, {"judged": self.done, "waiting": waiting})
-            if (usage := self.usage) is not None:
+            if (usage := self.meter.usage()) is not None:
                 _write(folder / _USAGE_FILE, usage_to_json(usage))
 
-    def _restore(self, checkpoint: SavedCheckpoint) -> None:
+    def _restore(self) -> JudgeUsage | None:
+        """Take up the newest checkpoint; what the judge had done by then."""
+        if (checkpoint := self.io.latest_checkpoint()) is None:
+            return None
         self.rows = _read(checkpoint.path / _ROWS_FILE)
         self.done = checkpoint.step
         if (checkpoint.path / _SAMPLED_FILE).exists():  # not in checkpoints of older versions
             kept = _read(checkpoint.path / _SAMPLED_FILE)
             self.done = kept["judged"]
+            prompts = {w.prompt.sample_id: w.prompt for unit in self.units for w in unit.wanted}
             for number, answers in enumerate(kept["waiting"], start=self.done + 1):
-                self.sampled[number] = _answers(self.units[number - 1], answers)
-        if (checkpoint.path / _USAGE_FILE).exists():
-            self.usage_before = usage_from_json(_read(checkpoint.path / _USAGE_FILE))
+                made = tuple(_Answer(prompts[sample_id], *rest) for sample_id, *rest in answers)
+                self.sampled[number] = made
+        usage = checkpoint.path / _USAGE_FILE
+        return usage_from_json(_read(usage)) if usage.exists() else None
 
 
 def _write(path: Path, value: Any) -> None:
@@ -324,117 +380,3 @@ def _write(path: Path, value: Any) -> None:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _answers(unit: _Unit, kept: Sequence[Sequence[Any]]) -> tuple[_Answer, ...]:
-    """A unit's answers, as an earlier attempt has kept them."""
-    prompts = {prompt.sample_id: prompt for prompt in unit.prompts}
-    return tuple(_Answer(prompts[sample_id], *rest) for sample_id, *rest in kept)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A unit whose answers are there. ``judging``: the judge works on them by itself."""
-
-    unit: _Unit
-    answers: tuple[_Answer, ...]
-    stream: RewardStream
-
-    @property
-    def judging(self) -> bool:
-        return self.stream.streams
-
-
-class _Scorer:
-    """Samples and scores units."""
-
-    def __init__(
-        self,
-        config: RecipeConfig,
-        judge: Judge,
-        reference_judge: Judge,
-        generator: Generator,
-        tokenizer: Any,
-    ) -> None:
-        self.config, self.judge, self.reference_judge = config, judge, reference_judge
-        self.generator, self.tokenizer = generator, tokenizer
-
-    def begin(self, unit: _Unit) -> _Begun:
-        """Sample a unit's answers; a judge that streams begins with each as it is finished."""
-        stream = self._stream(unit)
-        if unit.decoding is None:
-            answers = self._copied(unit, stream)
-        else:
-            answers = self._sampled(unit, unit.decoding, stream)
-        return _Begun(unit, tuple(answers), stream)
-
-    def again(self, unit: _Unit, answers: tuple[_Answer, ...]) -> _Begun:
-        """A unit whose answers an earlier attempt has sampled."""
-        stream = self._stream(unit)
-        for place, answer in enumerate(answers):
-            _ask(stream, place, answer)
-        return _Begun(unit, answers, stream)
-
-    def _stream(self, unit: _Unit) -> RewardStream:
-        judge = self.reference_judge if unit.decoding is None else self.judge
-        return RewardStream(self.config.reward, judge)
-
-    def finish(self, begun: _Begun, reporter: BatchReporter) -> list[dict[str, Any]]:
-        """One row per sample, in order of (prompt, sample)."""
-        results = begun.stream.results(reporter.judged)
-        require_scored(results, self.config.judge.max_failed_share, of="answers")
-        return [
-            sample_row(
-                a.prompt,
-                a.index,
-                a.text,
-                length_tokens=a.length_tokens,
-                stopped=a.stopped,
-                result=result,
-            )
-            for a, result in zip(begun.answers, results, strict=True)
-        ]
-
-    def _sampled(self, unit: _Unit, decoding: Decoding, stream: RewardStream) -> list[_Answer]:
-        evaluate = self.config.evaluate
-        samples = evaluate.num_samples if decoding == "sampled" else 1
-        places = [(prompt, index) for prompt in unit.prompts for index in range(samples)]
-        requests = [
-            GenerationRequest(
-                prompt.prompt_ids,
-                derive_seed(evaluate.seed, "evaluate", decoding, prompt.sample_id, index),
-            )
-            for prompt, index in places
-        ]
-        answers: dict[int, _Answer] = {}
-
-        def finished(place: int, completion: Completion) -> None:
-            prompt, index = places[place]
-            answers[place] = _Answer(
-                prompt,
-                index,
-                completion_text(self.tokenizer, completion),
-                len(completion.token_ids),
-                completion.finish_reason == "stop",
-            )
-            _ask(stream, place, answers[place])
-
-        self.generator.generate(requests, sampling_params(self.config, decoding), finished)
-        if len(answers) != len(places):
-            raise RuntimeError(f"the generator told of {len(answers)} of {len(places)} samples")
-        return [answers[place] for place in range(len(places))]
-
-    def _copied(self, unit: _Unit, stream: RewardStream) -> list[_Answer]:
-        answers = []
-        for place, prompt in enumerate(unit.prompts):
-            seed = derive_seed(self.config.evaluate.seed, COPIER, prompt.sample_id)
-            text = random_copier(prompt.prompt_text, random.Random(seed))
-            length = len(self.tokenizer.encode(text, add_special_tokens=False))
-            answers.append(_Answer(prompt, 0, text, length, stopped=True))
-            _ask(stream, place, answers[-1])
-        return answers
-
-
-def _ask(stream: RewardStream, place: int, answer: _Answer) -> None:
-    stream.add(RewardInput(answer.prompt, answer.text, answer.stopped), place)
-    stream.submit()

@@ -52,7 +52,7 @@ class MeanSquares(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """How far a mean may be off; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
+    """Spread of a mean; arrays of one shape, of layouts with ``seeds`` and ``prompts``.
 
     ``variance`` is that of the mean, ``share`` the seeds' part in it, in [0, 1]. At levels from
     ``level`` on, seeds are taken to have no spread; 1 where they never are.
@@ -374,7 +374,7 @@ def two_way_mean(
 
 
 def two_way_means(values: Floats, *, confidence: float = CONFIDENCE) -> list[Difference]:
-    """Means of crossed layouts [layouts, seeds, prompts] and their t intervals (:mod:`.crossed`).
+    """Means of crossed layouts [layouts, seeds, prompts] and their t intervals.
 
     With one seed this is the t interval over prompts: it speaks about this checkpoint, not about
     the recipe. Where all values of a layout are one and the same number, t says nothing: the

@@ -1,8 +1,7 @@
 """Sampling: prompts as token ids go in, completions with their log-probabilities come out.
 
-``load`` (models by reference), ``limits`` and ``sampling`` (one token), ``batches`` ->
-``transformers_backend`` with ``shared_cache`` (prompts sampled several times); for conversations
-``turns`` with ``slots``, ``slot_cache`` and ``prefixes``, or ``lockstep`` over a generator that
-knows none; ``vllm`` is the same over HTTP. ``text`` is what a completion says, ``reporting`` how
-far one is.
+``load`` (models by reference), ``completions`` (what all samplers refuse, where texts end, what a
+completion says, turns over a generator that knows none), ``sampling`` (one token, and which
+requests go together) -> ``transformers_backend`` (prompts sampled several times); for conversations
+``turns`` with ``slots``; ``vllm`` is the same over HTTP. ``reporting`` tells how far one is.
 """

@@ -152,7 +152,7 @@ def stop_string_window(strings: Sequence[str]) -> int:
 
 
 def with_stop_string(tokenizer: Any, tails: list[list[int]], strings: Sequence[str]) -> list[bool]:
-    """Which texts, given by their last tokens, contain one of the stop strings."""
+    """Flags of texts, given by their last tokens, that contain one of the stop strings."""
     texts = tokenizer.batch_decode(
         tails, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

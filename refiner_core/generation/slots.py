@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens of two sequences of one type are equal."""
+    """Number of equal first tokens of two sequences of one type."""
     high = min(len(left), len(right))
     if left[:high] == right[:high]:
         return high
@@ -321,11 +321,11 @@ class Slots:
         return [slot for slot in self.rows if slot.turn is not None]
 
     def has(self, conversation: int) -> bool:
-        """Whether a conversation has a slot."""
+        """True if a conversation has a slot."""
         return conversation in self._of
 
     def limit(self) -> int:
-        """How many slots of the present width memory allows."""
+        """Number of slots of the present width that memory allows."""
         return max(1, min(self._most, self._entries // max(1, self.cache.columns)))
 
     def release(self, conversation: int) -> None:

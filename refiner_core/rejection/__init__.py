@@ -4,14 +4,9 @@
 
     prompts, tasks ─> attempts ─> scores ─> rule ─> kept ─> demonstrations, token by token
 
-==================== ==============================================================================
-:mod:`.selection`    the rule: which attempts at a prompt are kept, and why the others are not
-:mod:`.attempts`     an attempt as a value, and as a row of Parquet
-:mod:`.lane`         what samples and scores a batch of attempts
-:mod:`.answers`      attempts of the refiner: one answer each, scored by rewards
-:mod:`.episodes`     attempts of an agent: one episode each, scored by its environment
-:mod:`.work`         batches, checkpoints, going on after an interruption
-:mod:`.report`       what was sampled and kept
-:mod:`.stage`        the stage
-==================== ==============================================================================
+================ ==================================================================================
+:mod:`.attempts` attempts as values and as rows of Parquet; which are kept, and a report of them
+:mod:`.lanes`    what samples and scores a batch: answers of the refiner, episodes of an agent
+:mod:`.stage`    batches, checkpoints, going on after an interruption; the stage
+================ ==================================================================================
 """

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -43,130 +43,9 @@ Why = Literal[
 ]
 #: Those that are kept.
 KEPT: tuple[Why, ...] = ("full_success", "best_partial")
-WORDS: dict[str, str] = {
-    "full_success": "a full success",
-    "best_partial": "the best attempt at a prompt without a full success",
-    "error": "ended by an error of the infrastructure",
-    "unscored": "the judge failed",
-    "no_reward": "its prompt has nothing to be rewarded for",
-    "malformed": "it ends with what cannot be read",
-    "truncated": "it was cut off by a limit",
-    "duplicate": "the same as one that is kept",
-    "surplus": "more than sample.max_kept",
-    "too_low": "the best one, below sample.min_partial",
-    "not_best": "another one of its prompt is better",
-    "not_full": "its prompt has full successes",
-}
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """As much of an attempt as the rule looks at.
-
-    Attributes
-    ----------
-    index
-        Its number among the attempts at its prompt.
-    flaw
-        Why it cannot be kept; empty where it can.
-    score
-        Its reward, 1 being full; None where it has none.
-    partial
-        Its partial score in [0, 1]; None where it has none.
-    tools
-        The tools that it called, in order; None for an answer without tools.
-    text
-        What it said.
-    """
-
-    index: int
-    flaw: Flaw
-    score: float | None
-    partial: float | None
-    tools: tuple[str, ...] | None
-    text: str
-
-
-class Choice(NamedTuple):
-    """Whether an attempt is kept, and why or why not."""
-
-    kept: bool
-    why: Why
-
-
-def is_full(candidate: Candidate, rule: SampleConfig) -> bool:
-    """Whether it is a full success: scored high enough, ended by itself, readable."""
-    score = candidate.score
-    return not candidate.flaw and score is not None and score >= rule.success - EPSILON
-
-
-def form_of(candidate: Candidate, rule: SampleConfig) -> tuple[object, ...]:
-    """What two attempts have in common that are the same by ``sample.distinct``."""
-    if rule.distinct == "none":
-        return (candidate.index,)
-    if rule.distinct == "tools" and candidate.tools is not None:
-        return candidate.tools
-    return (candidate.text,)
-
-
-def choose(candidates: Sequence[Candidate], rule: SampleConfig) -> list[Choice]:
-    """What becomes of each of one prompt's attempts, in order."""
-    found: dict[int, Choice] = {}
-    for place, candidate in enumerate(candidates):
-        if candidate.flaw:
-            found[place] = Choice(False, candidate.flaw)
-    left = [place for place in range(len(candidates)) if place not in found]
-    full = [place for place in left if is_full(candidates[place], rule)]
-    if full:
-        found |= {place: Choice(False, "not_full") for place in left}
-        found |= _of_successes(candidates, full, rule)
-    elif left:
-        found |= _of_partial(candidates, left, rule)
-    return [found[place] for place in range(len(candidates))]
-
-
-def _of_successes(
-    candidates: Sequence[Candidate], places: Sequence[int], rule: SampleConfig
-) -> dict[int, Choice]:
-    found: dict[int, Choice] = {}
-    forms: set[tuple[object, ...]] = set()
-    for place in sorted(places, key=lambda p: (-_number(candidates[p].score), candidates[p].index)):
-        form = form_of(candidates[place], rule)
-        if form in forms:
-            found[place] = Choice(False, "duplicate")
-        elif rule.max_kept is not None and len(forms) >= rule.max_kept:
-            found[place] = Choice(False, "surplus")
-        else:
-            forms.add(form)
-            found[place] = Choice(True, "full_success")
-    return found
-
-
-def _of_partial(
-    candidates: Sequence[Candidate], places: Sequence[int], rule: SampleConfig
-) -> dict[int, Choice]:
-    best = min(places, key=lambda p: (-_number(candidates[p].partial), candidates[p].index))
-    partial = candidates[best].partial
-    enough = partial is not None and partial >= rule.min_partial - EPSILON
-    found = {place: Choice(False, "not_best") for place in places}
-    found[best] = Choice(True, "best_partial") if enough else Choice(False, "too_low")
-    return found
-
-
-def _number(value: float | None) -> float:
-    return float("-inf") if value is None else value
-
-
 Status = Literal["sampled", "scored", "malformed", "unscored", "error"]
 #: Columns that hold JSON.
 _JSON = ("components", "detail")
-
-
-class Key(NamedTuple):
-    """Which attempt at which prompt."""
-
-    sample_id: str
-    number: int
 
 
 @dataclass(frozen=True)
@@ -185,7 +64,7 @@ class Attempt:
     ended
         ``stop`` or ``length`` of an answer; how an episode ended.
     status, flaw
-        See :mod:`.selection`.
+        See :func:`choose`.
     score, partial
         1 is full: an answer's share of the highest reward that its prompt can give (partial is the
         same), an episode's reward and partial score.
@@ -219,51 +98,81 @@ class Attempt:
     why: str = ""
 
     @property
-    def key(self) -> Key:
-        """Which one it is."""
-        return Key(self.sample_id, self.index)
+    def key(self) -> tuple[str, int]:
+        """Id of its prompt, and its number."""
+        return self.sample_id, self.index
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the model sampled and that stand in it."""
         return len(self.token_ids) if self.own is None else sum(self.own)
 
-    @property
-    def candidate(self) -> Candidate:
-        """For the rule."""
-        return Candidate(self.index, self.flaw, self.score, self.partial, self.tools, self.text)
+    def is_full(self, rule: SampleConfig) -> bool:
+        """True if it is a full success: scored high enough, ended by itself, readable."""
+        score = self.score
+        return not self.flaw and score is not None and score >= rule.success - EPSILON
 
-    def chosen(self, choice: Choice) -> Attempt:
-        """With what became of it."""
-        return replace(self, kept=choice.kept, why=choice.why)
+    def form(self, rule: SampleConfig) -> tuple[object, ...]:
+        """Key of attempts that are the same by ``sample.distinct``."""
+        if rule.distinct == "none":
+            return (self.index,)
+        if rule.distinct == "tools" and self.tools is not None:
+            return self.tools
+        return (self.text,)
+
+
+def choose(attempts: Sequence[Attempt], rule: SampleConfig) -> list[Attempt]:
+    """All of one prompt's attempts, in order, with what becomes of each.
+
+    1. What cannot be a demonstration is out: no score (the judge or the infrastructure failed), no
+       single readable answer or tool call at the end (``malformed``), cut off by a limit
+       (``truncated``). A model that is shown a cut-off text learns not to end.
+    2. Every full success is kept: a score of at least ``sample.success``. Of several that are the
+       same by ``sample.distinct`` one is, and no more than ``sample.max_kept``.
+    3. Without one, the best attempt is kept if its partial score is at least
+       ``sample.min_partial``.
+
+    Where some of several have to be chosen it is the better score, then the lower number: nothing
+    depends on when an attempt was finished.
+    """
+    left = [place for place, attempt in enumerate(attempts) if not attempt.flaw]
+    full = [place for place in left if attempts[place].is_full(rule)]
+    why: dict[int, Why] = {place: a.flaw for place, a in enumerate(attempts) if a.flaw}
+    why |= dict.fromkeys(left, "not_full" if full else "not_best")
+    forms: set[tuple[object, ...]] = set()
+    for place in sorted(full, key=lambda p: (-_number(attempts[p].score), attempts[p].index)):
+        form = attempts[place].form(rule)
+        if form in forms:
+            why[place] = "duplicate"
+        elif rule.max_kept is not None and len(forms) >= rule.max_kept:
+            why[place] = "surplus"
+        else:
+            forms.add(form)
+            why[place] = "full_success"
+    if left and not full:
+        best = min(left, key=lambda p: (-_number(attempts[p].partial), attempts[p].index))
+        enough = _number(attempts[best].partial) >= rule.min_partial - EPSILON
+        why[best] = "best_partial" if enough else "too_low"
+    return [replace(a, kept=why[i] in KEPT, why=why[i]) for i, a in enumerate(attempts)]
+
+
+def _number(value: float | None) -> float:
+    return float("-inf") if value is None else value
 
 
 _IDS = pa.list_(pa.field("element", pa.int32(), nullable=False))
 _MASK = pa.list_(pa.field("element", pa.bool_(), nullable=False))
 _TYPES: dict[str, Any] = {
-    "sample_id": pa.string(),
-    "domain": pa.string(),
     "index": pa.int32(),
     "seed": pa.int64(),
     "token_ids": _IDS,
     "own": _MASK,
-    "text": pa.string(),
-    "ended": pa.string(),
-    "status": pa.string(),
-    "flaw": pa.string(),
-    "score": pa.float64(),
-    "partial": pa.float64(),
-    "reward": pa.float64(),
     "tools": pa.list_(pa.string()),
-    "components": pa.string(),
-    "detail": pa.string(),
-    "error_kind": pa.string(),
-    "error": pa.string(),
     "kept": pa.bool_(),
-    "why": pa.string(),
+    **dict.fromkeys(("score", "partial", "reward"), pa.float64()),
 }
 SCHEMA = pa.schema(
-    [pa.field(f.name, _TYPES[f.name]) for f in fields(Attempt)],
+    [pa.field(f.name, _TYPES.get(f.name, pa.string())) for f in fields(Attempt)],
     metadata={b"refiner.kind": b"attempts", b"refiner.format": b"1"},
 )
 
@@ -334,12 +243,12 @@ class Tally:
 
     def add(self, attempts: Sequence[Attempt]) -> None:
         """All attempts at one prompt."""
-        full = [a for a in attempts if is_full(a.candidate, self._rule)]
+        full = [a for a in attempts if a.is_full(self._rule)]
         kept = [a for a in attempts if a.kept]
         outcome = "full" if full else "partial" if kept else "none"
         self._of_prompts.update(("total", outcome))
         self._acceptance[len(full)] += 1
-        self._distinct += len({form_of(a.candidate, self._rule) for a in full})
+        self._distinct += len({a.form(self._rule) for a in full})
         self._why.update(a.why for a in attempts)
         self._errors.update(a.error_kind or "error" for a in attempts if a.status == "error")
         measured = [a for a in attempts if a.flaw not in _UNMEASURED]

@@ -1,23 +1,38 @@
-"""What samples and scores a batch: answers or episodes.
+"""Attempts at prompts: answers scored by rewards, or episodes scored by their environment.
 
-In: prompts. Out: attempts. See :mod:`.answers` and :mod:`.episodes`, which do it.
+In: prompts or tasks, what generates, the reward configuration and a judge, or an environment. Out:
+attempts, batch by batch.
+
+An answer's score is its reward as a share of the highest that its prompt can give
+(:func:`highest_reward`): without evidence in the prompt there is no citation to earn, and with
+``combination: additive`` more than ``reward.verification_reward`` may be earned. The share is cut
+to [0, 1] (``signed_mean`` and ``positive_sum`` go below 0). A prompt whose highest reward is 0 (no
+rubric and no evidence) tells nothing: its attempts are ``no_reward`` and never kept.
+
+An episode's score is its environment's reward, its partial score the weighted share of checks that
+passed. One that ended with a turn that is no tool call, or at a limit of turns or tokens, is never
+kept, whatever it had done by then: what would be learnt is to end so. Errors of the infrastructure
+count as no attempt; beyond ``environment.max_error_share`` of a batch the stage stops, resumable.
+
+A batch is sampled whole or not at all: the same company gives the same bits. Episodes of an eager
+schedule are repeatable to nobody's eye anyway, and their users may cost money: there every episode
+that has ended is kept, and a batch that was cut short goes on with those that are missing.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from refiner_core.answers import parse_evidence
-from refiner_core.contract.config import GrpoConfig, RecipeConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.config import RecipeConfig, RewardConfig
+from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
     DemonstrationRow,
-    GenerationRequest,
     Generator,
     Judge,
     PromptRow,
@@ -25,28 +40,26 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.environments.conversation import turn_template
-from refiner_core.environments.episodes import EpisodeRequest, run_episodes, settings_of
+from refiner_core.environments.episodes import settings_of
+from refiner_core.environments.play import EpisodeSettings
 from refiner_core.environments.protocol import (
     Environment,
     EpisodeRecord,
     domain_of_id,
     record_from_json,
-    task_of_row,
 )
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
-from refiner_core.rejection.attempts import Attempt, Flaw, Key
-from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.rejection.attempts import Attempt, Flaw
+from refiner_core.rewards import RewardInput, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
+from refiner_core.samples import AnswerRewards, Wanted, sample_answers, sample_episodes
 
-#: Told of (attempts judged, attempts of the batch).
-OnJudged = Callable[[int, int], None]
-#: Told of (attempts finished, attempts of the batch).
-OnFinished = Callable[[int, int], None]
-
+#: Told of (attempts judged or finished, attempts of the batch).
+OnCount = Callable[[int, int], None]
 #: Told of all attempts of a batch that are finished by now, where parts of it may be kept.
-Keep = Callable[[Mapping[Key, Attempt]], None]
+Keep = Callable[[Mapping[tuple[str, int], Attempt]], None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Begun:
 
     attempts: tuple[Attempt, ...]
     judging: bool
-    finish: Callable[[OnJudged], list[Attempt]]
+    finish: Callable[[OnCount], list[Attempt]]
 
 
 class PartlyDone(Exception):
@@ -67,175 +80,133 @@ class PartlyDone(Exception):
         self.attempts, self.why = attempts, why
 
 
-class Lane(Protocol):
-    """Samples and scores."""
+class Lane:
+    """Sampler and scorer of batches: of episodes where there is an environment, else of answers."""
 
-    @property
-    def name(self) -> str:
-        """``answers`` or ``episodes``."""
-        ...
+    def __init__(
+        self,
+        config: RecipeConfig,
+        judge: Judge | None,
+        generator: Generator,
+        tokenizer: Any,
+        environment: Environment | None,
+    ) -> None:
+        self.config, self.judge, self.rule = config, judge, config.sample
+        self.generator, self.tokenizer, self.environment = generator, tokenizer, environment
+        self.name = "answers" if environment is None else "episodes"
+        if environment is None and judge is None:
+            raise ValueError("answers are scored by a judge, and none is given")
 
     @property
     def keeps_parts(self) -> bool:
-        """Whether attempts of a batch that was cut short may be kept."""
-        ...
+        """True if attempts of a batch that was cut short may be kept."""
+        return self.environment is not None and not self._settings(self.environment).ordered
 
     def begin(
         self,
         prompts: Sequence[PromptRow],
         known: Sequence[Attempt],
-        on_finished: OnFinished,
+        on_finished: OnCount,
         should_stop: Callable[[], bool],
         keep: Keep,
     ) -> Begun:
-        """Sample all attempts at these prompts that are not ``known`` from an earlier try. Where
-        parts may be kept, ``keep`` is told after each.
+        """Sample all attempts at these prompts that are not ``known`` from an earlier try; a judge
+        that streams begins with each as it is finished. Where parts may be kept, ``keep`` is told
+        after each.
 
         Raises
         ------
         PartlyDone
-            A stop was asked for, or an error came, and what is finished may be kept.
+            A stop was asked for, or an error came, and what has ended may be kept.
+
+        The ``finish`` of what comes back raises where too many have no score.
         """
-        ...
+        wanted = [
+            Wanted(p, i, derive_seed(self.config.seed, "sample", p.sample_id, i))
+            for p in prompts
+            for i in range(self.rule.attempts)
+        ]
+        places = {one.key: place for place, one in enumerate(wanted)}
+        attempts = {attempt.key: attempt for attempt in known}
+        left = [one for one in wanted if one.key not in attempts]
+        rewards = None
+        if self.environment is None and self.judge is not None:
+            rewards = AnswerRewards(self.config.reward, self.judge)
 
-    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
-        """An attempt that is kept, as what is fine-tuned on."""
-        ...
+        def ask(attempt: Attempt) -> None:
+            place = places[attempt.key]
+            if rewards is not None:
+                answer = RewardInput(wanted[place].prompt, attempt.text, attempt.ended == "stop")
+                rewards.add(place, answer)
 
+        def finished(number: int, completion: Completion) -> None:
+            attempt = self._attempt(left[number], completion)
+            attempts[attempt.key] = attempt
+            ask(attempt)
+            on_finished(len(attempts), len(wanted))
+            if self.keeps_parts:
+                keep(attempts)
 
-def demonstration_id(attempt: Attempt) -> str:
-    """Its prompt's id and its number: ids of tasks begin with their domain, and so do these."""
-    return f"{attempt.sample_id}#{attempt.index}"
+        for attempt in known:
+            ask(attempt)
+        try:
+            self._sample(left, finished, should_stop)
+        except RefinerError as error:
+            if not self.keeps_parts:
+                raise
+            made = tuple(attempts[key] for key in places if key in attempts)
+            raise PartlyDone(made, error) from error
+        made = tuple(attempts[key] for key in places)
 
-
-def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
-    """The most that an answer to a prompt can get: every positive rubric met and no negative one,
-    every claim well cited where there is evidence, and a form without fault."""
-    ideal = [
-        (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
-        for rubric in select_rubrics(prompt.rubrics, reward=reward)
-    ]
-    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
-    components = {
-        "rubric": judged or 0.0,
-        "no_rubrics": float(judged is None),
-        "citation": float(bool(parse_evidence(prompt.prompt_text))),
-        "format_bonus": 1.0,
-    }
-    best = {term.name: 1.0 for term in reward_terms(components, reward)}
-    return total_reward({**best, **components}, reward, stopped=True)
-
-
-def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> None:
-    """Refuse prompts that leave no room for an answer.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the longest one and the field.
-    """
-    longest = max(prompts, key=lambda row: len(row.prompt_ids))
-    if len(longest.prompt_ids) >= grpo.max_token_length:
-        raise ConfigurationError(
-            f"Prompt {longest.sample_id} has {len(longest.prompt_ids)} tokens, which leaves no "
-            f"room in grpo.max_token_length={grpo.max_token_length}",
-            expected="room for at least one sampled token",
-            fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
-        )
-
-
-class AnswerLane:
-    """Samples and scores batches of answers."""
-
-    name = "answers"
-    #: Whether attempts of a batch that was cut short may be kept.
-    keeps_parts = False
-
-    def __init__(
-        self, config: RecipeConfig, judge: Judge, generator: Generator, tokenizer: Any
-    ) -> None:
-        self.config, self.judge = config, judge
-        self.generator, self.tokenizer = generator, tokenizer
-
-    def begin(
-        self,
-        prompts: Sequence[PromptRow],
-        known: Sequence[Attempt],
-        on_finished: OnFinished,
-        should_stop: Callable[[], bool],
-        keep: Keep,
-    ) -> Begun:
-        """Sample all attempts at these prompts, or take ``known`` ones of an earlier try; a judge
-        that streams begins with each as it is finished."""
-        keys = [(p, index) for p in prompts for index in range(self.config.sample.attempts)]
-        stream = RewardStream(self.config.reward, self.judge)
-        attempts: dict[int, Attempt] = {}
-
-        def add(place: int, attempt: Attempt) -> None:
-            attempts[place] = attempt
-            row = RewardInput(keys[place][0], attempt.text, attempt.ended == "stop")
-            stream.add(row, place)
-            stream.submit()
-            on_finished(len(attempts), len(keys))
-
-        if known:
-            for place, attempt in enumerate(known):
-                add(place, attempt)
-        else:
-            self._sample(keys, lambda place, made: add(place, self._attempt(*keys[place], made)))
-        if len(attempts) != len(keys):
-            raise RuntimeError(f"the generator told of {len(attempts)} of {len(keys)} attempts")
-        made = tuple(attempts[place] for place in range(len(keys)))
-
-        def finish(on_judged: OnJudged) -> list[Attempt]:
-            results = stream.results(on_judged)
+        def finish(on_judged: OnCount) -> list[Attempt]:
+            if rewards is None:
+                self._require(made)
+                return list(made)
+            results = rewards.results(on_judged)
             require_scored(results, self.config.judge.max_failed_share, of="attempts")
-            pairs = zip(keys, made, results, strict=True)
-            return [self._scored(key[0], attempt, result) for key, attempt, result in pairs]
+            scored = zip(wanted, made, results, strict=True)
+            return [self._scored(one.prompt, attempt, result) for one, attempt, result in scored]
 
-        return Begun(made, stream.streams, finish)
+        return Begun(made, rewards is not None and rewards.streams, finish)
 
     def _sample(
         self,
-        keys: Sequence[tuple[PromptRow, int]],
+        wanted: Sequence[Wanted],
         finished: Callable[[int, Completion], None],
+        should_stop: Callable[[], bool],
     ) -> None:
-        """A prompt so long that ``response_length`` would pass ``max_token_length`` gets the room
-        that is left, as in training."""
-        rule, grpo = self.config.sample, self.config.grpo
-        by_limit: dict[int, list[int]] = defaultdict(list)
-        for place, (prompt, _) in enumerate(keys):
-            room = grpo.max_token_length - len(prompt.prompt_ids)
-            by_limit[min(grpo.response_length, room)].append(place)
-        for limit, places in sorted(by_limit.items()):
-            requests = [
-                GenerationRequest(keys[place][0].prompt_ids, self._seed(*keys[place]))
-                for place in places
-            ]
-            params = SamplingParams(
-                temperature=rule.temperature,
-                top_p=rule.top_p,
-                top_k=rule.top_k,
-                max_new_tokens=limit,
-                stop_strings=grpo.stop_strings,
+        rule, grpo, environment = self.rule, self.config.grpo, self.environment
+        if environment is not None:
+            sample_episodes(
+                *(self.generator, wanted, environment, self.tokenizer),
+                *(self._settings(environment), finished),
+                should_stop=should_stop if self.keeps_parts else None,
             )
+            return
+        params = SamplingParams(
+            *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
+        )
+        sample_answers(self.generator, wanted, params, finished, context=grpo.max_token_length)
 
-            def told(i: int, completion: Completion, at: Sequence[int] = places) -> None:
-                finished(at[i], completion)
+    def _settings(self, environment: Environment) -> EpisodeSettings:
+        rule = self.rule
+        return settings_of(
+            *(self.config, environment),
+            temperature=rule.temperature,
+            top_p=rule.top_p,
+            top_k=rule.top_k,
+        )
 
-            self.generator.generate(requests, params, told)
-
-    def _seed(self, prompt: PromptRow, index: int) -> int:
-        return derive_seed(self.config.seed, "sample", prompt.sample_id, index)
-
-    def _attempt(self, prompt: PromptRow, index: int, completion: Completion) -> Attempt:
+    def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:
+        if self.environment is not None:
+            return _episode_attempt(wanted, completion)
         closing = closing_ids(self.tokenizer, completion)
         own = (True,) * len(completion.token_ids) + (False,) * len(closing)
         return Attempt(
-            sample_id=prompt.sample_id,
-            domain=prompt.refiner_mode,
-            index=index,
-            seed=self._seed(prompt, index),
+            sample_id=wanted.prompt.sample_id,
+            domain=wanted.prompt.refiner_mode,
+            index=wanted.number,
+            seed=wanted.seed,
             token_ids=completion.token_ids + closing,
             own=own if closing else None,
             text=completion_text(self.tokenizer, completion),
@@ -257,14 +228,46 @@ class AnswerLane:
             detail=[dict(judgement) for judgement in result.judgements],
         )
 
-    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
-        """Prompt and answer, loss on the answer and on the token that ends it: sampled, or appended
-        where it was cut at a stop string."""
-        return DemonstrationRow(
-            demonstration_id(attempt),
-            prompt.prompt_ids + attempt.token_ids,
-            (False,) * len(prompt.prompt_ids) + (True,) * len(attempt.token_ids),
+    def _require(self, made: Sequence[Attempt]) -> None:
+        """Raises :class:`EnvironmentOutage` where errors ended too many."""
+        failed = [attempt for attempt in made if attempt.status == "error"]
+        require_episode_errors(
+            Counter(attempt.error_kind for attempt in failed),
+            len(made),
+            self.config.environment.max_error_share,
+            of="episodes of a batch",
+            example=failed[0].error if failed else "",
         )
+
+    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
+        """An attempt that is kept, as what is fine-tuned on: loss on the model's own tokens and on
+        the token that ends an answer or a turn; what follows the last turn is left out."""
+        before, ids = prompt.prompt_ids, attempt.token_ids
+        loss: tuple[bool, ...] = (True,) * len(ids)
+        if self.environment is not None:
+            end = tuple(turn_template(self.tokenizer).end_of_turn)
+            room = self.config.grpo.max_token_length - len(before)
+            ids, loss = with_ends_of_turns(ids, attempt.own or loss, end, room)
+        name = f"{attempt.sample_id}#{attempt.index}"  # ids of tasks begin with their domain
+        return DemonstrationRow(name, before + ids, (False,) * len(before) + loss)
+
+
+def highest_reward(prompt: PromptRow, reward: RewardConfig) -> float:
+    """The most that an answer to a prompt can get: every positive rubric met and no negative one,
+    every claim well cited where there is evidence, and a form without fault."""
+    ideal = [
+        (rubric, 0.0 if rubric.polarity == "negative" else 1.0)
+        for rubric in select_rubrics(prompt.rubrics, reward=reward)
+    ]
+    judged = aggregate_rubrics(ideal, reward.rubric_aggregation)
+    components = {
+        "rubric": judged or 0.0,
+        "no_rubrics": float(judged is None),
+        "citation": float(bool(parse_evidence(prompt.prompt_text))),
+        "format_bonus": 1.0,
+    }
+    best = {term.name: 1.0 for term in reward_terms(components, reward)}
+    return total_reward({**best, **components}, reward, stopped=True)
 
 
 def _answer_flaw(attempt: Attempt, result: RewardResult, highest: float) -> Flaw:
@@ -277,139 +280,30 @@ def _answer_flaw(attempt: Attempt, result: RewardResult, highest: float) -> Flaw
     return "" if highest > 0 else "no_reward"
 
 
-_LIMITS = ("turn_limit", "context_limit")
-
-
-class EpisodeLane:
-    """Samples batches of episodes."""
-
-    name = "episodes"
-
-    def __init__(
-        self, config: RecipeConfig, environment: Environment, generator: Generator, tokenizer: Any
-    ) -> None:
-        rule = config.sample
-        self.config, self.environment = config, environment
-        self.generator, self.tokenizer = generator, tokenizer
-        self.settings = settings_of(
-            *(config, environment),
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k,
-        )
-
-    @property
-    def keeps_parts(self) -> bool:
-        """Whether attempts of a batch that was cut short may be kept."""
-        return not self.settings.ordered
-
-    def begin(
-        self,
-        prompts: Sequence[PromptRow],
-        known: Sequence[Attempt],
-        on_finished: OnFinished,
-        should_stop: Callable[[], bool],
-        keep: Keep,
-    ) -> Begun:
-        """Play all episodes of these tasks that are not ``known`` from an earlier try.
-
-        Raises
-        ------
-        PartlyDone
-            A stop was asked for, or an error came, and what has ended may be kept.
-
-        The ``finish`` of what comes back raises ``EnvironmentOutage`` where errors of the
-        infrastructure ended too many.
-        """
-        keys = [(p, index) for p in prompts for index in range(self.config.sample.attempts)]
-        attempts = {attempt.key: attempt for attempt in known}
-        left = [(p, index) for p, index in keys if Key(p.sample_id, index) not in attempts]
-        requests = [
-            EpisodeRequest(task_of_row(p), p.prompt_ids, self._seed(p, index)) for p, index in left
-        ]
-
-        def ended(place: int, completion: Completion) -> None:
-            attempt = self._attempt(*left[place], completion)
-            attempts[attempt.key] = attempt
-            on_finished(len(attempts), len(keys))
-            if self.keeps_parts:
-                keep(attempts)
-
-        try:
-            run_episodes(
-                *(self.generator, self.environment, self.tokenizer, requests, self.settings, ended),
-                should_stop=should_stop if self.keeps_parts else None,
-            )
-        except RefinerError as error:
-            if not self.keeps_parts:
-                raise
-            raise PartlyDone(_in_order(keys, attempts), error) from error
-        made = _in_order(keys, attempts)
-        if len(made) != len(keys):
-            raise RuntimeError(f"{len(made)} of {len(keys)} episodes have ended")
-
-        def finish(on_judged: OnJudged) -> list[Attempt]:
-            self._require(made)
-            return list(made)
-
-        return Begun(made, False, finish)
-
-    def _require(self, made: Sequence[Attempt]) -> None:
-        """Raises :class:`EnvironmentOutage` where errors ended too many."""
-        failed = [attempt for attempt in made if attempt.status == "error"]
-        require_episode_errors(
-            Counter(attempt.error_kind for attempt in failed),
-            len(made),
-            self.config.environment.max_error_share,
-            of="episodes of a batch",
-            example=failed[0].error if failed else "",
-        )
-
-    def _seed(self, prompt: PromptRow, index: int) -> int:
-        return derive_seed(self.config.seed, "sample", prompt.sample_id, index)
-
-    def _attempt(self, prompt: PromptRow, index: int, completion: Completion) -> Attempt:
-        record = record_from_json(completion.episode or {})
-        return Attempt(
-            sample_id=prompt.sample_id,
-            domain=domain_of_id(prompt.sample_id),
-            index=index,
-            seed=self._seed(prompt, index),
-            token_ids=completion.token_ids,
-            own=completion.own,
-            text="\n".join(turn.text for turn in record.turns),
-            ended=record.ended,
-            status="error" if record.status == "error" else _status(record),
-            flaw=_episode_flaw(record),
-            score=record.reward,
-            partial=record.partial,
-            reward=record.reward,
-            tools=record.tools,
-            components=dict(record.components),
-            detail=_without_times(record),
-            error_kind=record.error_kind,
-            error=record.error,
-        )
-
-    def demonstration(self, prompt: PromptRow, attempt: Attempt) -> DemonstrationRow:
-        """The whole episode, loss on the model's own tokens and on the token that ends each of its
-        turns; what follows the last of them is left out."""
-        own = attempt.own or (True,) * len(attempt.token_ids)
-        end = tuple(turn_template(self.tokenizer).end_of_turn)
-        before = prompt.prompt_ids
-        room = self.settings.context_tokens - len(before)
-        ids, loss = with_ends_of_turns(attempt.token_ids, own, end, room)
-        return DemonstrationRow(
-            demonstration_id(attempt), before + ids, (False,) * len(before) + loss
-        )
-
-
-def _in_order(
-    keys: Sequence[tuple[PromptRow, int]], attempts: Mapping[Key, Attempt]
-) -> tuple[Attempt, ...]:
-    """Those that are there, in the order of ``keys``."""
-    wanted = (Key(prompt.sample_id, index) for prompt, index in keys)
-    return tuple(attempts[key] for key in wanted if key in attempts)
+def _episode_attempt(wanted: Wanted, completion: Completion) -> Attempt:
+    record = record_from_json(completion.episode or {})
+    flaw = _episode_flaw(record)
+    status: Any = "scored" if flaw in ("", "truncated") else flaw
+    return Attempt(
+        sample_id=wanted.prompt.sample_id,
+        domain=domain_of_id(wanted.prompt.sample_id),
+        index=wanted.number,
+        seed=wanted.seed,
+        token_ids=completion.token_ids,
+        own=completion.own,
+        text="\n".join(turn.text for turn in record.turns),
+        ended=record.ended,
+        status=status,
+        flaw=flaw,
+        score=record.reward,
+        partial=record.partial,
+        reward=record.reward,
+        tools=record.tools,
+        components=dict(record.components),
+        detail=_without_times(record),
+        error_kind=record.error_kind,
+        error=record.error,
+    )
 
 
 def with_ends_of_turns(
@@ -440,13 +334,9 @@ def _without_times(record: EpisodeRecord) -> dict[str, Any]:
     return values | {"turns": turns}
 
 
-def _status(record: EpisodeRecord) -> Any:
-    return "malformed" if record.ended == "no_call" else "scored"
-
-
 def _episode_flaw(record: EpisodeRecord) -> Flaw:
     if record.status == "error":
         return "error"
     if record.ended == "no_call":
         return "malformed"
-    return "truncated" if record.ended in _LIMITS else ""
+    return "truncated" if record.ended in ("turn_limit", "context_limit") else ""

@@ -7,7 +7,7 @@ Out, in ``output_dir``:
 ``sft_train.parquet``       the attempts that are kept, as demonstrations: the very tokens that were
                             sampled, loss on the model's own and on what ends its turns
 ``attempts.parquet``        every attempt, what it was worth, and why it is kept or not
-``report.json``             :mod:`.report`
+``report.json``             counts, :class:`~refiner_core.rejection.attempts.Report`
 =========================== =======================================================================
 
 There is no validation set: attempts at the same prompts on both sides would measure memory.
@@ -22,8 +22,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,17 +47,11 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.prepared import load_prompts, write_demonstrations
 from refiner_core.environments.protocol import Environment
+from refiner_core.environments.registry import open_environment
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.judges.surroundings import (
-    usage_between,
-    usage_from_json,
-    usage_of,
-    usage_sum,
-    usage_to_json,
-)
+from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rejection.attempts import (
     Attempt,
-    Key,
     Report,
     batch_metrics,
     choose,
@@ -66,7 +60,8 @@ from refiner_core.rejection.attempts import (
     require_kept,
     write_attempts,
 )
-from refiner_core.rejection.lanes import AnswerLane, Begun, Lane, PartlyDone, check_room
+from refiner_core.rejection.lanes import Begun, Lane, PartlyDone
+from refiner_core.samples import JudgeMeter, check_room, load_generator
 
 Batch = tuple[PromptRow, ...]
 #: Where a batch may be kept in parts, that is done about so often, seconds.
@@ -100,31 +95,20 @@ class Work:
         reporter: BatchReporter,
         folder: Path,
     ) -> None:
-        self.rule, self.batches, self.lane, self.judge = rule, batches, lane, judge
+        self.rule, self.batches, self.lane = rule, batches, lane
         self.io, self.reporter, self.folder = io, reporter, folder
         self.step = self.done = 0
         self._saved_step, self._saved_at_done, self._saved_s = 0, 0, time.monotonic()
         self._waiting: dict[int, tuple[Attempt, ...]] = {}
-        self._usage_before: JudgeUsage | None = None
         self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        self._restore()
-        self._usage_at_start = None if judge is None else usage_of(judge)
+        self.meter = JudgeMeter(judge, self._restore())
 
     @property
     def files(self) -> list[Path]:
         """The files of finished batches, in order."""
         return [self.folder / _name(_DONE, number) for number in range(1, self.done + 1)]
-
-    @property
-    def usage(self) -> JudgeUsage | None:
-        """What the judge has done for this stage; None where it keeps no count."""
-        now = None if self.judge is None else usage_of(self.judge)
-        if self._usage_at_start is None or now is None:
-            return self._usage_before
-        used = usage_between(self._usage_at_start, now)
-        return usage_sum(self._usage_before, used) if self._usage_before else used
 
     def run(self) -> None:
         """Every batch that is left.
@@ -169,7 +153,7 @@ class Work:
             self._save()
         return begun
 
-    def _keep(self, number: int, attempts: Mapping[Key, Attempt]) -> None:
+    def _keep(self, number: int, attempts: Mapping[tuple[str, int], Attempt]) -> None:
         """Parts of a batch survive from time to time, where they may."""
         if time.monotonic() - self._saved_s >= KEEP_EVERY_S:
             self._wait_with(number, sorted(attempts.values(), key=lambda attempt: attempt.key))
@@ -202,13 +186,7 @@ class Work:
     def _chosen(self, scored: Sequence[Attempt]) -> list[Attempt]:
         size = self.rule.attempts
         groups = [scored[first : first + size] for first in range(0, len(scored), size)]
-        return [
-            attempt.chosen(choice)
-            for group in groups
-            for attempt, choice in zip(
-                group, choose([a.candidate for a in group], self.rule), strict=True
-            )
-        ]
+        return [attempt for group in groups for attempt in choose(group, self.rule)]
 
     # ------------------------------------------------------------ what survives
 
@@ -234,25 +212,25 @@ class Work:
         with self.io.new_checkpoint(self.step) as folder:
             for path in sorted(self.folder.glob("*.parquet")):
                 _link(path, folder / path.name)
-            if (usage := self.usage) is not None:
+            if (usage := self.meter.usage()) is not None:
                 text = json.dumps(usage_to_json(usage))
                 (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
         self._saved_step, self._saved_at_done = self.step, self.done
         self._saved_s = time.monotonic()
 
-    def _restore(self) -> None:
+    def _restore(self) -> JudgeUsage | None:
+        """Take up the newest checkpoint that can be read; what the judge had done by then."""
         while (checkpoint := self.io.latest_checkpoint()) is not None:
             try:
-                self._restore_from(checkpoint)
+                return self._restore_from(checkpoint)
             except DamagedCheckpoint as error:
                 self.io.pass_over(checkpoint, error.what)
                 self._waiting.clear()
                 for path in self.folder.iterdir():
                     path.unlink()
-            else:
-                return
+        return None
 
-    def _restore_from(self, checkpoint: SavedCheckpoint) -> None:
+    def _restore_from(self, checkpoint: SavedCheckpoint) -> JudgeUsage | None:
         numbers = range(1, len(self.batches) + 1)
         done = [n for n in numbers if (checkpoint.path / _name(_DONE, n)).exists()]
         if done != list(range(1, len(done) + 1)):
@@ -272,8 +250,9 @@ class Work:
         self.step = self._saved_step = checkpoint.step
         self.done = self._saved_at_done = len(done)
         usage = checkpoint.path / _USAGE_FILE
-        if usage.exists():
-            self._usage_before = usage_from_json(json.loads(usage.read_text(encoding="utf-8")))
+        if not usage.exists():
+            return None
+        return usage_from_json(json.loads(usage.read_text(encoding="utf-8")))
 
 
 def _name(what: str, number: int) -> str:
@@ -347,16 +326,25 @@ def sample_attempts(
         from refiner_core.generation.load import load_tokenizer
 
         tokenizer = load_tokenizer(model_ref, config.model)
-    if generator is not None:
-        opened: AbstractContextManager[Generator] = _given(generator)
-    elif open_generator is not None:
+    opened: AbstractContextManager[Generator]
+    if generator is None and open_generator is not None:
         opened = open_generator(tokenizer, on_step)
     else:
-        opened = _loaded(config, model_ref, tokenizer, on_step)
+        rule = config.sample
+        opened = nullcontext(
+            generator
+            or load_generator(
+                *(config.model, model_ref, tokenizer, rule.resources),
+                batch_size=rule.generation_batch_size,
+                on_step=on_step,
+            )
+        )
     folder = output_dir / _BATCHES
     try:
         with opened as sampler:
-            lane = _lane(config, judge, sampler, tokenizer, environment)
+            if config.environment.name and environment is None:
+                environment = open_environment(config, evaluation=False, judge=judge)
+            lane = Lane(config, judge, sampler, tokenizer, environment)
             work = Work(config.sample, batches, lane, judge, io, reporter, folder)
             work.run()
         reporter.batch(len(batches), "write")
@@ -379,47 +367,6 @@ def _prompts(config: RecipeConfig, path: Path) -> list[PromptRow]:
     return prompts
 
 
-def _lane(
-    config: RecipeConfig,
-    judge: Judge | None,
-    generator: Generator,
-    tokenizer: Any,
-    environment: Environment | None,
-) -> Lane:
-    if config.environment.name:
-        if environment is None:
-            from refiner_core.environments.registry import open_environment
-
-            environment = open_environment(config, evaluation=False, judge=judge)
-        from refiner_core.rejection.lanes import EpisodeLane
-
-        return EpisodeLane(config, environment, generator, tokenizer)
-    if judge is None:
-        raise ValueError("answers are scored by a judge, and none is given")
-    return AnswerLane(config, judge, generator, tokenizer)
-
-
-@contextmanager
-def _given(generator: Generator) -> Iterator[Generator]:
-    yield generator
-
-
-@contextmanager
-def _loaded(
-    config: RecipeConfig, model_ref: str, tokenizer: Any, on_step: OnStep
-) -> Iterator[Generator]:
-    """A generator over the model, on the device that the configuration asks for."""
-    from refiner_core.generation.load import device_for, load_model, set_threads
-    from refiner_core.generation.transformers_backend import TransformersGenerator
-
-    set_threads(config.model)
-    rule = config.sample
-    model = load_model(model_ref, config.model).to(device_for(rule.resources))
-    yield TransformersGenerator(
-        model, tokenizer, batch_size=rule.generation_batch_size, on_step=on_step
-    )
-
-
 def _write(
     config: RecipeConfig,
     output_dir: Path,
@@ -437,8 +384,8 @@ def _write(
     report = tally.as_json()
     report["tokens"] |= {"loss": sum(sum(row.loss_mask) for row in kept)}
     report["longest"] = max((len(row.input_ids) for row in kept), default=0)
-    if work.usage is not None:
-        report["judge"] = usage_to_json(work.usage)
+    if (usage := work.meter.usage()) is not None:
+        report["judge"] = usage_to_json(usage)
     join_files(work.files, output_dir / "attempts.parquet")
     write_demonstrations(output_dir / "sft_train.parquet", kept)
     with replacing(output_dir / "report.json") as file:

@@ -7,6 +7,6 @@ The loops are ``sft`` and ``grpo``; ``export`` makes a model folder of a checkpo
 says what this machine lacks, ``ranks`` are the processes that train together, ``sealed`` how they
 know each other's words. Rooms, each of which uses those before it: ``batches`` (rows to tensors),
 ``model`` (tensors to log-probabilities, gradients to weights), ``state`` (state out and in),
-``engines`` (plain torch or DeepSpeed, behind one protocol), ``steps`` (around a step), ``rollouts``
+``engines`` (plain torch or DeepSpeed, with one interface), ``steps`` (around a step), ``rollouts``
 (prompts to rewarded samples), ``updates`` (these to weights).
 """

@@ -75,7 +75,7 @@ class Pack:
 
     @property
     def shared(self) -> bool:
-        """Whether a prompt is followed by more than one response."""
+        """True if a prompt is followed by more than one response."""
         return any(branch > 1 for branch in self.branch_L)
 
 
@@ -217,7 +217,7 @@ def row_width(lengths: Sequence[int], balance: float) -> int:
 
 
 def row_cost(width: int, balance: float | None) -> float:
-    """What a row of ``width`` tokens costs, in tokens of a row without attention."""
+    """Cost of a row of ``width`` tokens, in tokens of a row without attention."""
     return width if balance is None else width * (1 + width / balance)
 
 
@@ -503,7 +503,7 @@ def share_among(
         together = share_prompts and samples[places[0]].prompt_ids
         pieces += [piece(places)] if together else [piece([i]) for i in places]
     dealt = _deal(pieces, world)
-    while _uneven(dealt):
+    while max(map(_work, dealt)) > UNEVEN * sum(map(_work, dealt)) / world:
         busiest = max(dealt, key=_work)
         large = max(busiest, key=lambda p: (len(p.places) > 1, p.cost, -p.places[0]))
         if len(large.places) == 1:
@@ -594,11 +594,6 @@ def _deal(pieces: Sequence[_Piece], world: int) -> list[list[_Piece]]:
 
 def _work(share: Sequence[_Piece]) -> float:
     return sum(piece.cost for piece in share)
-
-
-def _uneven(dealt: Sequence[Sequence[_Piece]]) -> bool:
-    work = [_work(share) for share in dealt]
-    return max(work) > UNEVEN * sum(work) / len(work)
 
 
 def _pack_cost(pack: Pack, balance: float | None) -> float:

@@ -54,7 +54,7 @@ def export_checkpoint(
 
 
 def progress_report(progress: dict[str, Any]) -> dict[str, Any]:
-    """What a training has come to, by the progress that its checkpoint holds."""
+    """Report of a training, by the progress that its checkpoint holds."""
     curves = {n: points for n, v in progress.get("curves", {}).items() if (points := curve(v))}
     report = {"steps": progress["step"], "episodes": progress.get("episode"), "curves": curves}
     if losses := progress.get("losses"):

@@ -43,20 +43,20 @@ from refiner_core.environments.protocol import Environment
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.surroundings import (
-    usage_between,
     usage_from_json,
     usage_metrics,
-    usage_of,
     usage_sum,
     usage_to_json,
 )
+from refiner_core.samples import JudgeMeter, RewardFunction
 from refiner_core.training.batches import order_hash, prompt_batch
-from refiner_core.training.engines.protocol import Engine, open_engine
+from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.ranks import Ranks, RanksIO, on_first
 from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
-from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline, on_first
+from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
     LivePolicy,
@@ -65,7 +65,7 @@ from refiner_core.training.rollouts.policies import (
     ServedPolicy,
     Servers,
 )
-from refiner_core.training.rollouts.rollout import RewardFunction, RolloutBatch, TrainSample
+from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
 from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
 from refiner_core.training.support import refuse_unsupported
 from refiner_core.training.updates import GrpoUpdate
@@ -151,8 +151,10 @@ def train_grpo(
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
-    ranks = ranks or OneRank()
-    if (judge is not None and ranks.rank > 0) or (judge is None and _needs_judge(config, ranks)):
+    ranks = ranks or Ranks()
+    # Episodes are rewarded by their environment, which may ask a judge.
+    asks = not config.environment.name or config.environment.nl_assertions == "judge"
+    if (judge is not None and ranks.rank > 0) or (judge is None and asks and ranks.rank == 0):
         raise ValueError("rank 0, and no other, has the judge")
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
@@ -171,12 +173,6 @@ def train_grpo(
             run.train()
         engine.export(output_dir / "model")
         return run.report()
-
-
-def _needs_judge(config: RecipeConfig, ranks: Ranks) -> bool:
-    """Episodes are rewarded by their environment, which may ask a judge."""
-    asks = not config.environment.name or config.environment.nl_assertions == "judge"
-    return asks and ranks.rank == 0
 
 
 def _open_policy(
@@ -229,7 +225,7 @@ def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) ->
 
 
 class _Rollouts(NamedTuple):
-    """What all ranks know of a step's rollouts: what is trained on, and numbers."""
+    """Facts about a step's rollouts on all ranks: what is trained on, and numbers."""
 
     samples: list[TrainSample]
     candidates: int
@@ -290,13 +286,13 @@ class _GrpoRun:
         """Every step that is left."""
         self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            self.step, clock, usage = step, Clock(), self._usage()
+            self.step, clock, meter = step, Clock(), JudgeMeter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
             with self._saved_before(step):
                 rollouts, flight = self._rollouts(step, clock)
                 metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
-            metrics.update(self._judge_metrics(usage))
+            metrics.update(self._judge_metrics(meter.usage()))
             self._count(step, flight, rollouts, metrics)
             beside = flight.seconds if self.grpo.async_steps else None
             metrics.update(self.health.metrics())
@@ -310,7 +306,7 @@ class _GrpoRun:
             self.boundary.after(step, self.progress, shown, partial(self._in_flight, step))
 
     def report(self) -> dict[str, Any]:
-        """What came out, from the progress alone: the same whether or not it was interrupted."""
+        """Report, from the progress alone: the same whether or not it was interrupted."""
         curves = {n: p for n, v in self.progress["curves"].items() if (p := curve(v))}
         return {
             "steps": self.progress["step"],
@@ -352,7 +348,7 @@ class _GrpoRun:
             len(batch.train_samples(mask_truncated=False)),
             metrics,
             len(batch.samples),
-            lane.sampled_tokens(batch),
+            sum(sum(own_tokens(sample.completion)) for sample in batch.samples),
             sum(lengths) + sum(len(s.prompt.prompt_ids) for s in batch.samples),
             lane.attempts(batch),
         )
@@ -427,15 +423,10 @@ class _GrpoRun:
 
     # ------------------------------------------------------------ what it says of itself
 
-    def _usage(self) -> JudgeUsage | None:
-        return None if self.judge is None else usage_of(self.judge)
-
-    def _judge_metrics(self, before: JudgeUsage | None) -> dict[str, float]:
-        """What the judge has done since ``before``; adds it to the progress."""
-        now = self._usage()
-        if before is None or now is None:
+    def _judge_metrics(self, used: JudgeUsage | None) -> dict[str, float]:
+        """Numbers of what the judge has done in a step; adds it to the progress."""
+        if used is None:
             return {}
-        used = usage_between(before, now)
         known = usage_from_json(self.progress.get("judge", {}))
         self.progress["judge"] = usage_to_json(usage_sum(known, used))
         return usage_metrics(used)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
@@ -35,77 +35,54 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
 
 
-class Ranks(Protocol):
-    """One process among ``world``; every method is called by all of them, in the same order."""
+class Ranks:
+    """The processes that train together, of which this is one; every method is called by all of
+    them, in the same order. By itself, a process is alone."""
 
-    @property
-    def rank(self) -> int:
-        """Number of this process, from 0."""
-        ...
-
-    @property
-    def world(self) -> int:
-        """How many there are."""
-        ...
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this process on its node: which GPU is its own."""
-        ...
+    #: Number of this process, from 0, and how many there are.
+    rank, world = 0, 1
+    #: Number of this process on its node: which GPU is its own.
+    local_rank = 0
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on all of them (any object that pickle takes; never from outside)."""
-        ...
+        return value  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
         """Everybody's values in order of rank, on rank 0; None elsewhere."""
-        ...
+        return [value]
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, taken in order of rank, so that they are the same everywhere."""
-        ...
+        return list(values)
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error: its own where it has one,
         else rank's with the lowest number."""
-        ...
+        if error is not None:
+            raise error
 
     def line(self) -> Ranks:
         """The same processes on a line of their own, for one other thread to talk on: what it says
         there and what is said here meanwhile do not get mixed up."""
-        ...
-
-
-class OneRank:
-    """A process by itself."""
-
-    rank = 0
-    world = 1
-    local_rank = 0
-
-    def broadcast(self, value: T | None) -> T:
-        """The value itself."""
-        return value  # type: ignore[return-value]
-
-    def gather(self, value: T) -> list[T] | None:
-        """The value alone."""
-        return [value]
-
-    def add(self, values: Sequence[float]) -> list[float]:
-        """The values themselves."""
-        return list(values)
-
-    def all_or_none(self, error: BaseException | None) -> None:
-        """Raise the error, if there is one."""
-        if error is not None:
-            raise error
-
-    def line(self) -> OneRank:
-        """Nobody else is on it."""
         return self
 
 
-class TorchRanks:
+def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
+    """Result of rank 0, or the error that it met, on all ranks."""
+    outcome: tuple[T | None, BaseException | None] | None = None
+    if ranks.rank == 0:
+        try:
+            outcome = (do(), None)
+        except Exception as error:
+            outcome = (None, error if ranks.world == 1 else portable(error))
+    value, met = ranks.broadcast(outcome)
+    if met is not None:
+        raise met
+    return value  # type: ignore[return-value]
+
+
+class TorchRanks(Ranks):
     """One of the processes that torchrun started, over torch.distributed.
 
     The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
@@ -209,7 +186,7 @@ class TorchRanks:
 def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
     """All ranks where torchrun started more than one, else this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield OneRank()
+        yield Ranks()
         return
     with TorchRanks(cuda=cuda) as ranks:
         yield ranks
@@ -289,7 +266,7 @@ class RanksIO:
         return RanksIO(self._io, self.ranks.line())
 
     def should_stop(self) -> bool:
-        """Whether to stop, the same answer for all."""
+        """True if the stage is to stop, the same answer for all."""
         return self._decided(lambda io: io.should_stop())
 
     def room_again(self, error: NoSpaceError) -> bool:
@@ -317,14 +294,5 @@ class RanksIO:
         self._decided(lambda _: context.__exit__(None, None, None) if context is not None else None)
 
     def _decided(self, ask: Callable[[StageIO], T]) -> T:
-        """What rank 0 is told, or the error that it met, on all ranks."""
-        answer: tuple[T | None, BaseException | None] | None = None
-        if self._io is not None:
-            try:
-                answer = (ask(self._io), None)
-            except Exception as error:
-                answer = (None, error if self.ranks.world == 1 else portable(error))
-        value, error_ = self.ranks.broadcast(answer)
-        if error_ is not None:
-            raise error_
-        return value  # type: ignore[return-value]
+        """Answer to rank 0, or the error that it met, on all ranks."""
+        return on_first(self.ranks, lambda: ask(self._io))  # type: ignore[arg-type]

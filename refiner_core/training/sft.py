@@ -47,10 +47,10 @@ from refiner_core.training.batches import (
     share_packs,
     to_device,
 )
-from refiner_core.training.engines.protocol import open_engine
+from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import OneRank, Ranks, RanksIO
+from refiner_core.training.ranks import Ranks, RanksIO
 from refiner_core.training.steps.boundary import Boundary, curve, require_finite
 from refiner_core.training.steps.health import HealthMonitor
 from refiner_core.training.support import refuse_unsupported
@@ -105,7 +105,7 @@ def train_sft(
         See :func:`refiner_core.training.support.refuse_unsupported`.
     """
     refuse_unsupported(config, stage)
-    run = _SftRun(config, stage, data_dir, model_ref, io, ranks or OneRank())
+    run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())
     with run.boundary:
         run.train()
     run.engine.export(output_dir / "model")
@@ -169,7 +169,8 @@ class _SftRun:
             times = {"time/update_s": time.perf_counter() - started}
             metrics["tokens_per_second"] = metrics.pop("tokens") / times["time/update_s"]
             started = time.perf_counter()
-            if self._validates_after(step):
+            due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
+            if self.validation_packs and due:
                 loss = self._validation_loss()
                 metrics["loss/validation"] = loss
                 self.progress["validation"].append([step, loss])
@@ -190,7 +191,7 @@ class _SftRun:
             )
 
     def report(self) -> dict[str, Any]:
-        """What came out, from the progress alone: the same whether or not it was interrupted."""
+        """Report, from the progress alone: the same whether or not it was interrupted."""
         losses, validation = self.progress["losses"], self.progress["validation"]
         known = [loss for loss in losses if loss is not None]  # a skipped step may have none
         best = min(validation, key=lambda point: point[1], default=None)
@@ -209,10 +210,6 @@ class _SftRun:
                 "curve": validation,
             },
         }
-
-    def _validates_after(self, step: int) -> bool:
-        due = step % max(1, self.sft.eval_freq) == 0 or step == len(self.steps)
-        return bool(self.validation_packs) and due
 
     def _step(self, index: int) -> dict[str, float]:
         """One optimiser step: mean loss over all loss tokens of all packs of all ranks."""

@@ -19,14 +19,13 @@ import torch
 from refiner_core.contract.config import GrpoConfig
 from refiner_core.training.batches import (
     Batch,
-    Pack,
     Sample,
     collate,
     packs_of_ranks,
     permutation,
     to_device,
 )
-from refiner_core.training.engines.protocol import Engine, Scorer
+from refiner_core.training.engines.protocol import Engine, FrozenModel
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.steps.health import HealthMonitor
 
@@ -138,7 +137,8 @@ class StepBatches:
             if i < len(self._kept):
                 yield self._kept[i]
                 continue
-            batch = self._collated(packs)
+            batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
+            batch = to_device(batch, self.engine.device)
             self._room -= _bytes(batch)
             if self._room >= 0:
                 self._kept.append(batch)
@@ -154,10 +154,6 @@ class StepBatches:
             for places, values in parts:
                 whole[places] = values
         return torch.from_numpy(self.engine.ranks.broadcast(whole)).to(flat_F.device)
-
-    def _collated(self, packs: Sequence[Pack]) -> Batch:
-        batch = collate(packs, pad_id=self.engine.pad_id, balance=self.engine.balance)
-        return to_device(batch, self.engine.device)
 
 
 def _bytes(batch: Batch) -> int:
@@ -187,7 +183,7 @@ class GrpoUpdate:
     def __init__(
         self,
         engine: Engine,
-        reference: Scorer | None,
+        reference: FrozenModel | None,
         grpo: GrpoConfig,
         seed: int,
         health: HealthMonitor | None = None,
@@ -262,7 +258,9 @@ class GrpoUpdate:
         )
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _score(self, scorer: Engine | Scorer, batches: StepBatches, tokens: int) -> torch.Tensor:
+    def _score(
+        self, scorer: Engine | FrozenModel, batches: StepBatches, tokens: int
+    ) -> torch.Tensor:
         """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
         for batch in batches:

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.training.batches import Sample, collate, pack_samples, share_packs
-from refiner_core.training.engines.protocol import Engine, open_engine
-from refiner_core.training.ranks import OneRank, Ranks, TorchRanks
+from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.ranks import Ranks, TorchRanks
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
 from refiner_core.training.updates import GrpoUpdate
@@ -117,16 +118,14 @@ class Cases:
         name, config = f"{stage}-{dtype}", config_of(stage, dtype)
         alone = f"alone-{dtype}"
         if alone not in self.found:
-            self.found[alone] = self.alone(
-                lambda: self.sft(alone, OneRank(), config_of(None, dtype))
-            )
+            self.found[alone] = self.alone(lambda: self.sft(alone, Ranks(), config_of(None, dtype)))
         self.found[name] = self.sft(name, self.ranks, config)
         self.found[f"{name}-resumed"] = self.sft(f"{name}-resumed", self.ranks, config, resume=name)
         self.found[f"{name}-from-alone"] = self.sft(
             f"{name}-from-alone", self.ranks, config, resume=alone
         )
         self.found[f"{name}-to-alone"] = self.alone(
-            lambda: self.sft(f"{name}-to-alone", OneRank(), config_of(None, dtype), resume=name)
+            lambda: self.sft(f"{name}-to-alone", Ranks(), config_of(None, dtype), resume=name)
         )
 
     def alone(self, act: Callable[[], Any]) -> Any:
@@ -238,7 +237,7 @@ class Cases:
         engine.export(folder)
         if not self.first():
             return
-        reference = self.open(config_of(None, "float32"), OneRank(), model="untied")
+        reference = self.open(config_of(None, "float32"), Ranks(), model="untied")
         self.step(reference, 0)
         ids = torch.arange(3, 12)[None]
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -299,7 +298,7 @@ def main() -> None:
             save_tiny_model(root / "tied", **TIED)
             save_tiny_model(root / "untied", **UNTIED)
             save_data(root / "data")
-            cases.grpo(None, OneRank())
+            cases.grpo(None, Ranks())
         ranks.all_or_none(None)
         for stage in (None, 1, 2, 3):
             for dtype in ("float32", "bfloat16"):

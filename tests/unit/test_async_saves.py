@@ -19,8 +19,8 @@ from infra.store.checkpoints import CheckpointStore, step_name
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpaceError
-from refiner_core.training.engines.protocol import open_engine
-from refiner_core.training.ranks import OneRank
+from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.ranks import Ranks
 from refiner_core.training.sft import train_sft
 from refiner_core.training.state.checkpoint import HostCopies
 from refiner_core.training.steps.boundary import Boundary
@@ -62,7 +62,7 @@ class SlowIO(FolderStageIO):
 class OneNumber:
     """An engine whose state is one number."""
 
-    ranks = OneRank()
+    ranks = Ranks()
 
     def __init__(self) -> None:
         self.value = 0
@@ -382,7 +382,7 @@ def test_what_the_trainer_cannot_read_is_passed_over_and_nothing_of_it_stays(
 
 
 def test_an_engine_that_refuses_a_checkpoint_is_as_it_was(inputs: Path, tmp_path: Path) -> None:
-    engine = open_engine(recipe(), "sft", str(inputs / "model"), OneRank())
+    engine = open_engine(recipe(), "sft", str(inputs / "model"), Ranks())
     before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     engine.snapshot({"stage": "sft"}).write(tmp_path)
     with torch.no_grad():

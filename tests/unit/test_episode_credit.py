@@ -14,7 +14,8 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
-from refiner_core.training.engines.plain import FrozenModel, PlainEngine
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.episodes import (

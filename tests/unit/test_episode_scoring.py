@@ -22,7 +22,6 @@ from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord,
 from refiner_core.environments.scoring import (
     Curriculum,
     alpha_of,
-    check_shaping,
     check_weights,
     partial_score,
     require_episodes,

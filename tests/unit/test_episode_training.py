@@ -402,9 +402,8 @@ def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):
         open_lane(config, judge=None, rewards=None, environment=None, samples=True)
     lane = open_lane(config, judge=None, rewards=None, environment=None, samples=False)
-    sampler = lane.sampler(object(), None)  # type: ignore[arg-type]  # it samples nothing
-    with pytest.raises(RuntimeError, match="samples nothing"):
-        sampler.complete([], [0], step=1, finished=lambda *_: None)
+    with pytest.raises(AssertionError, match="samples nothing"):
+        lane.sample(object(), None, [], lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_a_completion_without_a_record_is_no_episode() -> None:

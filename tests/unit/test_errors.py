@@ -86,7 +86,7 @@ PLAIN = {
     "refiner_core/environments/tau2/environment.py": "caught where it is raised: the file is named",
     "refiner_core/environments/tau2/episode.py": "the order of calls, which play keeps",
     "refiner_core/environments/tau2/tasks.py": "caught where it is raised: an episode's fault",
-    "refiner_core/evaluation/run.py": "what a generator of ours returned",
+    "refiner_core/samples.py": "what a generator of ours returned",
     "refiner_core/generation/vllm/sync.py": "the order of calls, which the training loop keeps",
     "refiner_core/http/client.py": "the life of a judge or a user, which stages keep",
     "refiner_core/judges/": "the life of a judge, which stages keep",

@@ -353,11 +353,11 @@ def test_the_device_is_the_configured_one_and_not_what_the_machine_has(
     import torch
 
     from refiner_core.contract.config import RecipeConfig
-    from refiner_core.evaluation.run import load_generator
+    from refiner_core.evaluation.run import open_generator
     from refiner_core.generation.reporting import BatchReporter
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    generator, _ = load_generator(
+    generator, _ = open_generator(
         RecipeConfig(), "builtin:tiny", BatchReporter(FolderIO(tmp_path), 1, "samples")
     )
     assert generator.model.device.type == "cpu"  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError
-from refiner_core.training.ranks import OneRank
+from refiner_core.training.ranks import Ranks
 from refiner_core.training.steps.boundary import SAVE_TRIES, Boundary
 from tests.support.plans import claim, small_plan
 from tests.support.quota import fill, small_tmpfs
@@ -80,7 +80,7 @@ class SometimesFull(FolderStageIO):
 class OnlyProgress:
     """An engine whose whole state is the progress that it is given."""
 
-    ranks = OneRank()
+    ranks = Ranks()
 
     def __init__(self) -> None:
         self.saved: list[Any] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from refiner_core.training.ranks import OneRank
+from refiner_core.training.ranks import Ranks
 from tests.support.grpo_ranks import Case, launch, train
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import save_data, save_tiny_model
@@ -58,7 +58,7 @@ def test_two_ranks_train_as_one_does(root, tmp_path, name):
     for folder in ("data", "model"):
         (tmp_path / folder).symlink_to(root / folder)
     plain = {key: value for key, value in case["grpo"].items() if key != "deepspeed_stage"}
-    alone = train(tmp_path, {"name": name, "grpo": plain}, OneRank())
+    alone = train(tmp_path, {"name": name, "grpo": plain}, Ranks())
     first, second = (one["report"] for one in met(root, name))
     assert first["counts"] == second["counts"] == alone["counts"]
     assert first["tokens"] == second["tokens"] == alone["tokens"]

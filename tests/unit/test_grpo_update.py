@@ -11,7 +11,8 @@ import torch
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.batches import permutation
-from refiner_core.training.engines.plain import FrozenModel, PlainEngine
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.rollout import TrainSample

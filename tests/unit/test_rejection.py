@@ -22,18 +22,18 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.services import asks_judge
 from refiner_core.contract.training_config import EnvironmentConfig
 from refiner_core.contract.types import PromptRow
-from refiner_core.rejection.attempts import Candidate, Report, choose, require_kept
+from refiner_core.rejection.attempts import Attempt, Report, choose, require_kept
 from refiner_core.rejection.lanes import highest_reward, with_ends_of_turns
 from tests.support.rewarding import BOTH, EVIDENCE, NEGATIVE, POSITIVE
 
 
-def candidate(index: int, score: float | None, **changes: Any) -> Candidate:
+def candidate(index: int, score: float | None, **changes: Any) -> Attempt:
     partial = changes.pop("partial", score)
-    values: dict[str, Any] = {"flaw": "", "tools": None, "text": f"text {index}", **changes}
-    return Candidate(index=index, score=score, partial=partial, **values)
+    values: dict[str, Any] = {"text": f"text {index}", **changes}
+    return Attempt("p", "", index, 0, (), ended="stop", score=score, partial=partial, **values)
 
 
-def whys(candidates: list[Candidate], **rule: Any) -> list[str]:
+def whys(candidates: list[Attempt], **rule: Any) -> list[str]:
     return [choice.why for choice in choose(candidates, replace(SampleConfig(), **rule))]
 
 

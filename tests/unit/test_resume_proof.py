@@ -35,7 +35,7 @@ from refiner_core.cards.notes import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
-from refiner_core.training.engines.protocol import open_engine
+from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.state.equality import (
     Row,
     compare_checkpoints,

@@ -28,8 +28,8 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.training.batches import prompt_batch
 from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
+from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.rollout import (
-    RolloutSampler,
     Sampled,
     form_groups,
     rollout_rows,
@@ -463,9 +463,10 @@ class Saying:
 
 def sampled(sampler: Saying, *, indices: Sequence[int] = (0,), step: int = 1, seed: int = 7):
     """What the step makes of a sampler's completions of the prompts with these indices."""
-    rows = [(i, prompts(9)[i]) for i in indices]
-    sampling = RolloutSampler(recipe().grpo, seed, sampler, tiny_tokenizer())
-    return sampling.sample(rows, step=step, on_sample=lambda *_: None)
+    lane, tokenizer, made = Lane(replace(recipe(), seed=seed), None), tiny_tokenizer(), {}
+    wanted = lane.wanted(prompts(9), step, indices)
+    lane.sample(sampler, tokenizer, wanted, made.__setitem__)
+    return [lane.read(tokenizer, one, made[place]) for place, one in enumerate(wanted)]
 
 
 def test_rewards_read_the_text_that_evaluation_reads():

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 _TWO_STEPS = """
 import sys
-from refiner_core.training.engines.protocol import open_engine
+from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.batches import Sample, build_pack, collate
 from tests.support.tiny_training import recipe
 

@@ -1,17 +1,15 @@
 """The shipped environment: an invented service desk with real state and rules.
 
 ===================== ==========================================================================
-:mod:`.environment`   the protocol's side: domains, tasks, policy, tools, digest
+:mod:`.environment`   the protocol's side: domains, tasks, policy, tools, digest; tasks from a file,
+                      checked line by line; demonstrations, right and flawed
 :mod:`.episode`       one episode: calls, checks, rewards, classes of failure
-:mod:`.user`          the scripted user
-:mod:`.expert`        demonstrations, right and flawed
+:mod:`.user`          the scripted user and its own device: what its lamp shows and what helps
 :mod:`.tasks`         tasks from a pinned seed
-:mod:`.task_files`    tasks from a file, checked line by line
 :mod:`.domain`        what a domain is made of; the tables that tools act on
 :mod:`.bookings`      rooms by the day: find, reserve, change, cancel
 :mod:`.orders`        things that were sent: look up, exchange, refund
 :mod:`.devices`       dual control: the user's own device, which only the user can touch
-:mod:`.appliance`     that device: what its lamp shows and what helps
 :mod:`.words`         all phrases, and the list of their words
 ===================== ==========================================================================
 """

@@ -17,7 +17,6 @@ from typing import Any
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import (
     COMMON,
-    Call,
     Desk,
     Domain,
     Draft,
@@ -28,6 +27,7 @@ from refiner_core.environments.desk.domain import (
     broken,
     finish,
     hand_over,
+    introduced,
     respond,
     spec,
 )
@@ -117,19 +117,6 @@ def _booking(draw: Draw, terms: str, fee: int) -> dict[str, Any]:
     }
 
 
-def _begun(
-    draw: Draw, opening: str, key: str, name: str
-) -> tuple[dict[str, Any], list[Call], dict[str, str]]:
-    """A user who may give its name by itself, and the calls up to the look-up."""
-    volunteers = ["name"] if draw.rng.random() < 0.3 else []
-    text = f"my name is {name}. {opening}" if volunteers else opening
-    slots = [slot for slot in ("booking", "name") if slot not in volunteers]
-    knows = {"booking": key, "name": name}
-    user = {"opening": text, "volunteers": volunteers, "reactions": []}
-    calls = [respond(words.ask(slots)), ("get_booking", {"booking": key})]
-    return user, calls, knows
-
-
 def _existing(kind: str, terms: str, *, agrees: bool = True, insists: bool = False) -> Family:
     """Families about a booking that is there: cancel or change it, under some terms."""
 
@@ -137,10 +124,10 @@ def _existing(kind: str, terms: str, *, agrees: bool = True, insists: bool = Fal
         key, fee = draw.id(), draw.amount() if terms == "fee" else 0
         record = _booking(draw, terms, fee)
         opening = draw.rng.choice(_OPENINGS[kind])
-        user, calls, knows = _begun(draw, opening, key, record["name"])
+        user, calls = introduced(draw, "booking", key, record["name"], opening)
         new_day = draw.rng.choice([day for day in words.DAYS if day != record["day"]])
         arguments = {"booking": key} if kind == "cancel" else {"booking": key, "day": new_day}
-        knows |= {"day": new_day} if kind == "change" else {}
+        user["knows"] |= {"day": new_day} if kind == "change" else {}
         done = _DONE[kind]
         tell: list[tuple[str, ...]] = []
         if terms == "fee":
@@ -163,7 +150,7 @@ def _existing(kind: str, terms: str, *, agrees: bool = True, insists: bool = Fal
             + ("" if agrees else ", the user does not want to pay")
             + (", the user insists" if insists else ""),
             state={"bookings": _with_another(draw, key, record), "rooms": {}},
-            user={**user, "knows": knows},
+            user=user,
             tell=tuple(tell),
             solution=(*calls, finish()),
             tempting=None if terms == "free" else (kind, arguments),
@@ -184,11 +171,12 @@ def _with_another(draw: Draw, key: str, record: dict[str, Any]) -> dict[str, dic
 
 def _not_owner(draw: Draw) -> Draft:
     key, record, name = draw.id(), _booking(draw, "free", 0), draw.name()
-    user, calls, knows = _begun(draw, draw.rng.choice(_OPENINGS["cancel"]), key, name)
+    opening = draw.rng.choice(_OPENINGS["cancel"])
+    user, calls = introduced(draw, "booking", key, name, opening)
     return Draft(
         summary="cancel a booking of somebody else",
         state={"bookings": _with_another(draw, key, record), "rooms": {}},
-        user={**user, "knows": knows},
+        user=user,
         tell=(),
         solution=(*calls, hand_over("wrong name")),
         tempting=("cancel", {"booking": key}),

@@ -2,7 +2,7 @@
 touch it.
 
 In: a :class:`~.domain.Desk` with the tables ``devices`` (state, code, tries, and the
-day on which a new one comes), and the user's own device (:mod:`.appliance`).
+day on which a new one comes), and the user's own device (:mod:`.user`).
 Out: :data:`DEVICES`.
 
 Rules: a locked device is unlocked with the code that the user has read from it; after a wrong code

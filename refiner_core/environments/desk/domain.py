@@ -1,4 +1,4 @@
-"""What a domain of the desk is made of, and the world that its tools act on.
+"""Parts of a domain of the desk, and the world that its tools act on.
 
 In: nothing but JSON. Out: :class:`Domain`, :class:`Desk`, :class:`Refused`, :class:`Draft` and the
 draws that tasks are made of.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from refiner_core.environments.desk.words import DAYS
+from refiner_core.environments.desk import words
 from refiner_core.environments.protocol import ToolSpec
 from refiner_core.words import World, draw_id, draw_name, draw_value
 
@@ -124,7 +124,7 @@ class Draw:
 
     def days(self, count: int) -> list[str]:
         """Different days of the week."""
-        return self.rng.sample(DAYS, count)
+        return self.rng.sample(words.DAYS, count)
 
 
 Family = Callable[[Draw], Draft]
@@ -176,3 +176,19 @@ def finish() -> Call:
 def hand_over(reason: str) -> Call:
     """The call that gives the user to somebody else."""
     return HAND_OVER, {"reason": reason}
+
+
+def introduced(
+    draw: Draw, what: str, key: str, name: str, opening: str
+) -> tuple[dict[str, Any], list[Call]]:
+    """A user who wants something done about one record (``what``), and who may give its name by
+    itself; and the calls up to the look-up."""
+    volunteers = ["name"] if draw.rng.random() < 0.3 else []
+    user: dict[str, Any] = {
+        "opening": f"my name is {name}. {opening}" if volunteers else opening,
+        "volunteers": volunteers,
+        "knows": {what: key, "name": name},
+        "reactions": [],
+    }
+    slots = [slot for slot in (what, "name") if slot not in volunteers]
+    return user, [respond(words.ask(slots)), (f"get_{what}", {what: key})]

@@ -56,27 +56,23 @@ def _reward(task: Task, calls: Calls) -> float:
     return episode.outcome().reward
 
 
-def _speaks(call: ToolCall) -> bool:
-    return call.name == SPEAK
-
-
-def _ends(call: ToolCall) -> bool:
-    return call.name in (FINISH, HAND_OVER)
+def _tools(calls: Calls) -> list[int]:
+    """Places of calls that neither speak nor end."""
+    return [i for i, c in enumerate(calls) if c.name not in (SPEAK, FINISH, HAND_OVER)]
 
 
 def _skips_asking(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
     """The first tool is called with an id that nobody has named."""
-    first = next((c for c in calls if not _speaks(c) and not _ends(c)), None)
-    if first is None:
+    if not (places := _tools(calls)):
         return None
+    first = calls[places[0]]
     name = next(iter(first.arguments))
     return [ToolCall(first.name, {**first.arguments, name: draw_id(rng)}), _FINISH]
 
 
 def _wrong_argument(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
     """One argument of one tool is another one; it goes on as if that were nothing."""
-    places = [i for i, c in enumerate(calls) if not _speaks(c) and not _ends(c)]
-    if not places:
+    if not (places := _tools(calls)):
         return None
     place = rng.choice(places)
     call = calls[place]
@@ -89,7 +85,7 @@ def _wrong_argument(task: Task, calls: Calls, rng: random.Random) -> Calls | Non
 
 def _forgets_to_tell(task: Task, calls: Calls, rng: random.Random) -> Calls | None:
     """Nothing is said after the last tool."""
-    last = max((i for i, c in enumerate(calls) if not _speaks(c) and not _ends(c)), default=-1)
+    last = max(_tools(calls), default=-1)
     kept = [*calls[: last + 1], calls[-1]]
     return kept if len(kept) < len(calls) else None
 
@@ -99,7 +95,7 @@ def _breaks_a_rule(task: Task, calls: Calls, rng: random.Random) -> Calls | None
     tempting = task.data["tempting"]
     if tempting is None:
         return None
-    first = next(i for i, c in enumerate(calls) if not _speaks(c))
+    first = next(i for i, c in enumerate(calls) if c.name != SPEAK)
     return [*calls[: first + 1], ToolCall(tempting[0], dict(tempting[1])), _FINISH]
 
 
@@ -118,11 +114,6 @@ FLAWS: dict[str, Callable[[Task, Calls, random.Random], Calls | None]] = {
 }
 
 
-_KEYS = {"id", "domain", "split", "summary", "data"}
-_DATA_KEYS = {"family", "state", "user", "tell", "solution", "tempting"}
-_USER_KEYS = {"opening", "knows", "volunteers", "reactions"}
-_DEVICE_KEYS = {"id", "cable", "wireless", "fresh", "broken"}
-_REACTION_KEYS = {"hear", "say", "agree", "again", "end"}
 _KINDS = {
     str: "a string",
     dict: "an object",
@@ -133,7 +124,7 @@ _KINDS = {
 
 
 class _Malformed(Exception):
-    """What is wrong with a line, and what was expected; the reader adds file and line."""
+    """Fault of a line, and what was expected; the reader adds file and line."""
 
     def __init__(self, what: str, expected: str) -> None:
         super().__init__(what)
@@ -192,15 +183,37 @@ def _task_of_line(line: str) -> Task:
         json.dumps(values, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise _Malformed(f"no JSON that can be used ({error})", "one JSON object") from error
-    _has_keys(values, _KEYS, "the task")
+    _has_keys(values, {"id", "domain", "split", "summary", "data"}, "the task")
     for key in ("id", "domain", "split", "summary"):
-        _is(values[key], str, key)
+        _fits(values[key], str, key)
     if values["domain"] not in DOMAINS:
         raise _Malformed(f"there is no domain {values['domain']!r}", f"one of {', '.join(DOMAINS)}")
     _check_data(values["data"], values["domain"])
     task = Task(**values)
     _check_solution(task)
     return task
+
+
+def _fits(value: Any, shape: Any, what: str) -> None:
+    """Refuse a value of another shape: a type; a list of one shape, or a tuple for one that is not
+    empty; an object with these keys, or with any (``...``); or what a function refuses."""
+    if isinstance(shape, list | tuple):
+        _fits(value, list, what)
+        if isinstance(shape, tuple) and not value:
+            raise _Malformed(f"{what} is empty", "at least 1")
+        for index, one in enumerate(value):
+            _fits(one, shape[0], f"{what}[{index}]")
+    elif isinstance(shape, dict):
+        if ... in shape:
+            _fits(value, dict, what)
+            shape = dict.fromkeys(value, shape[...])
+        _has_keys(value, set(shape), what)
+        for key, part in shape.items():
+            _fits(value[key], part, f"{what}.{key}")
+    elif not isinstance(shape, type):
+        shape(value, what)
+    elif type(value) is not shape:  # bool is an int for Python, and nothing of the kind for JSON
+        raise _Malformed(f"{what} is {json.dumps(value)[:40]}", _KINDS[shape])
 
 
 def _has_keys(value: Any, keys: set[str], what: str) -> None:
@@ -214,98 +227,60 @@ def _has_keys(value: Any, keys: set[str], what: str) -> None:
         raise _Malformed(f"{what} has the unknown {', '.join(unknown)}", expected)
 
 
-def _is(value: object, kind: type, what: str) -> None:
-    # bool is an int for Python, and nothing of the kind for JSON
-    if type(value) is not kind:
-        raise _Malformed(f"{what} is {json.dumps(value)[:40]}", _KINDS[kind])
+def _call(call: Any, what: str) -> None:
+    good = isinstance(call, list) and len(call) == 2
+    if not good or not isinstance(call[0], str) or not isinstance(call[1], dict):
+        raise _Malformed(f"{what} is {json.dumps(call)[:40]}", 'a call: ["TOOL", {ARGUMENTS}]')
 
 
-def _all_are(value: Any, kind: type, what: str, *, least: int = 0) -> None:
-    _is(value, list, what)
-    if len(value) < least:
-        raise _Malformed(f"{what} is empty", f"at least {least}")
-    for index, one in enumerate(value):
-        _is(one, kind, f"{what}[{index}]")
+def _call_or_null(call: Any, what: str) -> None:
+    if call is not None:
+        _call(call, what)
+
+
+def _reaction(reaction: Any, what: str) -> None:
+    _fits(reaction, dict, what)
+    shape = {"hear": (str,), "say": (str,), "agree": str, "again": [int], "end": bool}
+    _fits({"agree": "", "again": [], "end": False, **reaction}, shape, what)
+
+
+@functools.lru_cache(maxsize=1)
+def _states() -> dict[str, dict[str, Any]]:
+    """Shapes of ``data.state`` by domain, from the desk's own tasks."""
+    shapes: dict[str, dict[str, Any]] = {}
+    for task in own_tasks():
+        tables = shapes.setdefault(task.domain, {})
+        for table, records in task.data["state"].items():
+            tables.setdefault(table, {...: {}})
+            for record in records.values():
+                tables[table] = {...: {key: type(value) for key, value in record.items()}}
+    return shapes
 
 
 def _check_data(data: Any, domain: str) -> None:
     """The form of ``data``; whether it makes sense is seen when its solution is played."""
-    _has_keys(data, _DATA_KEYS, "data")
-    _is(data["family"], str, "data.family")
-    _check_state(data["state"], domain)
-    _check_user(data["user"], domain, data["state"])
-    _is(data["tell"], list, "data.tell")
-    for index, needles in enumerate(data["tell"]):
-        _all_are(needles, str, f"data.tell[{index}]", least=1)
-    _is(data["solution"], list, "data.solution")
-    for index, call in enumerate(data["solution"]):
-        _check_call(call, f"data.solution[{index}]")
-    if data["tempting"] is not None:
-        _check_call(data["tempting"], "data.tempting")
-
-
-@functools.lru_cache(maxsize=1)
-def _shapes() -> dict[str, dict[str, dict[str, type]]]:
-    """Keys and types of records by domain and table, from the desk's own tasks."""
-    shapes: dict[str, dict[str, dict[str, type]]] = {}
-    for task in own_tasks():
-        tables = shapes.setdefault(task.domain, {})
-        for table, records in task.data["state"].items():
-            tables.setdefault(table, {})
-            for record in records.values():
-                tables[table] = {key: type(value) for key, value in record.items()}
-    return shapes
-
-
-def _check_state(state: Any, domain: str) -> None:
-    shapes = _shapes()[domain]
-    _has_keys(state, set(shapes), "data.state")
-    for table, records in state.items():
-        _is(records, dict, f"data.state.{table}")
-        for key, record in records.items():
-            what = f"data.state.{table}.{key}"
-            _has_keys(record, set(shapes[table]), what)
-            for name, kind in shapes[table].items():
-                _is(record[name], kind, f"{what}.{name}")
-
-
-def _check_user(user: Any, domain: str, state: dict[str, Any]) -> None:
-    has_device = domain == "devices"
-    _has_keys(user, _USER_KEYS | ({"device"} if has_device else set()), "data.user")
-    _is(user["opening"], str, "data.user.opening")
-    _is(user["knows"], dict, "data.user.knows")
-    for slot, value in user["knows"].items():
-        _is(value, str, f"data.user.knows.{slot}")
-    _all_are(user["volunteers"], str, "data.user.volunteers")
-    for slot in user["volunteers"]:
-        if slot not in user["knows"]:
+    user: dict[str, Any] = {
+        "opening": str,
+        "knows": {...: str},
+        "volunteers": [str],
+        "reactions": [_reaction],
+    }
+    if domain == "devices":
+        user["device"] = dict.fromkeys(("id", "cable", "wireless", "fresh", "broken"), str)
+    shape = {
+        "family": str,
+        "state": _states()[domain],
+        "user": user,
+        "tell": [(str,)],
+        "solution": [_call],
+        "tempting": _call_or_null,
+    }
+    _fits(data, shape, "data")
+    for slot in data["user"]["volunteers"]:
+        if slot not in data["user"]["knows"]:
             raise _Malformed(f"data.user.volunteers has {slot!r}", "slots of data.user.knows")
-    _is(user["reactions"], list, "data.user.reactions")
-    for index, reaction in enumerate(user["reactions"]):
-        _check_reaction(reaction, f"data.user.reactions[{index}]")
-    if has_device:
-        _has_keys(user["device"], _DEVICE_KEYS, "data.user.device")
-        for key, value in user["device"].items():
-            _is(value, str, f"data.user.device.{key}")
-        if user["device"]["id"] not in state["devices"]:
-            raise _Malformed("data.user.device.id is not in data.state.devices", "one that is")
-
-
-def _check_reaction(reaction: Any, what: str) -> None:
-    _is(reaction, dict, what)
-    whole = {"agree": "", "again": [], "end": False, **reaction}
-    _has_keys(whole, _REACTION_KEYS, what)
-    _all_are(whole["hear"], str, f"{what}.hear", least=1)
-    _all_are(whole["say"], str, f"{what}.say", least=1)
-    _is(whole["agree"], str, f"{what}.agree")
-    _all_are(whole["again"], int, f"{what}.again")
-    _is(whole["end"], bool, f"{what}.end")
-
-
-def _check_call(call: Any, what: str) -> None:
-    good = isinstance(call, list) and len(call) == 2
-    if not good or not isinstance(call[0], str) or not isinstance(call[1], dict):
-        raise _Malformed(f"{what} is {json.dumps(call)[:40]}", 'a call: ["TOOL", {ARGUMENTS}]')
+    if domain == "devices" and data["user"]["device"]["id"] not in data["state"]["devices"]:
+        raise _Malformed("data.user.device.id is not in data.state.devices", "one that is")
 
 
 def _check_solution(task: Task) -> None:
@@ -440,7 +415,7 @@ def _digest(tasks: Sequence[Task]) -> str:
 
 
 def desk_digest(config: EnvironmentConfig) -> str:
-    """What identifies tasks and rules for plans.
+    """Digest of tasks and rules, for plans.
 
     Raises
     ------

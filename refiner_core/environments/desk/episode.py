@@ -67,7 +67,7 @@ Ended = Literal["", "finished", "handed_over", "user_left"]
 
 @dataclass(frozen=True)
 class Expected:
-    """What a solved episode leaves: what the user was asked for, calls of tools, doings of the
+    """Traces of a solved episode: what the user was asked for, calls of tools, doings of the
     user, tables, its device."""
 
     asked: tuple[str, ...]
@@ -141,7 +141,11 @@ class DeskEpisode:
 
     def checks(self) -> tuple[Check, ...]:
         """The checks as they stand now."""
-        return (*self._actions(), *self._statements(), *self._states())
+        told = [
+            Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
+            for i, needles in enumerate(self._task.data["tell"])
+        ]
+        return (*self._actions(), *told, *self._states())
 
     def _actions(self) -> list[Check]:
         asked = [
@@ -157,12 +161,6 @@ class DeskEpisode:
         ]
         return asked + calls + doings
 
-    def _statements(self) -> list[Check]:
-        return [
-            Check("communicate", f"tell {i}", i in self._user.told, ", ".join(needles))
-            for i, needles in enumerate(self._task.data["tell"])
-        ]
-
     def _states(self) -> list[Check]:
         checks = [
             Check("environment", name, self._desk.tables[name] == table)
@@ -176,7 +174,7 @@ class DeskEpisode:
         return checks
 
     def outcome(self) -> Outcome:
-        """What it was worth: 1 where it has ended, all checks passed and no rule was broken."""
+        """Its worth: 1 where it has ended, all checks passed and no rule was broken."""
         checks = self.checks()
         kinds = [kind for kind in KINDS if any(check.kind == kind for check in checks)]
         components = {
@@ -231,13 +229,7 @@ def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
 
 def play(task: Task, calls: Sequence[ToolCall], seed: int) -> tuple[DeskEpisode, list[Step]]:
     """An episode in which these calls are made, and what each led to."""
-    nothing = Expected((), (), (), {}, {})
-    return _play(DeskEpisode(task, nothing), calls, seed)
-
-
-def _play(
-    episode: DeskEpisode, calls: Sequence[ToolCall], seed: int
-) -> tuple[DeskEpisode, list[Step]]:
+    episode = DeskEpisode(task, Expected((), (), (), {}, {}))
     episode.reset(seed)
     return episode, [episode.step(call) for call in calls]
 
@@ -248,7 +240,7 @@ def solution_of(task: Task) -> list[ToolCall]:
 
 
 def expected_of(task: Task) -> Expected:
-    """What a task's solution leads to."""
+    """Traces of a task's solution."""
     episode, _ = play(task, solution_of(task), 0)
     calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
     volunteered = task.data["user"]["volunteers"]

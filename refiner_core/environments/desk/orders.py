@@ -28,6 +28,7 @@ from refiner_core.environments.desk.domain import (
     broken,
     finish,
     hand_over,
+    introduced,
     respond,
     spec,
 )
@@ -116,20 +117,9 @@ class _Scene:
         self.draw, self.key, self.record = draw, draw.id(), _order(draw, state)
         name = self.record["name"] if owner else draw.name()
         opening = draw.rng.choice(_OPENINGS[wish])
-        volunteers = ["name"] if draw.rng.random() < 0.3 else []
-        slots = [slot for slot in ("order", "name") if slot not in volunteers]
+        self.user, self.calls = introduced(draw, "order", self.key, name, opening)
         self.items: dict[str, dict[str, Any]] = {draw.value(): {"stock": "some"}}
-        self.user: dict[str, Any] = {
-            "opening": f"my name is {name}. {opening}" if volunteers else opening,
-            "volunteers": volunteers,
-            "knows": {"order": self.key, "name": name},
-            "reactions": [],
-        }
         self.tell: list[tuple[str, ...]] = []
-        self.calls: list[Call] = [
-            respond(words.ask(slots)),
-            ("get_order", {"order": self.key}),
-        ]
 
     def says(self, text: str, *needles: str) -> None:
         """The agent says it, and the user has to hear these phrases."""

@@ -66,13 +66,7 @@ def _drawn(domain: str, split: str, index: int, root: str, draw: Draw) -> Task:
 
 
 def _data(family: str, draft: Draft) -> dict[str, Any]:
-    values = {
-        "family": family,
-        "state": draft.state,
-        "user": draft.user,
-        "tell": draft.tell,
-        "solution": draft.solution,
-        "tempting": draft.tempting,
-    }
+    values = {"family": family, **vars(draft)}
+    del values["summary"]
     data: dict[str, Any] = json.loads(json.dumps(values, ensure_ascii=False))
     return data

@@ -53,7 +53,7 @@ def _state(desk: Desk) -> str:
 
 
 def instructions(heard: Sequence[str]) -> list[str]:
-    """What a message asks the user to do."""
+    """Instructions to the user in a message."""
     return [name for name, known in INSTRUCTIONS.items() if any(word in heard for word in known)]
 
 
@@ -126,11 +126,11 @@ class ScriptedUser:
         return str(self._script["opening"])
 
     def satisfied(self) -> bool:
-        """Whether it has heard all that it wants to hear, or wants nothing more."""
+        """True if it has heard all that it wants to hear, or wants nothing more."""
         return self._wants_nothing or (bool(self._tell) and len(self.told) == len(self._tell))
 
     def answer(self, content: str, desk: Desk) -> str:
-        """What it says to a message; may change its device and what it has given away."""
+        """Its answer to a message; may change its device and what it has given away."""
         if self.satisfied():
             return self._bored(self._one_of(words.THANKS))
         heard = words.words_of(content)

@@ -79,7 +79,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def contains(heard: Sequence[str], phrase: str) -> bool:
-    """Whether a phrase stands in words; ``a|b`` is either of two phrases, ``!a`` is without it."""
+    """True if a phrase stands in words; ``a|b`` is either of two phrases, ``!a`` is without it."""
     if phrase.startswith("!"):
         return not contains(heard, phrase[1:])
     return any(_stands_in(heard, words_of(one)) for one in phrase.split("|"))

@@ -249,7 +249,7 @@ class Tau2Environment:
         return tuple(dict.fromkeys(self._config.domains)) or DOMAINS
 
     def describe(self) -> Mapping[str, Any]:
-        """What makes numbers comparable."""
+        """Facts that make numbers comparable."""
         judged = self._config.nl_assertions == "judge"
         return {
             "name": self.name,
@@ -342,7 +342,7 @@ class Tau2Environment:
     # ---- policy and tools
 
     def policy(self, domain: str) -> str:
-        """How turns are made, and then its policy word for word."""
+        """Rules for turns, and then its policy word for word."""
         return _TURNS + self._domain(domain)[0]
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
@@ -400,7 +400,7 @@ class Tau2Environment:
         return Tau2Episode(Reopen(self, self._config, self._user, self._key, task.domain, own_id))
 
     def opened(self, domain: str, own_id: str) -> tuple[Parts, Given, Rules]:
-        """What an episode at a task needs."""
+        """Parts of an episode at a task."""
         known = self._tasks_of(domain)
         if own_id not in known:
             raise DataError(
@@ -453,30 +453,25 @@ class Tau2Environment:
         return tuple(written)
 
 
+@dataclass
 class Reopen:
     """Gives an episode its parts, also in another process; pickled without key and judge."""
 
-    def __init__(
-        self,
-        environment: Tau2Environment,
-        config: EnvironmentConfig,
-        user: UserConfig,
-        key: str,
-        domain: str,
-        own_id: str,
-    ) -> None:
-        self._environment: Tau2Environment | None = environment
-        self._config, self._user, self._key = config, user, key
-        self._domain, self._own_id = domain, own_id
+    environment: Tau2Environment | None
+    config: EnvironmentConfig
+    user: UserConfig
+    key: str
+    domain: str
+    own_id: str
 
     def __call__(self) -> tuple[Parts, Given, Rules]:
-        if self._environment is None:
-            judge = _JUDGES.get(self._key)
-            self._environment = Tau2Environment(self._config, self._user, judge)
-        return self._environment.opened(self._domain, self._own_id)
+        if self.environment is None:
+            judge = _JUDGES.get(self.key)
+            self.environment = Tau2Environment(self.config, self.user, judge)
+        return self.environment.opened(self.domain, self.own_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_environment": None}
+        return {**self.__dict__, "environment": None}
 
 
 def _summary(task: Any) -> str:

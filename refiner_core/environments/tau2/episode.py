@@ -121,7 +121,7 @@ _STOPPED = ("agent_stop", "user_stop")
 
 @dataclass(frozen=True)
 class Rules:
-    """What all episodes of an environment share. ``judge`` is None where assertions in plain
+    """Settings of all episodes of an environment. ``judge`` is None where assertions in plain
     language are excluded."""
 
     max_steps: int
@@ -307,7 +307,7 @@ class Tau2Episode:
         return parts.AssistantMessage(role="assistant", tool_calls=[made], cost=0.0)
 
     def _refused(self, call: ToolCall) -> str | None:
-        """Why a message to the user cannot be sent; None: it can, or is none."""
+        """Reason why a message to the user cannot be sent; None: it can, or is none."""
         if call.name != SPEAK:
             return None
         said = call.arguments.get("content")

@@ -76,8 +76,8 @@ _WHERE: dict[str, tuple[str, ...]] = {
 
 
 def missing_tau2() -> str:
-    """Why it cannot be used here, as one paragraph; empty where nothing speaks against it. Imports
-    nothing of it."""
+    """Reason why it cannot be used here, as one paragraph; empty where nothing speaks against it.
+    Imports nothing of it."""
     try:
         _folder()
     except UnsupportedError as error:
@@ -136,7 +136,7 @@ def widen_client(connections: int) -> None:
 
 
 def _folder() -> Path:
-    """Where the package is; found without importing it."""
+    """Folder of the package; found without importing it."""
     spec = importlib.util.find_spec("tau2")
     if spec is None or not spec.submodule_search_locations:
         raise UnsupportedError(

@@ -29,7 +29,7 @@ _QUESTION = "A conversation of a service agent with a customer, and with tools."
 
 @dataclass(frozen=True)
 class Measured:
-    """What an episode was worth, so far as it was measured."""
+    """Worth of an episode, so far as it was measured."""
 
     reward: float
     components: Mapping[str, float]
@@ -152,7 +152,7 @@ def _judge_failed(why: str) -> InfrastructureError:
 def failure_of(
     measured: Measured, *, reason: str, tools: Sequence[str], errors: Sequence[str]
 ) -> Failure | None:
-    """Why an episode failed, None where it did not; of several the first of
+    """Reason why an episode failed, None where it did not; of several the first of
     :data:`~refiner_core.environments.protocol.FAILURES` counts.
 
     ``reason`` is how tau2-bench says that it ended (empty: it was broken off); ``tools`` are the
@@ -187,7 +187,7 @@ _KEPT = frozenset(
 
 
 def basis_of(task: Any) -> tuple[str, ...]:
-    """What a task's reward is the product of, in its words."""
+    """Factors of a task's reward, in its words."""
     criteria = task.evaluation_criteria
     if criteria is None:
         return ()
@@ -222,7 +222,7 @@ def said_before(task: Any) -> tuple[Message, ...]:
 
 
 def lines_of(messages: Sequence[Any]) -> list[str]:
-    """Who said what, a line for each message."""
+    """Lines of a conversation, one for each message."""
     lines = []
     for message in messages:
         for call in getattr(message, "tool_calls", None) or ():

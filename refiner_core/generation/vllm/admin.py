@@ -56,7 +56,7 @@ class Canary:
 
 
 def tolerance_of(configured: float | None, dtype: Literal["float32", "bfloat16"]) -> float:
-    """How large a difference may be."""
+    """Largest difference that may be."""
     return TOLERANCE[dtype] if configured is None else configured
 
 
@@ -138,7 +138,7 @@ class Admin:
             raise Failed(f"its answer to the canary cannot be used: {error}") from error
 
     def world_size(self) -> int:
-        """How many workers it has, over all of its GPUs."""
+        """Number of its workers, over all of its GPUs."""
         found = json.loads(self._ask("GET", "/get_world_size", None))
         return int(found["world_size"])
 

@@ -121,7 +121,7 @@ class Transport(Client):
         return await self.post(f"{endpoint.url}/completions", endpoint, body)
 
     async def is_well(self, endpoint: Endpoint) -> bool:
-        """Whether the server says that its engine lives."""
+        """True if the server says that its engine lives."""
         return await self.probe(f"{root_of(endpoint)}/health", endpoint) == 200
 
 
@@ -132,7 +132,7 @@ def root_of(endpoint: Endpoint) -> str:
 
 
 def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
-    """What a server said, to be quoted: one line, without the key."""
+    """Text of a server, to be quoted: one line, without the key."""
     text = " ".join(raw[: 4 * most].decode(errors="replace").split())
     if endpoint.key:
         text = text.replace(endpoint.key, "***")

@@ -13,7 +13,10 @@ How a call runs:
    (:mod:`refiner_core.generation.vllm.call`).
 4. ``on_completion`` runs in the calling thread, while the requests go on in another.
 
-Turns of conversations are requests too (:mod:`refiner_core.generation.vllm.client`).
+Turns of conversations are requests too. The desk is looked at whenever a turn is sampled, and every
+:data:`POLL_S` seconds for tools that have ended since. Which turn comes back first is a matter of
+the servers, so other than the embedded backend this one gives the same bits twice only as far as
+the servers do.
 
 Weights never change during a call: the fleet's lock is held. Seeds alone decide a sample, as far as
 vLLM's kernels give the same sums in batches of another composition: in float32 that is usual, in
@@ -45,75 +48,6 @@ from refiner_core.generation.vllm.wire import Asked
 POLL_S = 0.02
 #: How often the caller hears of progress while no turn is finished, seconds.
 _TICK_S = 0.5
-
-
-def serve_turns(
-    call: Call,
-    lanes: Conversations,
-    questions: dict[int, Question],
-    desk: TurnDesk,
-    *,
-    asked: Callable[[SamplingParams], Asked],
-    window: int,
-    room: int,
-    on_step: Callable[[int, int], None] | None,
-) -> None:
-    """Work until the desk has no more.
-
-    Parameters
-    ----------
-    call, lanes, questions
-        Asks the numbers that ``lanes`` is told of, and looks them up in ``questions``.
-    desk
-        Gives turns and takes completions.
-    asked
-        What is the same for all turns with these parameters.
-    window
-        Tokens of context and completion together.
-    room
-        Most conversations under way.
-    on_step
-        Called with (turns finished, turns begun) after turns end, and about twice a second.
-    """
-    numbers = count()
-    known: set[int] = set()
-    flying: dict[int, TurnRequest] = {}
-    begun = finished = 0
-    told_at = time.monotonic()
-
-    def ask(request: TurnRequest) -> None:
-        check_params(request.params)
-        sample = GenerationRequest(request.context_ids, request.seed)
-        check_window([sample], request.params, window)
-        index, conversation = next(numbers), request.conversation
-        questions[index] = Question(sample, asked(request.params))
-        flying[index] = request
-        known.add(conversation)
-        call.change(lambda: lanes.add(index, conversation))
-
-    def end(conversation: int) -> None:
-        known.discard(conversation)
-        call.change(lambda: lanes.end(conversation))
-
-    with call:
-        while True:
-            turns = desk.take(max(0, room - len(known)), wait=not flying)
-            for conversation in turns.ended:
-                end(conversation)
-            for request in turns.begin:
-                ask(request)
-            begun += len(turns.begin)
-            if not flying and not turns.more:
-                return
-            before = finished
-            for index, completion in _answers(call) if flying else ():
-                del questions[index]
-                finished += 1
-                desk.finished(flying.pop(index), completion)
-            now = time.monotonic()
-            if on_step is not None and (finished > before or now - told_at >= _TICK_S):
-                told_at = now
-                on_step(finished, begun)
 
 
 def _answers(call: Call) -> Iterator[tuple[int, Completion]]:
@@ -207,14 +141,54 @@ class VllmGenerator:
         with self._fleet.busy:
             lanes = Conversations(self._fleet.endpoints())
             questions: dict[int, Question] = {}
-            serve_turns(
-                self._call(lanes, questions.__getitem__),
-                *(lanes, questions, desk),
-                asked=lambda params: Asked(params, self._fleet.stop_ids, self._fleet.version),
-                window=self._window,
-                room=self._in_flight * len(lanes.lanes),
-                on_step=self.on_step,
-            )
+            self._serve(self._call(lanes, questions.__getitem__), lanes, questions, desk)
+
+    def _serve(
+        self, call: Call, lanes: Conversations, questions: dict[int, Question], desk: TurnDesk
+    ) -> None:
+        """Work until the desk has no more. The call asks the numbers that ``lanes`` is told of, and
+        looks them up in ``questions``."""
+        room = self._in_flight * len(lanes.lanes)
+        numbers = count()
+        known: set[int] = set()
+        flying: dict[int, TurnRequest] = {}
+        begun = finished = 0
+        told_at = time.monotonic()
+
+        def ask(request: TurnRequest) -> None:
+            check_params(request.params)
+            sample = GenerationRequest(request.context_ids, request.seed)
+            check_window([sample], request.params, self._window)
+            index, conversation = next(numbers), request.conversation
+            asked = Asked(request.params, self._fleet.stop_ids, self._fleet.version)
+            questions[index] = Question(sample, asked)
+            flying[index] = request
+            known.add(conversation)
+            call.change(lambda: lanes.add(index, conversation))
+
+        def end(conversation: int) -> None:
+            known.discard(conversation)
+            call.change(lambda: lanes.end(conversation))
+
+        with call:
+            while True:
+                turns = desk.take(max(0, room - len(known)), wait=not flying)
+                for conversation in turns.ended:
+                    end(conversation)
+                for request in turns.begin:
+                    ask(request)
+                begun += len(turns.begin)
+                if not flying and not turns.more:
+                    return
+                before = finished
+                for index, completion in _answers(call) if flying else ():
+                    del questions[index]
+                    finished += 1
+                    desk.finished(flying.pop(index), completion)
+                now = time.monotonic()
+                if self.on_step is not None and (finished > before or now - told_at >= _TICK_S):
+                    told_at = now
+                    self.on_step(finished, begun)
 
     def _call(self, shares: Shares, question: Callable[[int], Question]) -> Call:
         return Call(self._fleet, shares, question, self._in_flight, self._silence_s)

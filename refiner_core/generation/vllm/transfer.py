@@ -22,8 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -265,24 +266,6 @@ _POLL_S = 0.05
 T = TypeVar("T")
 
 
-class Transfer(Protocol):
-    """Sends weights to servers that run."""
-
-    def send(self, model: Any, admins: Sequence[Admin]) -> None:
-        """Send all weights; returns when all servers have them.
-
-        Raises
-        ------
-        Failed
-            One of them has not; nothing is known of any of them.
-        """
-        ...
-
-    def close(self) -> None:
-        """Give the channel up; the next :meth:`send` opens another."""
-        ...
-
-
 def open_transfer(kind: Literal["nccl", "ipc"], timeout_s: float) -> Transfer:
     """The way of that name.
 
@@ -388,6 +371,11 @@ class IpcTransfer:
         self._opened = False
 
 
+#: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server
+#: lacks them: nothing is known of any server then. After ``close`` the next one opens a channel.
+Transfer = NcclTransfer | IpcTransfer
+
+
 def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[str, Any]]:
     """Names, and types and shapes in their order."""
     types = [str(value.dtype).removeprefix("torch.") for _, value in weights]
@@ -397,11 +385,7 @@ def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[s
 
 def _side_by_side(admins: Sequence[Admin], step: Callable[[Admin], None]) -> list[Future[None]]:
     """Begin a call on each."""
-
-    def call(admin: Admin) -> Future[None]:
-        return _in_background(lambda: step(admin))
-
-    return [call(admin) for admin in admins]
+    return [_in_background(partial(step, admin)) for admin in admins]
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:

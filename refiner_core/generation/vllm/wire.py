@@ -21,6 +21,18 @@ from refiner_core.contract.types import Completion, GenerationRequest, SamplingP
 
 #: The name that a rollout server serves its model under.
 MODEL = "policy"
+#: Fields of every request.
+_ALWAYS = {
+    "model": MODEL,
+    "n": 1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "add_special_tokens": False,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
 #: Not 1, so that log-probabilities from before the temperature are found out.
 SCORING_TEMPERATURE = 0.5
 #: Seeds are signed 64-bit numbers over there, and never negative here.
@@ -35,7 +47,7 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is the same for all requests of one call.
+    """Parts that are the same for all requests of one call.
 
     Attributes
     ----------
@@ -57,30 +69,22 @@ def completion_body(request: GenerationRequest, asked: Asked) -> bytes:
     params = asked.params
     return _encoded(
         {
-            "model": MODEL,
+            **_ALWAYS,
             "prompt": list(request.prompt_ids),
             "max_tokens": params.max_new_tokens,
             "min_tokens": 0,
-            "n": 1,
             "seed": request.seed % _SEEDS,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "stop": list(params.stop_strings),
             "stop_token_ids": sorted(asked.stop_ids),
             "ignore_eos": False,
             "include_stop_str_in_output": True,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": True,
-            "add_special_tokens": False,
             "echo": False,
             "stream": False,
-            "logprobs": 0,
-            "return_token_ids": True,
             "cache_salt": f"refiner-{asked.version}",
         }
     )
@@ -129,29 +133,21 @@ def scoring_body(prompt_ids: Sequence[int], version: str) -> bytes:
     """The body that asks for the log-probabilities of a prompt's own tokens, and of the next."""
     return _encoded(
         {
-            "model": MODEL,
+            **_ALWAYS,
             "prompt": list(prompt_ids),
             "max_tokens": 1,
-            "n": 1,
             "seed": 0,
             "temperature": SCORING_TEMPERATURE,
             "top_p": 1.0,
             "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "add_special_tokens": False,
-            "logprobs": 0,
             "prompt_logprobs": 0,
-            "return_token_ids": True,
             "cache_salt": f"refiner-canary-{version}",
         }
     )
 
 
 def read_scores(raw: bytes, prompt_ids: Sequence[int]) -> Scores:
-    """What a server made of a prompt.
+    """A server's scores of a prompt.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What a training loop may ask of whatever moves the weights.
+"""Engines: what a training loop may ask of whatever moves the weights.
 
 In: batches and losses of *this rank's* share. Out: gradients summed over all ranks, one update, and
 state that can be written and read back.
@@ -16,110 +16,87 @@ results do not depend on how samples fell onto ranks, but for the order of sums.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from refiner_core.contract.config import RecipeConfig, SftConfig
-from refiner_core.contract.errors import UnsupportedError
-from refiner_core.contract.placement import TrainingStage, section_of
-from refiner_core.contract.steering_config import Resources
-from refiner_core.generation.load import device_for
-from refiner_core.training.batches import Batch, seed_random
-from refiner_core.training.engines.plain import PlainEngine
+import torch
+
+from refiner_core.contract.config import ModelConfig
+from refiner_core.contract.errors import StageFailed
+from refiner_core.training.batches import Batch
 from refiner_core.training.model import loading
-from refiner_core.training.model.logprobs import Entropy, TokenScores
-from refiner_core.training.model.optim import Updater
-from refiner_core.training.ranks import OneRank, Ranks, gpu_of
+from refiner_core.training.model.loading import model_tensors
+from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
+from refiner_core.training.ranks import Ranks, on_first
+from refiner_core.training.state import checkpoint
 
 
-class Snapshot(Protocol):
-    """The state of one moment, in host memory: later steps do not change it."""
+class Engine(ABC):
+    """A model in training. Every method is called by all ranks together, but where it says not.
 
-    def write(self, folder: Path) -> None:
-        """Write this rank's files into a checkpoint's folder and fsync them. No rank waits for
-        another here; may be called from another thread, and again after a full disk."""
-        ...
+    ``model`` is the transformers model, whose weights are there inside :meth:`whole` only;
+    ``device`` is where batches must lie; ``share_prompts`` and ``balance`` are what
+    :mod:`refiner_core.training.batches` calls so; padding is made of ``pad_id``.
+    """
 
+    def __init__(
+        self,
+        loaded: loading.Loaded,
+        device: Any,
+        state: checkpoint.ReplicatedState,
+        config: ModelConfig,
+        ranks: Ranks,
+    ) -> None:
+        self.model, self.tokenizer, self.device = loaded.model, loaded.tokenizer, device
+        self.share_prompts, self.balance = loaded.share_prompts, loaded.balance
+        self.pad_id, self.ranks = loaded.pad_id, ranks
+        self._state, self._config = state, config
+        self._copies = checkpoint.HostCopies()
 
-class Engine(Protocol):
-    """A model in training. Every method is called by all ranks together, but where it says not."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together."""
-        ...
-
-    @property
-    def device(self) -> Any:
-        """Where batches must lie."""
-        ...
-
-    @property
-    def model(self) -> Any:
-        """The transformers model. Its weights are there inside :meth:`whole` only."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        ...
-
-    @property
-    def share_prompts(self) -> bool:
-        """Whether samples of one prompt may share it in a pack."""
-        ...
-
-    @property
-    def balance(self) -> float | None:
-        """What :func:`refiner_core.training.batches.collate` calls so."""
-        ...
-
-    @property
-    def pad_id(self) -> int:
-        """What padding is made of."""
-        ...
-
+    @abstractmethod
     def score(
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
     ) -> TokenScores:
         """Log-probabilities of this rank's batch, with gradients where torch records them."""
-        ...
 
+    @abstractmethod
     def backward(self, loss: Any) -> None:
         """Add the gradients of this rank's part of the loss."""
-        ...
 
+    @abstractmethod
     def step(self, factor: float) -> float:
         """Update with the gradients of all ranks at ``factor`` times the peak rates; clear them.
 
         Returns the global gradient norm before clipping; one that is not finite changes nothing.
         """
-        ...
 
+    @abstractmethod
     def gradient_norm(self) -> float:
         """The global norm that the next :meth:`step` would report; gradients stay, and none can be
         added any more."""
-        ...
 
+    @abstractmethod
     def drop(self) -> None:
         """Clear the gradients without an update."""
-        ...
 
-    def reference(self, model_ref: str) -> Scorer:
-        """A frozen model beside it, for the KL term, on this rank's device."""
-        ...
-
+    @abstractmethod
     def whole(self) -> AbstractContextManager[Any]:
         """The model with all its weights and in evaluation mode, to read (generate, export, send to
         servers)."""
-        ...
 
-    def snapshot(self, progress: Mapping[str, Any]) -> Snapshot:
+    def reference(self, model_ref: str) -> FrozenModel:
+        """A frozen model beside it, for the KL term, whole on every rank's device."""
+        return FrozenModel(loading.load_model(model_ref, self._config, self.device))
+
+    def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
         """The whole training state as of now: weights, optimiser, every random state, and
         ``progress`` (JSON-ready)."""
-        ...
+        self._require_equal_weights()
+        return checkpoint.take_snapshot(self._state, progress, self.ranks, self._copies)
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Put a saved state back; returns its progress. Saved by another number of ranks, or by
@@ -132,84 +109,88 @@ class Engine(Protocol):
         WorkspaceError
             It is of another model or format.
         """
-        ...
+        self.drop()
+        return checkpoint.restore_state(folder, self._state, self.ranks)
 
     def export(self, folder: Path) -> None:
         """Write the model and tokenizer as ``from_pretrained`` takes them (rank 0 writes)."""
-        ...
+        self._require_equal_weights()
+        weights = self._exported()
+        export = partial(loading.export, self.model, self.tokenizer, folder, weights)
+        on_first(self.ranks, export)
 
     def memory(self) -> dict[str, float]:
         """``memory/…`` metrics: the most of any rank so far, GiB."""
-        ...
+        return most_of_all(self.ranks, loading.memory_metrics(self.device))
+
+    def _exported(self) -> dict[str, Any] | None:
+        """Whole weights on rank 0; None: those of the model itself."""
+        return None
+
+    def _require_equal_weights(self) -> None:
+        require_equal_weights(self.model, self.ranks)
 
 
-class Scorer(Protocol):
-    """A frozen model that gives log-probabilities."""
+class FrozenModel:
+    """A model that only scores."""
 
+    def __init__(self, model: Any) -> None:
+        self.model = model.requires_grad_(False)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def score(self, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
         """Log-probabilities of this rank's batch, without gradients."""
-        ...
+        return token_scores(self.model, batch, temperature=temperature)
 
 
-def open_engine(
-    config: RecipeConfig,
-    stage: TrainingStage,
-    model_ref: str,
-    ranks: Ranks | None = None,
-) -> Engine:
-    """The model of ``model_ref``, ready to be trained as the stage's section says.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    ``deepspeed_stage`` 1 to 3 shares optimiser states, gradients and weights out by DeepSpeed. 0
-    shares nothing, and is what plain torch does over several ranks: DeepSpeed's own way of it adds
-    bfloat16 gradients up in bfloat16.
+
+def require_equal_weights(model: Any, ranks: Ranks) -> None:
+    """Fail where two ranks do not hold bitwise the same weights.
 
     Raises
     ------
-    ConfigurationError
-        The model cannot be found or read.
-    UnsupportedError
-        It cannot be packed, or this machine lacks what the section asks for.
+    StageFailed
+        On every rank: something is wrong with a machine or a library, and a checkpoint of it would
+        hold the weights of one rank only.
     """
-    seed_random(config.seed)  # before anything draws; a checkpoint's states are put back later
-    section = section_of(config, stage)
-    muon = section if isinstance(section, SftConfig) and section.optimizer == "muon" else None
-    ranks = ranks or OneRank()
-    device = device_of(section.resources, ranks)
-    if section.deepspeed_stage:
-        if muon is not None:
-            raise UnsupportedError(
-                f"Muon needs whole matrices, and {stage}.deepspeed_stage={muon.deepspeed_stage} "
-                "shares them out",
-                expected=f"{stage}.optimizer=adamw, or {stage}.deepspeed_stage 0 or null",
-                fix=f"set {stage}.optimizer=adamw",
-            )
-        from refiner_core.training.engines.zero import open_zero_engine
-
-        return open_zero_engine(section, config.model, model_ref, ranks, device)
-    loaded = loading.load_for_training(model_ref, config.model, device)
-    updater = Updater(
-        loaded.model,
-        learning_rate=section.learning_rate,
-        weight_decay=section.weight_decay,
-        max_grad_norm=section.max_grad_norm,
-        muon_learning_rate=None if muon is None else muon.muon_learning_rate,
-    )
-    return PlainEngine(loaded, updater, config.model, ranks)
+    if ranks.world == 1:
+        return
+    gathered = ranks.gather(_fingerprint(model)) or []
+    odd = [rank for rank, value in enumerate(gathered) if value != gathered[0]]
+    if odd := ranks.broadcast(odd):
+        raise StageFailed(
+            f"The weights of rank {odd[0]} are not those of rank 0, though both made the "
+            "same updates",
+            expected="bitwise equal weights on all ranks",
+            fix="run it again from the last checkpoint, without the node of that rank; if it "
+            "happens again, please report it",
+        )
 
 
-def device_of(resources: Resources, ranks: Ranks) -> Any:
-    """This rank's GPU where one is asked for, else the CPU.
+def _fingerprint(model: Any) -> int:
+    """The same for the same bits (and hardly ever for others): sums of the bits as integers."""
+    sums = [
+        tensor.contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+        for tensor in model_tensors(model).values()
+    ]
+    return hash(tuple(torch.stack(sums).tolist()))
 
-    Raises
-    ------
-    UnsupportedError
-        If a GPU is asked for and torch sees none.
-    ConfigurationError
-        If this rank has none.
-    """
-    import torch
 
-    device = device_for(resources)
-    if device.type == "cpu" or ranks.world == 1:
-        return device
-    return torch.device("cuda", gpu_of(ranks.local_rank))
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """A model in evaluation mode: while it trains with activation checkpointing, transformers keeps
+    no cache, and what it generates is wrong."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def most_of_all(ranks: Ranks, values: Mapping[str, float]) -> dict[str, float]:
+    """The largest value of each name over all ranks."""
+    gathered = ranks.gather(dict(values)) or []
+    return ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in values})

@@ -24,9 +24,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,20 +33,13 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
-from refiner_core.training.engines.plain import (
-    FrozenModel,
-    evaluating,
-    most_of_all,
-    on_first_rank,
-    require_equal_weights,
-)
+from refiner_core.training.engines.protocol import Engine, evaluating
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import SavedTensors, model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import Groups, adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
-from refiner_core.training.state import checkpoint
-from refiner_core.training.state.checkpoint import HostCopies, ParameterState
+from refiner_core.training.state.checkpoint import ParameterState, ReplicatedState
 
 #: What DeepSpeed puts in the place of a norm that is not finite.
 _INVALID = -1.0
@@ -108,27 +100,13 @@ def _combined(norms: Any) -> float:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeroState:
-    """What a snapshot is taken of; every method is called by all ranks alike."""
+class ZeroState(ReplicatedState):
+    """State that a snapshot is taken of; every method is called by all ranks alike."""
 
     def __init__(self, model: Any, wrapped: Any, groups: Groups, stage: int) -> None:
-        self.model, self._wrapped, self._groups = model, wrapped, groups
-        self.stage = stage
-
-    @property
-    def name(self) -> str:
-        """`zero1` to `zero3`."""
-        return f"zero{self.stage}"
-
-    @property
-    def groups(self) -> Groups:
-        """How the parameters are trained."""
-        return self._groups
-
-    @property
-    def partitioned(self) -> bool:
-        """Whether weights are shared out."""
-        return self.stage == 3
+        self.model, self._wrapped, self.groups = model, wrapped, groups
+        #: Whether weights are shared out.
+        self.name, self.partitioned = f"zero{stage}", stage == 3
 
     def sizes(self) -> dict[str, int]:
         """Names and numbers of elements of trained parameters."""
@@ -180,7 +158,8 @@ class ZeroState:
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
         """Copy states in: each rank reads whole tensors and keeps its share."""
         steps: float | None = None
-        self._forget_moments()
+        for flat in self._flat():
+            self._wrapped.basic_optimizer.state.pop(flat, None)
         for name, parameter in trainable(self.model).items():
             state = state_of(name)
             with gathered([parameter]):
@@ -245,7 +224,7 @@ class ZeroState:
         return state
 
     def _steps(self) -> torch.Tensor | None:
-        """How many updates were made; None before the first."""
+        """Number of updates made; None before the first."""
         states = self._wrapped.basic_optimizer.state
         found = [states[flat]["step"] for flat in self._flat() if states.get(flat)]
         return found[0].detach().to("cpu") if found else None
@@ -266,10 +245,6 @@ class ZeroState:
         if not self.partitioned:
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _forget_moments(self) -> None:
-        for flat in self._flat():
-            self._wrapped.basic_optimizer.state.pop(flat, None)
 
 
 @contextmanager
@@ -333,15 +308,7 @@ def open_zero_engine(
     groups = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
-    settings = deepspeed_settings(
-        stage=stage,
-        bf16=config.dtype == "bfloat16",
-        max_grad_norm=section.max_grad_norm,
-        hidden_size=width,
-        cuda=device.type == "cuda",
-        offload_optimizer=section.offload_optimizer,
-        offload_param=section.offload_param,
-    )
+    settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
     optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
@@ -356,17 +323,10 @@ def open_zero_engine(
     return ZeroEngine(loaded, wrapped, state, config, ranks, section.learning_rate)
 
 
-def deepspeed_settings(
-    *,
-    stage: int,
-    bf16: bool,
-    max_grad_norm: float,
-    hidden_size: int,
-    cuda: bool,
-    offload_optimizer: bool = False,
-    offload_param: bool = False,
+def _deepspeed_settings(
+    section: SftConfig | GrpoConfig, stage: int, config: ModelConfig, width: int, *, cuda: bool
 ) -> dict[str, Any]:
-    """What DeepSpeed is told, as the dictionary that it takes for a file."""
+    """Settings of DeepSpeed, as the dictionary that it takes for a file."""
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
@@ -375,22 +335,22 @@ def deepspeed_settings(
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
     }
-    if offload_optimizer:
+    if section.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
     if stage == 3:
         zero |= {
             # Vectors stay whole everywhere; matrices do not, however small.
-            "stage3_param_persistence_threshold": 10 * hidden_size,
+            "stage3_param_persistence_threshold": 10 * width,
             "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
             "memory_efficient_linear": False,  # it would replace torch's own for the whole process
         }
-        if offload_param:
+        if section.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
     return {
         "train_micro_batch_size_per_gpu": 1,  # losses are weighted by us
         "gradient_accumulation_steps": 1,  # and boundaries are set by us
-        "gradient_clipping": max(0.0, max_grad_norm),
-        "bf16": {"enabled": bf16},
+        "gradient_clipping": max(0.0, section.max_grad_norm),
+        "bf16": {"enabled": config.dtype == "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU, unbuilt
@@ -400,8 +360,10 @@ def deepspeed_settings(
     }
 
 
-class ZeroEngine:
+class ZeroEngine(Engine):
     """A model that DeepSpeed shares out."""
+
+    _state: ZeroState
 
     def __init__(
         self,
@@ -412,21 +374,12 @@ class ZeroEngine:
         ranks: Ranks,
         learning_rate: float,
     ) -> None:
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.share_prompts, self.balance = loaded.share_prompts, loaded.balance
-        self.pad_id, self.ranks = loaded.pad_id, ranks
-        self._wrapped, self._state, self._config = wrapped, state, config
-        self._device, self._learning_rate = wrapped.device, learning_rate
-        self._copies = HostCopies()
+        super().__init__(loaded, wrapped.device, state, config, ranks)
+        self._wrapped, self._learning_rate = wrapped, learning_rate
         self._pending: Any = None  # a loss whose backward pass was put off
         self._last: tuple[Batch, float, Entropy] | None = None
         self._begun = self._reduced = False
         self._norm: float | None = None
-
-    @property
-    def device(self) -> Any:
-        """This rank's device."""
-        return self._device
 
     def score(
         self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
@@ -475,10 +428,6 @@ class ZeroEngine:
             drop_gradients(self._wrapped)
         self._clear()
 
-    def reference(self, model_ref: str) -> FrozenModel:
-        """Another copy of a model, frozen, and whole on every rank."""
-        return FrozenModel(loading.load_model(model_ref, self._config, self.device))
-
     @contextmanager
     def whole(self) -> Iterator[Any]:
         """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
@@ -488,36 +437,18 @@ class ZeroEngine:
         with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
             yield self.model
 
-    def snapshot(self, progress: Mapping[str, Any]) -> checkpoint.StateSnapshot:
-        """The state as of now."""
-        self._check_equal()
-        return checkpoint.take_snapshot(self._state, progress, self.ranks, self._copies)
-
-    def restore(self, folder: Path) -> dict[str, Any]:
-        """Put a saved state back; returns its progress."""
-        self.drop()
-        return checkpoint.restore_state(folder, self._state, self.ranks)
-
-    def export(self, folder: Path) -> None:
-        """Write model and tokenizer, from whole weights that rank 0 gathers in host memory."""
-        self._check_equal()
+    def _exported(self) -> dict[str, Any]:
+        """Whole weights, which rank 0 gathers in host memory."""
         first = self.ranks.rank == 0
-        weights = {
+        return {
             name: tensor.to("cpu", copy=True)
             for name, tensor in self._state.weights(lambda _: first)
             if tensor is not None
         }
-        on_first_rank(
-            self.ranks, lambda: loading.export(self.model, self.tokenizer, folder, weights)
-        )
 
-    def memory(self) -> dict[str, float]:
-        """The most memory that a rank has taken so far."""
-        return most_of_all(self.ranks, loading.memory_metrics(self.device))
-
-    def _check_equal(self) -> None:
+    def _require_equal_weights(self) -> None:
         if not self._state.partitioned:
-            require_equal_weights(self.model, self.ranks)
+            super()._require_equal_weights()
 
     def _run_pending(self, *, last: bool) -> None:
         loss, self._pending = self._pending, None

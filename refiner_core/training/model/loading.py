@@ -144,7 +144,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def read_pickled(path: Path) -> Any:
-    """What torch.save wrote, tensors and plain values only."""
+    """Content that torch.save wrote, tensors and plain values only."""
     with reading(path):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -170,12 +170,12 @@ class Loaded:
 
     @property
     def device(self) -> Any:
-        """Where the model is."""
+        """Device of the model."""
         return self.model.device
 
     @property
     def pad_id(self) -> int:
-        """What padding is made of; any token would do, since nothing sees it."""
+        """Token of padding; any token would do, since nothing sees it."""
         return int(self.tokenizer.pad_token_id or 0)
 
 

@@ -111,7 +111,7 @@ class Groups(NamedTuple):
 
     @property
     def adam(self) -> tuple[str, ...]:
-        """What AdamW trains, in the order of its groups."""
+        """Parameters that AdamW trains, in the order of its groups."""
         return self.decayed + self.rest
 
 
@@ -123,7 +123,8 @@ def parameter_groups(model: Any, *, muon: bool = False) -> Groups:
     hidden: list[str] = []
     decayed: list[str] = []
     rest: list[str] = []
-    embeddings = _embedding_ids(model)
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {id(layer.weight) for layer in layers if layer is not None}
     for name, weight in trainable(model).items():
         if muon and weight.ndim == 2 and id(weight) not in embeddings:
             hidden.append(name)
@@ -287,8 +288,3 @@ def _adding_to(master: Any) -> Callable[[Any], None]:
             master.grad.add_(gradient)
 
     return move
-
-
-def _embedding_ids(model: Any) -> set[int]:
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {id(layer.weight) for layer in layers if layer is not None}

@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -22,15 +21,7 @@ import numpy as np
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.training_config import EnvironmentConfig
-from refiner_core.contract.types import Completion, OnCompletion, PromptRow, RewardResult
-from refiner_core.environments.episodes import (
-    EpisodeRequest,
-    EpisodeSettings,
-    run_episodes,
-    settings_of,
-)
+from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import (
     FAILURES,
     Environment,
@@ -39,11 +30,9 @@ from refiner_core.environments.protocol import (
     record_from_json,
     task_of_row,
 )
-from refiner_core.environments.scoring import shaped_reward, unscored_kinds
-from refiner_core.training.rollouts.policies import Policy
+from refiner_core.environments.scoring import unscored_kinds
 from refiner_core.training.rollouts.rollout import (
     GroupAdvantages,
-    Key,
     Normalization,
     RolloutBatch,
     Sampled,
@@ -51,8 +40,9 @@ from refiner_core.training.rollouts.rollout import (
     batch_metrics,
     equal_rewards,
     group_advantages,
-    group_keys,
+    means,
     normalized,
+    own_tokens,
     rollout_rows,
 )
 
@@ -74,14 +64,11 @@ class EpisodeBatch(RolloutBatch):
         """Episodes of kept groups that have a reward and own tokens. Those that begin with the same
         tokens stand together, so that packs read these once; groups stay whole."""
         size = len(self.samples) // len(self.groups)
-        kept: list[TrainSample] = []
-        for i, (rollout, advantage) in enumerate(zip(self.samples, self.advantages, strict=True)):
-            if self.groups[i // size].dropped or advantage is None:
-                continue
-            if mask_truncated and not rollout.stopped:
-                continue
-            if any(own_tokens(rollout.completion)):
-                kept.append(self._train_sample(i, rollout, advantage, i // size))
+        kept = [
+            self._train_sample(i, sample, advantage, i // size)
+            for i, sample, advantage in self.trained(mask_truncated=mask_truncated)
+            if any(own_tokens(sample.completion))
+        ]
         first: dict[tuple[int, ...], int] = {}
         for sample in kept:
             first.setdefault(sample.prompt_ids, len(first))
@@ -100,13 +87,6 @@ class EpisodeBatch(RolloutBatch):
             else spread_over_tokens(self.records[i], completion, turns),
             group=group,
         )
-
-
-def own_tokens(completion: Completion) -> tuple[bool, ...]:
-    """Which tokens the model has sampled."""
-    if completion.own is None:
-        return (True,) * len(completion.token_ids)
-    return completion.own
 
 
 def sampled_logprobs(record: EpisodeRecord, completion: Completion) -> tuple[float, ...]:
@@ -248,94 +228,6 @@ EPISODE_COUNTS = (
 EPISODE_CURVES = ("episodes/success", "episodes/turns")
 
 
-@dataclass(frozen=True)
-class EpisodeSampler:
-    """What samples the episodes of every step; the interface of
-    :class:`~refiner_core.training.rollouts.rollout.RolloutSampler`.
-
-    ``environment`` is None on a rank that samples nothing.
-    """
-
-    config: RecipeConfig
-    policy: Policy
-    tokenizer: Any
-    environment: Environment | None
-
-    def keys(self, prompts: Sequence[tuple[int, PromptRow]]) -> list[Key]:
-        """What is sampled for these (index, task), in order."""
-        return group_keys(prompts, self.config.grpo)
-
-    @cached_property
-    def settings(self) -> EpisodeSettings:
-        """How episodes run, at the temperature of training."""
-        assert self.environment is not None
-        grpo = self.config.grpo
-        return settings_of(
-            self.config, self.environment, temperature=grpo.temperature, top_p=grpo.top_p
-        )
-
-    def complete(
-        self, keys: Sequence[Key], places: Iterable[int], *, step: int, finished: OnCompletion
-    ) -> None:
-        """Run the episodes at these places; ``finished(place, completion)`` is told of each."""
-        if self.environment is None:
-            raise RuntimeError("this rank samples nothing")
-        wanted = list(places)
-        told = 0
-
-        def ended(index: int, completion: Completion) -> None:
-            nonlocal told
-            told += 1
-            finished(wanted[index], completion)
-
-        run_episodes(
-            self.policy,
-            self.environment,
-            self.tokenizer,
-            [self._request(keys[place], step) for place in wanted],
-            self.settings,
-            ended,
-            should_stop=self.policy.cancelled,
-        )
-        if told != len(wanted):
-            raise RuntimeError(f"{told} of {len(wanted)} episodes ended")
-
-    def _request(self, key: Key, step: int) -> EpisodeRequest:
-        seed = derive_seed(self.config.seed, "rollout", step, key.prompt_index, key.sample_index)
-        return EpisodeRequest(task_of_row(key.prompt), key.prompt.prompt_ids, seed)
-
-    def sampled(self, key: Key, completion: Completion) -> Sampled:
-        """An episode with its text: all that was said in it, by whomever."""
-        text: str = self.tokenizer.decode(
-            list(completion.token_ids),
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-        )
-        return Sampled(key.prompt_index, key.sample_index, key.prompt, completion, text)
-
-
-class EpisodeRewards:
-    """Rewards of episodes, which the environment has said already: nothing is asked.
-
-    The interface is that of :class:`~refiner_core.training.rollouts.rollout.StepRewards`.
-    """
-
-    def __init__(self, environment: EnvironmentConfig) -> None:
-        self._environment = environment
-
-    def add(self, place: int, sample: Sampled) -> None:
-        """Nothing begins before all are there."""
-
-    def add_all(self, samples: Sequence[Sampled]) -> None:
-        """The same."""
-
-    def results(
-        self, samples: Sequence[Sampled], on_judged: Callable[[int, int], None]
-    ) -> list[RewardResult]:
-        """One reward per episode, in order."""
-        return [shaped_reward(record_of(sample), self._environment) for sample in samples]
-
-
 def record_of(sample: Sampled) -> EpisodeRecord:
     """The record of an episode's sample."""
     if sample.completion.episode is None:
@@ -344,12 +236,6 @@ def record_of(sample: Sampled) -> EpisodeRecord:
 
 
 # ---------------------------------------------------------------- before anything is sampled
-
-
-def longest_episode(config: RecipeConfig) -> int:
-    """Most tokens that the model can sample in one episode."""
-    grpo = config.grpo
-    return min(grpo.max_token_length, grpo.response_length * config.environment.max_turns)
 
 
 def check_tasks(prompts: Sequence[PromptRow], config: RecipeConfig) -> None:
@@ -472,7 +358,7 @@ def _outcomes(ended: Sequence[EpisodeRecord]) -> dict[str, float]:
             if value is not None:
                 values[f"episodes/{name}"].append(value)
                 values[f"episodes/{name}/{record.domain}"].append(value)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+    return means(values)
 
 
 def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
@@ -482,7 +368,7 @@ def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
         for name, value in result.components.items():
             if name.startswith("environment_"):
                 values[f"objective/{name}_reward"].append(value)
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+    return means(values)
 
 
 def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:

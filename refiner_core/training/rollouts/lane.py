@@ -1,4 +1,4 @@
-"""What a rollout is: an answer to a prompt, or an episode of a task.
+"""Lanes of rollouts: an answer to a prompt, or an episode of a task.
 
 In: the recipe. Out: a :class:`Lane`, which samples, rewards, groups, counts and writes rollouts.
 Everything else about a GRPO step is the same for both: when what is sampled, what is in flight, the
@@ -7,9 +7,9 @@ update, checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from refiner_core.contract.checks.environment import (
     alpha_of,
@@ -18,38 +18,46 @@ from refiner_core.contract.checks.environment import (
     check_shaping,
 )
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
-from refiner_core.contract.errors import UnsupportedError
-from refiner_core.contract.types import Judge, PromptRow, RewardResult
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.types import (
+    Completion,
+    Judge,
+    OnCompletion,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+)
+from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import Environment, domain_of_id
 from refiner_core.environments.registry import open_environment
-from refiner_core.environments.scoring import Curriculum, require_episodes
-from refiner_core.rewards import require_scored
+from refiner_core.environments.scoring import Curriculum, require_episodes, shaped_reward
+from refiner_core.generation.completions import closing_ids, completion_text
+from refiner_core.rewards import RewardInput, require_scored
+from refiner_core.samples import (
+    AnswerRewards,
+    RewardFunction,
+    Wanted,
+    check_room,
+    sample_answers,
+    sample_episodes,
+)
 from refiner_core.training.rollouts.episodes import (
     EPISODE_COUNTS,
     EPISODE_CURVES,
     EpisodeBatch,
-    EpisodeRewards,
-    EpisodeSampler,
     attempts,
     check_progress,
     check_tasks,
     episode_metrics,
     episode_rows,
     form_episode_groups,
-    longest_episode,
-    own_tokens,
     record_of,
 )
 from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import (
-    RewardFunction,
     RolloutBatch,
-    RolloutRewards,
-    RolloutSampler,
     Sampled,
-    Sampler,
-    StepRewards,
-    check_lengths,
     form_groups,
     rollout_metrics,
     rollout_rows,
@@ -57,67 +65,141 @@ from refiner_core.training.rollouts.rollout import (
 
 #: Attempts and successes by task.
 Attempts = Mapping[str, tuple[int, int]]
+#: Where the counters of tasks stand in the progress.
+PROGRESS = "curriculum"
 
 
-class Lane(Protocol):
-    """Rollouts of one kind. Rank 0's has what rewards; the others' sample alone."""
+class Lane:
+    """One prompt, one answer. Rank 0's has what rewards; the others' sample alone."""
 
     #: Counts and curves that a report keeps beside the usual ones.
-    counts: tuple[str, ...]
-    curves: tuple[str, ...]
+    counts: tuple[str, ...] = ()
+    curves: tuple[str, ...] = ()
+
+    def __init__(
+        self, config: RecipeConfig, judge: Judge | None, function: RewardFunction | None = None
+    ) -> None:
+        self.config, self.grpo = config, config.grpo
+        self._judge, self._function = judge, function
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
         """Refuse, before anything is sampled, prompts that do not fit."""
-        ...
+        check_lengths(prompts, self.grpo)
 
     @property
     def longest(self) -> int:
         """Most tokens that a rollout can have sampled."""
-        ...
+        return self.grpo.response_length
 
-    def sampler(self, policy: Policy, tokenizer: Any) -> Sampler:
-        """What samples."""
-        ...
+    def wanted(
+        self, prompts: Sequence[PromptRow], step: int, indices: Sequence[int]
+    ) -> list[Wanted]:
+        """All samples of some prompts in a step, prompt by prompt."""
+        return [
+            Wanted(prompts[i], n, derive_seed(self.config.seed, "rollout", step, i, n), i)
+            for i in indices
+            for n in range(self.grpo.num_samples_per_prompt_rollout)
+        ]
 
-    def new_rewards(self, patient: bool) -> RolloutRewards:
-        """What rewards a batch (rank 0's)."""
-        ...
+    def sample(
+        self, policy: Policy, tokenizer: Any, wanted: Sequence[Wanted], finished: OnCompletion
+    ) -> None:
+        """Sample rollouts; ``finished(place, completion)`` is told of each as it ends."""
+        grpo = self.grpo
+        params = SamplingParams(
+            temperature=grpo.temperature,
+            top_p=grpo.top_p,
+            max_new_tokens=grpo.response_length,
+            stop_strings=grpo.stop_strings,
+        )
+        sample_answers(policy, wanted, params, finished, context=grpo.max_token_length)
 
-    def require(self, results: Sequence[RewardResult]) -> None:
-        """Refuse to train where too many rollouts have no reward."""
-        ...
+    def read(self, tokenizer: Any, wanted: Wanted, completion: Completion) -> Sampled:
+        """A completion with its text."""
+        text = completion_text(tokenizer, completion)
+        return _sampled(wanted, completion, text, closing_ids(tokenizer, completion))
+
+    def rewards(self, *, patient: bool) -> AnswerRewards | None:
+        """Rewards of a batch while it is sampled (rank 0's); None where nothing can."""
+        assert self._judge is not None
+        return AnswerRewards(self.config.reward, self._judge, self._function, patient=patient)
+
+    def ask(self, rewards: AnswerRewards, samples: Mapping[int, Sampled]) -> None:
+        """Let a judge that streams begin with samples, by place."""
+        for place, sample in samples.items():
+            rewards.add(place, RewardInput(sample.prompt, sample.text, sample.stopped))
+
+    def results(
+        self,
+        rewards: AnswerRewards | None,
+        samples: Sequence[Sampled],
+        on_judged: Callable[[int, int], None],
+    ) -> list[RewardResult]:
+        """The rewards of a batch; refuses to train where too many have none."""
+        rewards = rewards or self.rewards(patient=True)
+        assert rewards is not None
+        self.ask(rewards, dict(enumerate(samples)))
+        results = rewards.results(on_judged)
+        require_scored(results, self.config.judge.max_failed_share, of="rollouts of a step")
+        return results
 
     def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> RolloutBatch:
         """Advantages within groups."""
-        ...
+        return form_groups(
+            samples,
+            results,
+            size=self.grpo.num_samples_per_prompt_rollout,
+            normalization=self.grpo.advantage_normalization_type,
+        )
 
     def metrics(self, batch: Any) -> dict[str, float]:
         """Numbers of a step's rollouts."""
-        ...
+        return rollout_metrics(batch)
 
     def rows(self, step: int, batch: Any) -> list[dict[str, Any]]:
         """A step's rollouts as they are kept."""
-        ...
-
-    def sampled_tokens(self, batch: RolloutBatch) -> int:
-        """Tokens that the policy has sampled."""
-        ...
+        return rollout_rows(step, batch)
 
     def attempts(self, batch: Any) -> Attempts:
-        """What the step adds to the counters of tasks."""
-        ...
+        """The step's part in the counters of tasks."""
+        return {}
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """Take back what a checkpoint's progress holds."""
-        ...
 
     def count(self, progress: dict[str, Any], attempts: Attempts) -> None:
-        """A step is counted."""
-        ...
+        """Count a step's attempts."""
 
     def report(self) -> dict[str, Any]:
-        """What a report says beside the usual."""
-        ...
+        """Entries of a report beside the usual ones."""
+        return {}
+
+
+def _sampled(
+    wanted: Wanted, completion: Completion, text: str, closing: tuple[int, ...] = ()
+) -> Sampled:
+    return Sampled(wanted.prompt_index, wanted.number, wanted.prompt, completion, text, closing)
+
+
+def check_lengths(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> None:
+    """Refuse, before anything is sampled, prompts that leave no room or would not fit a pack.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the field to change.
+    """
+    longest = check_room(prompts, grpo)
+    length = len(longest.prompt_ids)
+    limit = min(grpo.response_length, grpo.max_token_length - length)
+    packed = length + limit + bool(grpo.stop_strings)  # a token may be appended after a stop string
+    if packed > grpo.pack_length:
+        raise ConfigurationError(
+            f"Prompt {longest.sample_id} ({length} tokens) and {limit} sampled tokens do not fit "
+            f"in grpo.pack_length={grpo.pack_length}",
+            expected="packs as long as the longest prompt with its response",
+            fix=f"set grpo.pack_length={packed} or more",
+        )
 
 
 def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> int:
@@ -126,78 +208,8 @@ def longest_of(lane: Lane, prompts: Sequence[PromptRow], grpo: GrpoConfig) -> in
     return min(longest, grpo.max_token_length)
 
 
-class AnswerLane:
-    """One prompt, one answer."""
-
-    counts: tuple[str, ...] = ()
-    curves: tuple[str, ...] = ()
-
-    def __init__(
-        self, config: RecipeConfig, judge: Judge | None, rewards: RewardFunction | None
-    ) -> None:
-        self.config, self.grpo, self._judge = config, config.grpo, judge
-        self._rewards = rewards
-
-    def check(self, prompts: Sequence[PromptRow]) -> None:
-        """See :func:`refiner_core.training.rollouts.rollout.check_lengths`."""
-        check_lengths(prompts, self.grpo)
-
-    @property
-    def longest(self) -> int:
-        """``grpo.response_length``."""
-        return self.grpo.response_length
-
-    def sampler(self, policy: Policy, tokenizer: Any) -> Sampler:
-        """Answers."""
-        return RolloutSampler(self.grpo, self.config.seed, policy, tokenizer)
-
-    def new_rewards(self, patient: bool) -> RolloutRewards:
-        """The judge's."""
-        assert self._judge is not None
-        return StepRewards(self.config.reward, self._judge, self._rewards, patient=patient)
-
-    def require(self, results: Sequence[RewardResult]) -> None:
-        """See :func:`refiner_core.rewards.require_scored`."""
-        require_scored(results, self.config.judge.max_failed_share, of="rollouts of a step")
-
-    def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> RolloutBatch:
-        """See :func:`refiner_core.training.rollouts.rollout.form_groups`."""
-        grpo = self.grpo
-        return form_groups(
-            samples,
-            results,
-            size=grpo.num_samples_per_prompt_rollout,
-            normalization=grpo.advantage_normalization_type,
-        )
-
-    metrics = staticmethod(rollout_metrics)
-    rows = staticmethod(rollout_rows)
-
-    def sampled_tokens(self, batch: RolloutBatch) -> int:
-        """All tokens of the answers."""
-        return sum(len(sample.completion.token_ids) for sample in batch.samples)
-
-    def attempts(self, batch: RolloutBatch) -> Attempts:
-        """Nothing is counted by prompt."""
-        return {}
-
-    def restore(self, progress: Mapping[str, Any]) -> None:
-        """Nothing is kept."""
-
-    def count(self, progress: dict[str, Any], attempts: Attempts) -> None:
-        """Nothing is kept."""
-
-    def report(self) -> dict[str, Any]:
-        """Nothing further."""
-        return {}
-
-
-#: Where the counters stand in the progress.
-PROGRESS = "curriculum"
-
-
-class EpisodeLane:
-    """Tasks and episodes.
+class EpisodeLane(Lane):
+    """Tasks and episodes, with counters of attempts by task that are part of the progress.
 
     Parameters
     ----------
@@ -210,8 +222,8 @@ class EpisodeLane:
         The environment asks a judge, which rank 0 alone has, and every rank samples.
     """
 
-    counts: tuple[str, ...] = EPISODE_COUNTS
-    curves: tuple[str, ...] = EPISODE_CURVES
+    counts = EPISODE_COUNTS
+    curves = EPISODE_CURVES
 
     def __init__(
         self,
@@ -221,9 +233,9 @@ class EpisodeLane:
         *,
         samples: bool,
     ) -> None:
+        super().__init__(config, judge)
         check_shaping(config.environment.shaping)
         check_curriculum(config.grpo.curriculum)
-        self.config, self.grpo = config, config.grpo
         self.environment = environment
         if environment is None and samples:
             if judge is None and config.environment.nl_assertions == "judge":
@@ -249,21 +261,45 @@ class EpisodeLane:
 
     @property
     def longest(self) -> int:
-        """See :func:`~refiner_core.training.rollouts.episodes.longest_episode`."""
-        return longest_episode(self.config)
+        """Most tokens that the model can sample in one episode."""
+        longest = self.grpo.response_length * self.config.environment.max_turns
+        return min(self.grpo.max_token_length, longest)
 
-    def sampler(self, policy: Policy, tokenizer: Any) -> Sampler:
-        """Episodes."""
-        return EpisodeSampler(self.config, policy, tokenizer, self.environment)
+    def sample(
+        self, policy: Policy, tokenizer: Any, wanted: Sequence[Wanted], finished: OnCompletion
+    ) -> None:
+        """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
+        assert self.environment is not None, "this rank samples nothing"
+        temperature, top_p = self.grpo.temperature, self.grpo.top_p
+        settings = settings_of(self.config, self.environment, temperature=temperature, top_p=top_p)
+        sample_episodes(
+            *(policy, wanted, self.environment, tokenizer, settings, finished),
+            should_stop=policy.cancelled,
+        )
 
-    def new_rewards(self, patient: bool) -> RolloutRewards:
-        """What the environment said, shaped."""
-        return EpisodeRewards(self.config.environment)
+    def read(self, tokenizer: Any, wanted: Wanted, completion: Completion) -> Sampled:
+        """An episode with its text: all that was said in it, by whomever."""
+        text: str = tokenizer.decode(
+            list(completion.token_ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return _sampled(wanted, completion, text)
 
-    def require(self, results: Sequence[RewardResult]) -> None:
-        """See :func:`~refiner_core.environments.scoring.require_episodes`."""
-        share = self.config.environment.max_error_share
-        require_episodes(results, share, of="episodes of a step")
+    def rewards(self, *, patient: bool) -> None:
+        """Nothing is asked: the environment has said rewards already."""
+
+    def results(
+        self,
+        rewards: AnswerRewards | None,
+        samples: Sequence[Sampled],
+        on_judged: Callable[[int, int], None],
+    ) -> list[RewardResult]:
+        """Rewards of the environment, shaped; refuses where errors ended too many episodes."""
+        environment = self.config.environment
+        results = [shaped_reward(record_of(sample), environment) for sample in samples]
+        require_episodes(results, environment.max_error_share, of="episodes of a step")
+        return results
 
     def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> EpisodeBatch:
         """Advantages by the recipe's credit, times the curriculum's weights before this step."""
@@ -279,10 +315,6 @@ class EpisodeLane:
     metrics = staticmethod(episode_metrics)
     rows = staticmethod(episode_rows)
     attempts = staticmethod(attempts)
-
-    def sampled_tokens(self, batch: RolloutBatch) -> int:
-        """The model's own tokens."""
-        return sum(sum(own_tokens(sample.completion)) for sample in batch.samples)
 
     def restore(self, progress: Mapping[str, Any]) -> None:
         """The counters of tasks."""
@@ -325,6 +357,5 @@ def open_lane(
         See :func:`refiner_core.environments.registry.open_environment`.
     """
     if not config.environment.name:
-        return AnswerLane(config, judge, rewards)
-
+        return Lane(config, judge, rewards)
     return EpisodeLane(config, judge, environment, samples=samples)

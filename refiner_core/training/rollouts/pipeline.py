@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
@@ -49,12 +49,13 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.generation.load import set_threads
+from refiner_core.samples import AnswerRewards, Wanted
 from refiner_core.training.batches import permutation, prompt_batch
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.ranks import Ranks, portable
+from refiner_core.training.ranks import on_first
 from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.policies import Policy
-from refiner_core.training.rollouts.rollout import Key, RolloutRewards, Sampled, Sampler
+from refiner_core.training.rollouts.rollout import Sampled
 from refiner_core.training.steps.boundary import Clock, Tell
 
 #: The checkpoint's file, and the version of what it holds.
@@ -71,13 +72,13 @@ class Round:
     """
 
     indices: tuple[int, ...]
-    keys: list[Key]
+    wanted: list[Wanted]
     made: dict[int, Completion] = field(default_factory=dict)
     read: dict[int, Sampled] = field(default_factory=dict)
     future: Future[None] | None = None
     collected: bool = False
     samples: list[Sampled] = field(default_factory=list)
-    rewards: RolloutRewards | None = None
+    rewards: AnswerRewards | None = None
     results: list[RewardResult] | None = None
 
 
@@ -109,7 +110,7 @@ class Flight:
     @property
     def size(self) -> int:
         """Samples, on all ranks."""
-        return sum(len(part.keys) for part in self.rounds)
+        return sum(len(part.wanted) for part in self.rounds)
 
     @property
     def samples(self) -> list[Sampled]:
@@ -123,32 +124,9 @@ class Flight:
 
 
 def to_bytes(flights: Sequence[Flight]) -> bytes:
-    """What a checkpoint keeps of batches that are sampled."""
+    """Bytes that a checkpoint keeps of batches that are sampled."""
     value = {"format": FORMAT_VERSION, "flights": [_flight_to_json(f) for f in flights]}
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def from_bytes(
-    data: bytes, prompts: Sequence[PromptRow], sampler: Sampler, where: str
-) -> list[Flight]:
-    """The batches again.
-
-    Raises
-    ------
-    WorkspaceError
-        The file is of another format.
-    """
-    try:
-        value = json.loads(data)
-        if value["format"] != FORMAT_VERSION:
-            raise ValueError(f"format {value['format']}")
-        return [_flight_from_json(each, prompts, sampler) for each in value["flights"]]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise WorkspaceError(
-            f"{IN_FLIGHT} of {where} cannot be read ({type(error).__name__}: {error})",
-            expected=f"rollouts in flight, format {FORMAT_VERSION}",
-            fix="remove the checkpoint to go on from the one before it",
-        ) from error
 
 
 def _flight_to_json(flight: Flight) -> dict[str, Any]:
@@ -156,7 +134,7 @@ def _flight_to_json(flight: Flight) -> dict[str, Any]:
         {
             "prompts": list(part.indices),
             "samples": [_completion(sample.completion) for sample in part.samples],
-            "results": None if part.results is None else [_result(r) for r in part.results],
+            "results": None if part.results is None else [vars(r) for r in part.results],
         }
         for part in flight.rounds
     ]
@@ -188,31 +166,6 @@ def _completion_again(
     return Completion(tuple(token_ids), known, reason, whose, episode)
 
 
-def _result(result: RewardResult) -> dict[str, Any]:
-    return {
-        "status": result.status,
-        "total": result.total,
-        "components": dict(result.components),
-        "judgements": [dict(judgement) for judgement in result.judgements],
-    }
-
-
-def _flight_from_json(
-    value: Mapping[str, Any], prompts: Sequence[PromptRow], sampler: Sampler
-) -> Flight:
-    flight = Flight(value["step"], value["version"], value["epoch"], value["cursor"])
-    flight.settled = value["settled"]
-    for part in value["rounds"]:
-        keys = sampler.keys([(index, prompts[index]) for index in part["prompts"]])
-        completions = [_completion_again(*values) for values in part["samples"]]
-        samples = [sampler.sampled(k, c) for k, c in zip(keys, completions, strict=True)]
-        results = part["results"]
-        made = None if results is None else [RewardResult(**result) for result in results]
-        indices = tuple(part["prompts"])
-        flight.rounds.append(Round(indices, keys, collected=True, samples=samples, results=made))
-    return flight
-
-
 T = TypeVar("T")
 #: How often a wait for samples says that it goes on, seconds.
 _TICK_S = 1.0
@@ -240,8 +193,7 @@ class Pipeline:
     ) -> None:
         self.config, self.grpo, self.prompts = config, config.grpo, prompts
         self.engine, self.policy, self.ranks = engine, policy, engine.ranks
-        self.lane, self.sampler = lane, lane.sampler(policy, engine.tokenizer)
-        self._new_rewards = lane.new_rewards if self.ranks.rank == 0 else None
+        self.lane = lane
         self._tell = tell
         self.behind = config.grpo.async_steps
         self.last = config.grpo.num_training_steps
@@ -257,7 +209,7 @@ class Pipeline:
 
     def begin(self, step: int, position: tuple[int, int], kept: bytes | None, where: str) -> None:
         """Go on after ``step`` steps, with what the checkpoint kept of later ones."""
-        flights = [] if kept is None else from_bytes(kept, self.prompts, self.sampler, where)
+        flights = [] if kept is None else self._from_bytes(kept, where)
         self._position = max([position, *((f.epoch, f.cursor) for f in flights)])
         for flight in flights:
             if flight.age > self.behind:
@@ -309,7 +261,7 @@ class Pipeline:
     # ------------------------------------------------------------ checkpoints
 
     def savable(self, step: int) -> bool:
-        """Whether the state after ``step`` can be saved: not where active sampling was cut short,
+        """True if the state after ``step`` can be saved: not where active sampling was cut short,
         since its next round needs weights that no checkpoint has."""
         return not any(flight.cut_short for flight in self._after(step))
 
@@ -335,6 +287,41 @@ class Pipeline:
             self.policy.cancel()
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
+
+    def _from_bytes(self, data: bytes, where: str) -> list[Flight]:
+        """The batches again.
+
+        Raises
+        ------
+        WorkspaceError
+            The file is of another format.
+        """
+        try:
+            value = json.loads(data)
+            if value["format"] != FORMAT_VERSION:
+                raise ValueError(f"format {value['format']}")
+            return [self._flight_from_json(each) for each in value["flights"]]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise WorkspaceError(
+                f"{IN_FLIGHT} of {where} cannot be read ({type(error).__name__}: {error})",
+                expected=f"rollouts in flight, format {FORMAT_VERSION}",
+                fix="remove the checkpoint to go on from the one before it",
+            ) from error
+
+    def _flight_from_json(self, value: Mapping[str, Any]) -> Flight:
+        flight = Flight(value["step"], value["version"], value["epoch"], value["cursor"])
+        flight.settled = value["settled"]
+        for part in value["rounds"]:
+            wanted = self.lane.wanted(self.prompts, flight.step, part["prompts"])
+            pairs = zip(wanted, part["samples"], strict=True)
+            samples = [self._read(one, _completion_again(*values)) for one, values in pairs]
+            results = part["results"]
+            made = None if results is None else [RewardResult(**result) for result in results]
+            indices = tuple(part["prompts"])
+            flight.rounds.append(
+                Round(indices, wanted, collected=True, samples=samples, results=made)
+            )
+        return flight
 
     def _after(self, step: int) -> list[Flight]:
         later = (self.flights.get(s) for s in range(step + 1, step + self.behind + 1))
@@ -404,9 +391,9 @@ class Pipeline:
     ) -> None:
         """A further round of a batch, in the thread or at once."""
         flight.epoch, flight.cursor = self._position
-        part = Round(indices, self.sampler.keys([(i, self.prompts[i]) for i in indices]))
-        if self._new_rewards is not None:
-            part.rewards = self._new_rewards(self.behind > 0)
+        part = Round(indices, self.lane.wanted(self.prompts, flight.step, indices))
+        if self.ranks.rank == 0:
+            part.rewards = self.lane.rewards(patient=self.behind > 0)
         flight.rounds.append(part)
         work = partial(self._work, flight, part, self._share(part))
         if beside:
@@ -421,29 +408,34 @@ class Pipeline:
         except Exception as error:
             part.future.set_exception(error)
 
+    def _read(self, wanted: Wanted, completion: Completion) -> Sampled:
+        return self.lane.read(self.engine.tokenizer, wanted, completion)
+
     def _share(self, part: Round) -> list[int]:
         """Places that this rank samples: whole groups, so that each prompt is read once."""
         rank, world = self.ranks.rank, self.ranks.world
         if not self.policy.every_rank:
-            return list(range(len(part.keys))) if rank == 0 else []
+            return list(range(len(part.wanted))) if rank == 0 else []
         size = self.grpo.num_samples_per_prompt_rollout
-        return [place for place in range(len(part.keys)) if place // size % world == rank]
+        return [place for place in range(len(part.wanted)) if place // size % world == rank]
 
     def _work(
         self, flight: Flight, part: Round, places: Sequence[int], *, tell: bool = False
     ) -> None:
         started = time.perf_counter()
 
-        def finished(place: int, completion: Completion) -> None:
+        def finished(number: int, completion: Completion) -> None:
+            place = places[number]
             if part.rewards is not None:
-                part.read[place] = self.sampler.sampled(part.keys[place], completion)
-                part.rewards.add(place, part.read[place])
+                part.read[place] = self._read(part.wanted[place], completion)
+                self.lane.ask(part.rewards, {place: part.read[place]})
             part.made[place] = completion
             if tell:
                 self._tell("generate", len(part.made), len(places))
 
         if places:
-            self.sampler.complete(part.keys, places, step=flight.step, finished=finished)
+            wanted = [part.wanted[place] for place in places]
+            self.lane.sample(self.policy, self.engine.tokenizer, wanted, finished)
         flight.seconds += time.perf_counter() - started
 
     def _worker(self) -> ThreadPoolExecutor:
@@ -467,12 +459,12 @@ class Pipeline:
                 raise
 
     def _wait(self, part: Round) -> BaseException | None:
-        """What this rank's share ended with."""
+        """Error that this rank's share ended with."""
         while part.future is not None:
             try:
                 return part.future.exception(timeout=_TICK_S)
             except NotYet:
-                self._tell("generate", len(part.made), len(part.keys))
+                self._tell("generate", len(part.made), len(part.wanted))
         return None
 
     def _collect(self, part: Round, clock: Clock) -> None:
@@ -483,28 +475,25 @@ class Pipeline:
             error = self._wait(part)
             self.ranks.all_or_none(error)
             shares = self.ranks.gather(part.made)
-        on_first(self.ranks, lambda: self._read(part, shares or []))
+        on_first(self.ranks, lambda: self._put_together(part, shares or []))
         part.future, part.made, part.read, part.collected = None, {}, {}, True
 
-    def _read(self, part: Round, shares: Sequence[Mapping[int, Completion]]) -> None:
+    def _put_together(self, part: Round, shares: Sequence[Mapping[int, Completion]]) -> None:
         made = {place: completion for share in shares for place, completion in share.items()}
         part.samples = [
-            part.read.get(place) or self.sampler.sampled(key, made[place])
-            for place, key in enumerate(part.keys)
+            part.read.get(place) or self._read(wanted, made[place])
+            for place, wanted in enumerate(part.wanted)
         ]
         if part.rewards is not None:
-            part.rewards.add_all(part.samples)
+            self.lane.ask(part.rewards, dict(enumerate(part.samples)))
 
     def _judge_round(self, flight: Flight, part: Round) -> None:
         def ask() -> None:
             if part.results is not None:
                 return
-            assert self._new_rewards is not None
-            rewards, part.rewards = part.rewards or self._new_rewards(True), None
+            rewards, part.rewards = part.rewards, None
             self._tell("judge", 0, 0)
-            results = rewards.results(part.samples, partial(self._tell, "judge"))
-            self.lane.require(results)
-            part.results = results
+            part.results = self.lane.results(rewards, part.samples, partial(self._tell, "judge"))
 
         try:
             on_first(self.ranks, ask)
@@ -546,17 +535,3 @@ class Pipeline:
                 fix="look at what samples: it does not take over new weights",
             )
         return fresh
-
-
-def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
-    """What rank 0 makes of it, or the error that it met, on all ranks."""
-    outcome: tuple[T | None, BaseException | None] | None = None
-    if ranks.rank == 0:
-        try:
-            outcome = (do(), None)
-        except Exception as error:
-            outcome = (None, error if ranks.world == 1 else portable(error))
-    value, met = ranks.broadcast(outcome)
-    if met is not None:
-        raise met
-    return value  # type: ignore[return-value]

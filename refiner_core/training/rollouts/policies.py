@@ -1,4 +1,4 @@
-"""What samples rollouts, and with which weights: the live model, a frozen copy, or servers.
+"""Policies, which sample rollouts: the live model, a frozen copy, or servers.
 
 In: an engine whose weights move. Out: completions under the weights of a known *version*: the
 number of training steps that these weights have behind them.
@@ -13,8 +13,8 @@ number of training steps that these weights have behind them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,51 +31,75 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.completions import turn_generator
 from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.model.loading import model_tensors
 
 #: A generator over a model: ``(model, called after every token)``.
 MakeGenerator = Callable[[Any, Callable[[int, int], None]], Generator]
 
 
-class Policy(Protocol):
-    """Samples with the weights of its last :meth:`sync`."""
+class Policy:
+    """Sampler with the weights of its last :meth:`sync`, by transformers over a model.
+
+    Subclasses say where the weights are.
+    """
 
     #: Whether it may sample in a thread while the engine trains.
-    beside: bool
+    beside = False
     #: Whether every rank samples a share; otherwise rank 0 has all of it.
-    every_rank: bool
-    #: Training steps behind the weights that it samples with.
-    version: int
+    every_rank = True
+
+    def __init__(self, generator: Generator | None) -> None:
+        self._generator, self._stop = generator, threading.Event()
+        #: Training steps behind the weights that it samples with.
+        self.version = 0
 
     def sync(self, engine: Engine, version: int) -> None:
         """Take over the engine's weights; all ranks call it together, while nothing is sampled."""
-        ...
+        self.version = version
 
     def ready(self) -> AbstractContextManager[Any]:
-        """What :meth:`generate` must be called inside of, on all ranks together."""
-        ...
+        """Context that :meth:`generate` must be called inside of, on all ranks together."""
+        return nullcontext()
 
     def generate(
         self,
         requests: Sequence[GenerationRequest],
         params: SamplingParams,
-        on_completion: OnCompletion,
+        on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         """As of :meth:`refiner_core.contract.types.Generator.generate`."""
-        ...
+
+        def finished(index: int, completion: Completion) -> None:
+            self.stop_if_cancelled()
+            if on_completion is not None:
+                on_completion(index, completion)
+
+        self.stop_if_cancelled()
+        return self._sampling().generate(requests, params, finished)
 
     def turns(self, desk: TurnDesk) -> None:
         """As of :meth:`refiner_core.contract.types.TurnGenerator.turns`, inside of
         :meth:`ready` too; round by round where what samples has no turns of its own."""
-        ...
+        turn_generator(self._sampling()).turns(_Stopped(desk, self.stop_if_cancelled))
 
     def cancel(self) -> None:
-        """End a :meth:`generate` or :meth:`turns` that runs in another thread; it raises
-        :class:`Cancelled`."""
-        ...
+        """End a :meth:`generate` or :meth:`turns` that runs in another thread, at its next sign of
+        life; it raises :class:`Cancelled`."""
+        self._stop.set()
 
     def cancelled(self) -> bool:
-        """Whether :meth:`cancel` was called."""
-        ...
+        """True if :meth:`cancel` was called."""
+        return self._stop.is_set()
+
+    def stop_if_cancelled(self) -> None:
+        """Raise :class:`Cancelled` after :meth:`cancel`."""
+        if self._stop.is_set():
+            raise Cancelled
+
+    def _sampling(self) -> Generator:
+        if self._generator is None:
+            raise RuntimeError("rank 0 alone samples on servers")
+        return self._generator
 
 
 class Servers(Protocol):
@@ -100,158 +124,71 @@ class Cancelled(Exception):
     """Sampling was ended because the stage ends."""
 
 
-class LivePolicy:
+class LivePolicy(Policy):
     """The engine's own model: always the newest weights, and nothing else meanwhile."""
 
-    beside, every_rank = False, True
-
     def __init__(self, engine: Engine, generator: Generator) -> None:
-        self._engine, self._generator, self.version = engine, generator, 0
-
-    def sync(self, engine: Engine, version: int) -> None:
-        """Nothing to do."""
-        self.version = version
+        super().__init__(generator)
+        self._engine = engine
 
     def ready(self) -> AbstractContextManager[Any]:
         """The engine's weights, gathered where they are sharded."""
         return self._engine.whole()
 
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        params: SamplingParams,
-        on_completion: OnCompletion,
-    ) -> list[Completion]:
-        """Sample with the model as it is."""
-        return self._generator.generate(requests, params, on_completion)
 
-    def turns(self, desk: TurnDesk) -> None:
-        """Sample turns with the model as it is."""
-        turn_generator(self._generator).turns(desk)
-
-    def cancel(self) -> None:
-        """It never runs in another thread."""
-
-    def cancelled(self) -> bool:
-        """Never."""
-        return False
-
-
-class CopyPolicy:
+class CopyPolicy(Policy):
     """A frozen copy of the model on every rank: one more set of weights in memory.
 
     ``make_generator(model, on_step)`` gives what samples with it.
     """
 
-    beside, every_rank = True, True
+    beside = True
 
     def __init__(self, model: Any, make_generator: MakeGenerator) -> None:
-        self.model, self.version = model.requires_grad_(False), 0
-        self._stop = threading.Event()
-        self._generator = make_generator(model, lambda *_: self._stop_if_cancelled())
+        self.model = model.requires_grad_(False)
+        super().__init__(make_generator(self.model, lambda *_: self.stop_if_cancelled()))
 
     def sync(self, engine: Engine, version: int) -> None:
         """Copy the weights."""
         with engine.whole() as live, torch.no_grad():
-            source = _tensors(live)
-            for name, tensor in _tensors(self.model).items():
+            source = model_tensors(live)
+            for name, tensor in model_tensors(self.model).items():
                 tensor.copy_(source[name])
         self.version = version
 
-    def ready(self) -> AbstractContextManager[Any]:
-        """Nothing is needed."""
-        return nullcontext()
 
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        params: SamplingParams,
-        on_completion: OnCompletion,
-    ) -> list[Completion]:
-        """Sample with the copy."""
-        self._stop_if_cancelled()
-        return self._generator.generate(requests, params, on_completion)
-
-    def turns(self, desk: TurnDesk) -> None:
-        """Sample turns with the copy."""
-        turn_generator(self._generator).turns(_Stopped(desk, self._stop_if_cancelled))
-
-    def cancel(self) -> None:
-        """End it after the token that is being sampled, or once the desk answers."""
-        self._stop.set()
-
-    def cancelled(self) -> bool:
-        """Whether it is to end."""
-        return self._stop.is_set()
-
-    def _stop_if_cancelled(self) -> None:
-        if self._stop.is_set():
-            raise Cancelled
-
-
-class ServedPolicy:
+class ServedPolicy(Policy):
     """Servers that hold the weights; ``servers`` is None on every rank but the first."""
 
     beside, every_rank = True, False
 
     def __init__(self, servers: Servers | None) -> None:
-        self._servers, self.version = servers, 0
-        self._stop = threading.Event()
+        super().__init__(None if servers is None else servers.generator)
+        self._servers = servers
         if servers is not None and hasattr(servers.generator, "on_step"):
-            servers.generator.on_step = lambda *_: self._stop_if_cancelled()
+            servers.generator.on_step = lambda *_: self.stop_if_cancelled()
 
     def sync(self, engine: Engine, version: int) -> None:
         """Send them the weights. An error of rank 0 is an error of all, wherever it happens."""
-        whole, error = _Entered(engine.whole()), None
+        entered, error = False, None
+
+        @contextmanager
+        def whole() -> Iterator[Any]:
+            nonlocal entered
+            entered = True
+            with engine.whole() as model:
+                yield model
+
         if self._servers is not None:
             try:
-                self._servers.sync(whole, str(version))
+                self._servers.sync(whole(), str(version))
             except Exception as raised:
                 error = raised
-        if not whole.entered:  # the other ranks are in there and wait
-            with whole:
+        if not entered:  # the other ranks are in there and wait
+            with whole():
                 pass
         engine.ranks.all_or_none(error)
         self.version = version
-
-    def ready(self) -> AbstractContextManager[Any]:
-        """Nothing is needed."""
-        return nullcontext()
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        params: SamplingParams,
-        on_completion: OnCompletion,
-    ) -> list[Completion]:
-        """Sample on the servers."""
-
-        def finished(index: int, completion: Completion) -> None:
-            self._stop_if_cancelled()
-            on_completion(index, completion)
-
-        if self._servers is None:
-            raise RuntimeError("rank 0 alone samples on servers")
-        return self._servers.generator.generate(requests, params, finished)
-
-    def turns(self, desk: TurnDesk) -> None:
-        """Sample turns on the servers."""
-        if self._servers is None:
-            raise RuntimeError("rank 0 alone samples on servers")
-        stopped = _Stopped(desk, self._stop_if_cancelled)
-        turn_generator(self._servers.generator).turns(stopped)
-
-    def cancel(self) -> None:
-        """End it at the next sample that is finished, or sign of life of the generator."""
-        self._stop.set()
-
-    def cancelled(self) -> bool:
-        """Whether it is to end."""
-        return self._stop.is_set()
-
-    def _stop_if_cancelled(self) -> None:
-        if self._stop.is_set():
-            raise Cancelled
 
 
 class _Stopped:
@@ -270,25 +207,3 @@ class _Stopped:
     def finished(self, request: TurnRequest, completion: Completion) -> None:
         self._check()
         self._desk.finished(request, completion)
-
-
-class _Entered:
-    """A context that knows whether somebody was in it."""
-
-    def __init__(self, context: AbstractContextManager[Any]) -> None:
-        self._context, self.entered = context, False
-
-    def __enter__(self) -> Any:
-        self.entered = True
-        return self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._context.__exit__(*error)
-
-
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters (a tied one once) and persistent buffers."""
-    named = dict(model.named_parameters())
-    persistent = model.state_dict(keep_vars=True).keys()
-    named.update((name, b) for name, b in model.named_buffers() if name in persistent)
-    return named

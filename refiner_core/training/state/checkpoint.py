@@ -1,7 +1,7 @@
 """Training state to a folder and back, exactly; any engine and number of ranks can read it.
 
-In: what an engine holds (:class:`StateSource`) and a JSON-ready progress dictionary. Out: files in
-a folder that somebody else (``StageIO``) made and will make visible:
+In: what an engine holds (:class:`ReplicatedState`) and a JSON-ready progress dictionary. Out: files
+in a folder that somebody else (``StageIO``) made and will make visible:
 
 * ``model.safetensors``: parameters and persistent buffers, tied ones once (rank 0);
 * ``state-rank00000-of-00002.safetensors``: of a share of the parameters, whole and under their
@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -53,7 +53,7 @@ from refiner_core.training.model.loading import (
     shapes_of,
 )
 from refiner_core.training.model.optim import ADAM_STATE, MUON_STATE, Groups, trainable
-from refiner_core.training.ranks import OneRank, Ranks
+from refiner_core.training.ranks import Ranks
 
 
 class HostCopies:
@@ -94,44 +94,6 @@ WRITTEN_BY = "written_by"
 ParameterState = Mapping[str, torch.Tensor]
 
 
-class StateSource(Protocol):
-    """What a snapshot is taken of and a checkpoint is read into. All ranks call it alike."""
-
-    @property
-    def name(self) -> str:
-        """Which engine it is: `plain`, `zero3`."""
-        ...
-
-    @property
-    def groups(self) -> Groups:
-        """How the parameters are trained; an older format's order follows from it."""
-        ...
-
-    def sizes(self) -> dict[str, int]:
-        """Names of the trained parameters, and how many numbers each has."""
-        ...
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and whole shapes of all that :meth:`weights` gives."""
-        ...
-
-    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Parameters and persistent buffers; None where this rank does not want them."""
-        ...
-
-    def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
-        """States of trained parameters; nothing where this rank does not want them."""
-        ...
-
-    def set_weights(self, weights: SavedTensors) -> None:
-        """Take weights back: a mapping that reads them when they are asked for."""
-        ...
-
-    def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
-        """Take states back; called after :meth:`set_weights`."""
-        ...
-
-
 @dataclass(frozen=True)
 class StateSnapshot:
     """One rank's part of a training state in host memory, to be written at leisure."""
@@ -144,7 +106,8 @@ class StateSnapshot:
     progress_text: str | None
 
     def write(self, folder: Path) -> None:
-        """Write this rank's files into ``folder``, and to the disk (fsync)."""
+        """Write this rank's files into ``folder``, and to the disk (fsync). No rank waits for
+        another here; may be called from another thread, and again after a full disk."""
         metadata = {"format": "pt"}
         if self.tensors is not None:
             _save_tensors(dict(self.tensors), folder / WEIGHTS, metadata)
@@ -171,7 +134,7 @@ def rng_file(rank: int, world: int) -> str:
 
 
 def take_snapshot(
-    source: StateSource,
+    source: ReplicatedState,
     progress: Mapping[str, Any],
     ranks: Ranks | None = None,
     copies: HostCopies | None = None,
@@ -180,7 +143,7 @@ def take_snapshot(
 
     With the same ``copies`` the next time, the memory of a snapshot that is gone serves again.
     """
-    ranks, copies = ranks or OneRank(), copies or HostCopies()
+    ranks, copies = ranks or Ranks(), copies or HostCopies()
     copies.begin()
     written_by = {"world": ranks.world, "engine": source.name}
     head = {"format": FORMAT_VERSION, WRITTEN_BY: written_by}
@@ -220,7 +183,9 @@ def shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:
     return chosen
 
 
-def restore_state(folder: Path, source: StateSource, ranks: Ranks | None = None) -> dict[str, Any]:
+def restore_state(
+    folder: Path, source: ReplicatedState, ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Put a saved state back; returns the progress dictionary.
 
     Everything is opened and compared with the model by every rank before anything is changed.
@@ -232,7 +197,7 @@ def restore_state(folder: Path, source: StateSource, ranks: Ranks | None = None)
     WorkspaceError
         If it is of another format, or of another model.
     """
-    ranks = ranks or OneRank()
+    ranks = ranks or Ranks()
     with ExitStack() as files:
         saved: _Saved | None = None
         error: Exception | None = None
@@ -260,7 +225,7 @@ class _Saved:
     rng: Mapping[str, Any]
 
 
-def _open(folder: Path, source: StateSource, ranks: Ranks, files: ExitStack) -> _Saved:
+def _open(folder: Path, source: ReplicatedState, ranks: Ranks, files: ExitStack) -> _Saved:
     progress = read_progress(folder)
     version = progress.pop("format", None)
     if version not in (1, FORMAT_VERSION):
@@ -329,44 +294,42 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class ReplicatedState:
-    """A :class:`StateSource` whose every rank holds everything: a model and its updater."""
+    """State of a model and its updater, whole on every rank: what a snapshot is taken of and a
+    checkpoint is read into. All ranks call every method alike."""
 
+    #: Which engine it is: `plain`, `zero3`.
     name = "plain"
+    #: How the parameters are trained; an older format's order follows from it.
+    groups: Groups
 
     def __init__(self, model: Any, updater: Any) -> None:
-        self.model, self.updater = model, updater
-
-    @property
-    def groups(self) -> Groups:
-        """How the parameters are trained."""
-        groups: Groups = self.updater.groups
-        return groups
+        self.model, self.updater, self.groups = model, updater, updater.groups
 
     def sizes(self) -> dict[str, int]:
-        """Names and numbers of elements."""
+        """Names of the trained parameters, and how many numbers each has."""
         return {name: p.numel() for name, p in trainable(self.model).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes."""
+        """Names and whole shapes of all that :meth:`weights` gives."""
         return shapes_of(model_tensors(self.model))
 
     def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Parameters and persistent buffers."""
+        """Parameters and persistent buffers; None where this rank does not want them."""
         for name, tensor in model_tensors(self.model).items():
             yield name, tensor if wanted(name) else None
 
     def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
-        """Masters and optimisers' tensors."""
+        """Masters and optimisers' tensors; nothing where this rank does not want them."""
         for name in trainable(self.model):
             if wanted(name):
                 yield name, self.updater.state_of(name)
 
     def set_weights(self, weights: SavedTensors) -> None:
-        """Copy weights in."""
+        """Take weights back: a mapping that reads them when they are asked for."""
         copy_weights(model_tensors(self.model), weights)
 
     def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
-        """Copy states in."""
+        """Take states back; called after :meth:`set_weights`."""
         for name in trainable(self.model):
             self.updater.set_state_of(name, state_of(name))
 

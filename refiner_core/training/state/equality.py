@@ -270,7 +270,7 @@ def _tensors(
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a tensor is a weight or its master copy, and no state of an optimiser."""
+    """True if a tensor is a weight or its master copy, and no state of an optimiser."""
     return name.startswith("model") or "/master." in name
 
 

@@ -1,6 +1,5 @@
-"""What every training loop does around a step, whatever is trained.
+"""Surroundings of a training step, whatever is trained.
 
 In order of reading: ``health`` (is this step fit to be made), ``boundary`` (between two steps:
-save, stop, go on), ``saving`` (one save in a thread of its own), ``telling`` (where it is and where
-its time went).
+save, stop, go on; where it is and where its time went).
 """

@@ -1,4 +1,4 @@
-"""What happens between two steps: save, stop, go on. Shared by SFT and GRPO.
+"""Boundaries between two steps: save, stop, go on. Shared by SFT and GRPO.
 
 In: a :class:`StageIO`, an engine and the stage's progress dictionary. Out: checkpoints, or
 :class:`Interrupted` once the step that is under way is saved.
@@ -41,8 +41,9 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
-from refiner_core.training.engines.protocol import Engine, Snapshot
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.ranks import RanksIO
+from refiner_core.training.state.checkpoint import StateSnapshot
 
 
 class BackgroundSave:
@@ -70,7 +71,7 @@ class BackgroundSave:
 
     @property
     def done(self) -> bool:
-        """Whether it has come to an end, good or bad."""
+        """True if it has come to an end, good or bad."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -234,12 +235,12 @@ class Boundary:
 
     def _taken(
         self, progress: Mapping[str, Any], attachments: Attachments
-    ) -> tuple[Snapshot, Mapping[str, bytes]]:
+    ) -> tuple[StateSnapshot, Mapping[str, bytes]]:
         snapshot = self.engine.snapshot({"stage": self.stage, **progress})
         return snapshot, dict(attachments())
 
     def _write(
-        self, io: StageIO, step: int, snapshot: Snapshot, files: Mapping[str, bytes]
+        self, io: StageIO, step: int, snapshot: StateSnapshot, files: Mapping[str, bytes]
     ) -> None:
         """Write a state until it fits; the same calls on every rank."""
         for tries_left in reversed(range(SAVE_TRIES)):
@@ -278,7 +279,7 @@ class Boundary:
         self._stall_s = (self._stall_s or 0.0) + time.monotonic() - began
 
     def metrics(self) -> dict[str, float]:
-        """What saving has cost since the last call, for the step that is logged next.
+        """Cost of saving since the last call, for the step that is logged next.
 
         ``time/save_s`` is how long training stood still for it, ``time/save_background_s`` how long
         the last save took beside it.

@@ -1,4 +1,4 @@
-"""What is watched at every step of training, and what follows: `off`, `warn`, `skip`, `stop`.
+"""Health of a training, watched at every step, and what follows: `off`, `warn`, `skip`, `stop`.
 
 In: numbers of a step. Out: whether its update is made, metrics under ``health/``, warnings in the
 log, or :class:`HealthStop`. Pure: no torch, no files; the state is JSON-ready and part of a

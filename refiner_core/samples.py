@@ -1,0 +1,204 @@
+"""Samples: answers to prompts or episodes of tasks, made and scored in one way for all stages.
+
+In: samples that are :class:`Wanted`, and what generates. Out: completions as they end, and rewards.
+Training, rejection sampling and evaluation sample and score through this module alone, so that a
+reward is given for what is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources, RewardConfig
+from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
+from refiner_core.contract.types import (
+    Completion,
+    GenerationRequest,
+    Generator,
+    Judge,
+    JudgeUsage,
+    OnCompletion,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+    TurnGenerator,
+)
+from refiner_core.environments.episodes import run_episodes
+from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
+from refiner_core.environments.protocol import Environment, task_of_row
+from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
+from refiner_core.rewards import RewardInput, RewardStream
+
+RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
+
+
+class Wanted(NamedTuple):
+    """One sample of a prompt: its number among the prompt's own, and the seed that decides it.
+    ``prompt_index`` is the prompt's place among all, where somebody asks for it."""
+
+    prompt: PromptRow
+    number: int
+    seed: int
+    prompt_index: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Id of the prompt, and number of the sample."""
+        return self.prompt.sample_id, self.number
+
+
+def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
+    """Refuse prompts that leave no room for an answer; returns the longest.
+
+    Raises
+    ------
+    ConfigurationError
+        Names it and the field.
+    """
+    longest = max(prompts, key=lambda row: len(row.prompt_ids))
+    if len(longest.prompt_ids) >= grpo.max_token_length:
+        raise ConfigurationError(
+            f"Prompt {longest.sample_id} has {len(longest.prompt_ids)} tokens, which leaves no "
+            f"room in grpo.max_token_length={grpo.max_token_length}",
+            expected="room for at least one sampled token",
+            fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
+        )
+    return longest
+
+
+def sample_answers(
+    generator: Generator,
+    wanted: Sequence[Wanted],
+    params: SamplingParams,
+    finished: OnCompletion,
+    *,
+    context: int | None = None,
+) -> None:
+    """Sample one completion for each; ``finished(place, completion)`` is told of it as it ends.
+
+    With a ``context``, a prompt so long that ``params.max_new_tokens`` would pass it gets the room
+    that is left; those with one limit are sampled in one call.
+    """
+    by_limit: dict[int, list[int]] = defaultdict(list)
+    for place, one in enumerate(wanted):
+        room = params.max_new_tokens if context is None else context - len(one.prompt.prompt_ids)
+        by_limit[min(params.max_new_tokens, room)].append(place)
+    told = 0
+    for limit, places in sorted(by_limit.items()):
+
+        def ended(i: int, completion: Completion, at: Sequence[int] = places) -> None:
+            nonlocal told
+            told += 1
+            finished(at[i], completion)
+
+        requests = [GenerationRequest(wanted[i].prompt.prompt_ids, wanted[i].seed) for i in places]
+        generator.generate(requests, replace(params, max_new_tokens=limit), ended)
+    if told != len(wanted):
+        raise RuntimeError(f"the generator told of {told} of {len(wanted)} samples")
+
+
+def sample_episodes(
+    generator: Generator | TurnGenerator,
+    wanted: Sequence[Wanted],
+    environment: Environment,
+    tokenizer: Any,
+    settings: EpisodeSettings,
+    finished: OnCompletion,
+    *,
+    should_stop: Callable[[], bool] | None = None,
+) -> None:
+    """Run one episode of each task; ``finished(place, completion)`` is told of it as it ends."""
+    run_episodes(
+        *(generator, environment, tokenizer),
+        [EpisodeRequest(task_of_row(w.prompt), w.prompt.prompt_ids, w.seed) for w in wanted],
+        *(settings, finished),
+        should_stop=should_stop,
+    )
+
+
+class AnswerRewards:
+    """Rewards of a batch of answers, begun while others are still sampled.
+
+    ``function`` None is :class:`refiner_core.rewards.RewardStream`; a function gets all answers at
+    once, in order of their places. With ``patient`` the judge's errors end no sampling:
+    :meth:`results` raises them.
+    """
+
+    def __init__(
+        self,
+        reward: RewardConfig,
+        judge: Judge,
+        function: RewardFunction | None = None,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self._reward, self._judge, self._function = reward, judge, function
+        self._stream, self._patient = RewardStream(reward, judge), patient
+        self._answers: dict[int, RewardInput] = {}
+        self._error: JudgeOutage | Interrupted | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether the judge works while more is added."""
+        return self._stream.streams
+
+    def add(self, place: int, answer: RewardInput) -> None:
+        """Take an answer, once; a judge that streams begins with it."""
+        if place in self._answers:
+            return
+        self._answers[place] = answer
+        if self._function is not None or self._error is not None:
+            return
+        try:
+            self._stream.add(answer, place)
+            self._stream.submit()
+        except (JudgeOutage, Interrupted) as error:
+            if not self._patient:
+                raise
+            self._error = error
+
+    def results(self, on_judged: Callable[[int, int], None]) -> list[RewardResult]:
+        """One reward per answer, in order of their places; waits for the judge."""
+        if self._function is not None:
+            answers = [answer for _, answer in sorted(self._answers.items())]
+            return self._function(answers, self._reward, self._judge)
+        if self._error is not None:
+            raise self._error
+        return self._stream.results(on_judged)
+
+
+class JudgeMeter:
+    """What a judge does for a stage; ``before`` is what it did in earlier attempts of the stage."""
+
+    def __init__(self, judge: Judge | None, before: JudgeUsage | None = None) -> None:
+        self._judge, self._before = judge, before
+        self._at_start = None if judge is None else usage_of(judge)
+
+    def usage(self) -> JudgeUsage | None:
+        """All of it; None where the judge keeps no count."""
+        now = None if self._judge is None else usage_of(self._judge)
+        if self._at_start is None or now is None:
+            return self._before
+        used = usage_between(self._at_start, now)
+        return usage_sum(self._before, used) if self._before else used
+
+
+def load_generator(
+    model: ModelConfig,
+    model_ref: str,
+    tokenizer: Any,
+    resources: Resources,
+    *,
+    batch_size: int,
+    on_step: Callable[[int, int], None],
+) -> Generator:
+    """A generator over a model in this process, on the device that ``resources`` ask for."""
+    from refiner_core.generation.load import device_for, load_model, set_threads
+    from refiner_core.generation.transformers_backend import TransformersGenerator
+
+    set_threads(model)
+    loaded = load_model(model_ref, model).to(device_for(resources))
+    return TransformersGenerator(loaded, tokenizer, batch_size=batch_size, on_step=on_step)
