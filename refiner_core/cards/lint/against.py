@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
-from functools import cached_property
 from typing import Any
 
-from refiner_core.cards.build import CardNumber, build_card, card_numbers
+from refiner_core.cards.build import build_card, marked_card
 from refiner_core.cards.evidence import Evidence, load_evidence
-from refiner_core.cards.facts import CardFacts, finite, record_of
+from refiner_core.cards.facts import CardFacts, finite, numbers_in, record_of
 from refiner_core.cards.lint.markdown import Finding
 from refiner_core.cards.notes import proof_problems
+from refiner_core.cards.results import index_numbers
 from refiner_core.cards.settings import flag_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -261,69 +261,33 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-@dataclass(frozen=True)
 class _Origin:
-    """Which fact each number of the card comes from."""
+    """Which fact each number of a card comes from."""
 
-    facts: CardFacts
-    lines: Sequence[str]
+    def __init__(self, facts: CardFacts, lines: Sequence[str]) -> None:
+        self.facts, self.lines = facts, lines
+        marked = marked_card(facts, facts.template).split("\n")
+        self._placed = [list(numbers_in(line)) for line in marked]
+        line, start = 0, 0
+        front = next((i for i, text in enumerate(lines) if text.startswith("## ")), len(lines))
+        for text, fact in index_numbers(facts):
+            # By itself, or else as part of a name (`H200`).
+            pattern = re.compile(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)")
+            for place in range(line, front):
+                if found := pattern.search(lines[place], start if place == line else 0):
+                    line, start = place, found.end()
+                    self._placed[line].append((found.start(), start, fact))
+                    break
 
     def of(self, line: int, start: int, end: int) -> str:
         """`` (fact evaluations.3.value, from stages/…)``; empty where no number stands there."""
-        for first, last, number in self._placed.get(line, ()):
-            if first < end and start < last:
-                return _source(number.fact, number.record)
-        path = self._setting(self.lines[line][:start])
-        if path is None:
-            return ""
-        return _source(f"config.{path}", record_of(self.facts, f"config.{path}"))
-
-    @cached_property
-    def _placed(self) -> Mapping[int, list[tuple[int, int, CardNumber]]]:
-        """Numbers of facts by the line that they stand in: each is the next one of its section
-        that prints so."""
-        sections = self._sections
-        at: dict[str, tuple[int, int]] = {}
-        placed: dict[int, list[tuple[int, int, CardNumber]]] = {}
-        for number in card_numbers(self.facts):
-            first, last = sections.get(number.section, (0, 0))
-            found = self._next(number.text, at.get(number.section, (first, 0)), last)
-            if found is not None:
-                line, start = found
-                end = start + len(number.text)
-                placed.setdefault(line, []).append((start, end, number))
-                at[number.section] = line, end
-        return placed
-
-    @cached_property
-    def _sections(self) -> dict[str, tuple[int, int]]:
-        """First line and the one after the last of each section, by title."""
-        starts = [i for i, line in enumerate(self.lines) if line.startswith("## ")]
-        ends = [*starts[1:], len(self.lines)]
-        found = {self.lines[i][3:]: (i, end) for i, end in zip(starts, ends, strict=True)}
-        return {"front matter": (0, starts[0] if starts else len(self.lines)), **found}
-
-    def _next(self, text: str, after: tuple[int, int], last: int) -> tuple[int, int] | None:
-        """Where a number is printed next: by itself, or else as part of a name (`H200`)."""
-        for before in (r"(?<![\w.])", r"(?<![\d.])"):
-            pattern = re.compile(rf"{before}{re.escape(text)}(?!\w|\.\d)")
-            for line in range(after[0], last):
-                start = after[1] if line == after[0] else 0
-                if found := pattern.search(self.lines[line], start):
-                    return line, found.start()
-        return None
-
-    def _setting(self, before: str) -> str | None:
-        """The configuration field that is named right before a value."""
-        found = _NAMED.search(before)
-        if found is None:
-            return None
-        name = found[1]
-        return _fields().get(name) or _fields().get(f"--{name}")
-
-
-def _source(fact: str, record: str | None) -> str:
-    return f" (fact {fact}, from {record})" if record else f" (fact {fact})"
+        facts = (fact for a, b, fact in self._placed[line] if a < end and start < b)
+        # The configuration field that is named right before a value.
+        named = _NAMED.search(self.lines[line][:start])
+        field = named and (_fields().get(named[1]) or _fields().get(f"--{named[1]}"))
+        fact = next(facts, f"config.{field}" if field else None)
+        record = None if fact is None else record_of(self.facts, fact)
+        return f" (fact {fact}, from {record})" if record else f" (fact {fact})" if fact else ""
 
 
 def _fields() -> dict[str, str]:
