@@ -6,12 +6,13 @@ of ``report.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from refiner_core.judge_report.build import LEVEL, Report, number, share, size
 from refiner_core.judge_report.material import LANES, Cost
 from refiner_core.judge_report.measures import FEWEST, Agreement, Kappa, Shift
+from refiner_core.report.printing import table
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
@@ -57,7 +58,7 @@ def markdown(report: Report) -> str:
         for words in section.words:
             lines += [words, ""]
         if section.rows:
-            lines += [*_table(section.header, section.rows), ""]
+            lines += [table(section.header, section.rows, _cell), ""]
     return "\n".join(lines)
 
 
@@ -219,6 +220,5 @@ def _score(score: float | None) -> str:
     return "failed" if score is None else f"{score:g}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for row in (header, ["---"] * len(header), *rows):
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

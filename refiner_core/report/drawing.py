@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from markupsafe import Markup, escape
 
@@ -34,8 +34,10 @@ SHAPES: Mapping[str, str] = {
     "judge moved": "M0 -6 L6 0 L0 6 L-6 0Z",
     "baseline": "M-5 -1.5H-1.5V-5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5Z",
 }
+_DOTS = tuple(SHAPES[k] for k in ("baseline", "not clear", "better", "worse", "judge moved"))
+_COLOURS = 7
 _MIDDLE = 13
-STRIP_HEIGHT = 26
+_STRIP_HEIGHT = 26
 _MARGIN = 3.0
 
 
@@ -74,6 +76,28 @@ def _round_step(rough: float) -> float:
     return next((m * power for m in (1, 2, 5) if rough <= m * power), 10 * power)
 
 
+def _svg(kind: str, label: str, body: str, more: str = "") -> Markup:
+    """A drawing that says in words what it shows."""
+    return Markup(
+        f'<svg class="{kind}"{more} role="img" tabindex="0" aria-label="{escape(plain(label))}">'
+        f"{body}</svg>"
+    )
+
+
+def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}%" x2="{x2:.1f}%" y1="{y1}" y2="{y2}"/>'
+
+
+def _at(x: str, y: float, path: str, more: str = "") -> str:
+    """A mark at a place."""
+    return f'<svg x="{x}" y="{y}" overflow="visible"{more}>{path}</svg>'
+
+
+def _dot(index: int) -> str:
+    """The mark of an arm or model by its place."""
+    return f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/>'
+
+
 @dataclass(frozen=True)
 class Strip:
     """What one strip shows: a mean, its interval, the seeds' numbers."""
@@ -98,7 +122,7 @@ def strip(shown: Strip, scale: Scale) -> Markup:
             f'<rect class="eq" x="{left:.1f}%" width="{right - left:.1f}%" height="100%"/>'
         )
     if shown.zero:
-        parts.append(_line("z", scale.place(0.0), scale.place(0.0), 0, STRIP_HEIGHT))
+        parts.append(_line("z", scale.place(0.0), scale.place(0.0), 0, _STRIP_HEIGHT))
     low, high = finite(shown.low), finite(shown.high)
     mark = shown.mark if shown.mark in SHAPES else "not clear"
     name = mark.replace(" ", "-")
@@ -110,48 +134,33 @@ def strip(shown: Strip, scale: Scale) -> Markup:
             parts.append(f'<circle cx="{scale.place(known):.1f}%" cy="{y}" r="2.6"/>')
     if (value := finite(shown.value)) is not None:
         path = f'<path class="m {name}" d="{SHAPES[mark]}"/>'
-        parts.append(
-            f'<svg x="{scale.place(value):.1f}%" y="{_MIDDLE}" overflow="visible">{path}</svg>'
-        )
-    return Markup(
-        f'<svg class="strip" role="img" tabindex="0" aria-label="{escape(shown.label)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
+        parts.append(_at(f"{scale.place(value):.1f}%", _MIDDLE, path))
+    return _svg("strip", shown.label, "".join(parts))
 
 
-def axis(scale: Scale, *, signed: bool = False) -> Markup:
-    """The numbers above a column of strips."""
+def axis(scale: Scale, *, signed: bool = False, times: bool = False) -> Markup:
+    """The numbers above a column of strips, or the times since a run began."""
+    texts = [number(t, scale.decimals, signed=signed) for t in scale.ticks]
+    if times:
+        texts = [duration(t) if t else "0" for t in scale.ticks]
     ticks = "".join(
-        f'<text x="{scale.place(t):.1f}%" y="11">{number(t, scale.decimals, signed=signed)}</text>'
+        f'<text x="{scale.place(t):.1f}%" y="11">{text}</text>'
         + _line("t", scale.place(t), scale.place(t), 14, 18)
-        for t in scale.ticks
+        for t, text in zip(scale.ticks, texts, strict=True)
     )
     return Markup(f'<svg class="axis" aria-hidden="true">{ticks}</svg>')
 
 
-def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}%" x2="{x2:.1f}%" y1="{y1}" y2="{y2}"/>'
-
-
-# ---------------------------------------------------------------- dots of several arms
+# ---------------------------------------------------------------- marks of several arms or models
 
 
 def dots(values: Sequence[tuple[int, str, float]], scale: Scale) -> Markup:
     """One strip with a mark for each arm: (its style, its name, its value)."""
-    said = ", ".join(f"{name} {number(value)}" for _, name, value in values)
     marks = "".join(
-        f'<svg x="{scale.place(value):.1f}%" y="{_MIDDLE}" overflow="visible" data-arm="{index}">'
-        f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/></svg>'
+        _at(f"{scale.place(value):.1f}%", _MIDDLE, _dot(index), f' data-arm="{index}"')
         for index, _, value in reversed(values)
     )
-    return Markup(
-        f'<svg class="strip" role="img" tabindex="0" aria-label="{escape(said)}">{marks}</svg>'
-    )
-
-
-_DOTS = (SHAPES["baseline"], *(SHAPES[k] for k in ("not clear", "better", "worse", "judge moved")))
-_COLOURS = 7
+    return _svg("strip", ", ".join(f"{name} {number(value)}" for _, name, value in values), marks)
 
 
 def style_of(index: int) -> int:
@@ -169,24 +178,105 @@ def swatch(index: int) -> Markup:
     return Markup(
         f'<svg class="swatch" width="34" height="14" aria-hidden="true">'
         f'<line class="l s{style_of(index)} k{dash_of(index)}" x1="0" x2="34" y1="7" y2="7"/>'
-        f'<svg x="17" y="7" overflow="visible">'
-        f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/></svg></svg>'
+        f"{_at('17', 7, _dot(index))}</svg>"
     )
 
 
 def dot(index: int) -> Markup:
     """How an arm's mark looks, for headings of columns."""
-    path = f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/>'
     return Markup(
         '<svg class="swatch" width="16" height="14" aria-hidden="true">'
-        f'<svg x="8" y="7" overflow="visible">{path}</svg></svg>'
+        f"{_at('8', 7, _dot(index))}</svg>"
     )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A model's number with its interval; ``index`` is its place among models, and its style."""
+
+    index: int
+    model: str
+    value: float
+    low: float | None
+    high: float | None
+
+
+def models(marks: Sequence[Mark], label: str) -> Markup:
+    """Numbers of several models on one scale, each in a row of its own."""
+    scale = scale_for([v for m in marks for v in (m.value, m.low, m.high)], ticks=3)
+    if scale is None:
+        return Markup("")
+    parts = []
+    for row, mark in enumerate(marks):
+        y = 7 + 11 * row
+        if mark.low is not None and mark.high is not None:
+            left, right = scale.place(mark.low), scale.place(mark.high)
+            parts.append(_line(f"i s{style_of(mark.index)}", left, right, y, y))
+        parts.append(_at(f"{scale.place(mark.value):.1f}%", y, _dot(mark.index)))
+    foot = 11 * len(marks) + 3
+    for tick in dict.fromkeys((*scale.ticks[:1], *scale.ticks[-1:])):
+        parts.append(
+            f'<text x="{scale.place(tick):.1f}%" y="{foot + 10}">'
+            f"{number(tick, scale.decimals)}</text>"
+        )
+    size = f' height="{foot + 12}" style="height:{foot + 12}px"'
+    return _svg("strip models", label, "".join(parts), size)
 
 
 # ---------------------------------------------------------------- curves
 
-WIDTH, HEIGHT = 860, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 40
+
+@dataclass(frozen=True)
+class Frame:
+    """Where steps and values lie in a drawing of curves."""
+
+    width: int
+    height: int
+    #: Room on the left, on the right, above and below.
+    room: tuple[int, int, int, int]
+    steps: Scale
+    values: Scale
+
+    def x(self, step: float) -> float:
+        """Pixels from the left."""
+        left, right, _, _ = self.room
+        share = (step - self.steps.low) / (self.steps.high - self.steps.low)
+        return left + share * (self.width - left - right)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        _, _, top, bottom = self.room
+        share = (value - self.values.low) / (self.values.high - self.values.low)
+        return self.height - bottom - share * (self.height - top - bottom)
+
+    def rows(self, gap: int, text: Callable[[float, Scale], str] | None = None) -> str:
+        """Lines of the values' ticks, with their numbers so many pixels on their left."""
+        left, right, _, _ = self.room
+        return "".join(
+            f'<line class="g" x1="{left}" x2="{self.width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="y" x="{left - gap}" y="{y + 4:.1f}">'
+            f"{text(t, self.values) if text else number(t, self.values.decimals)}</text>"
+            for t in self.values.ticks
+            for y in (self.y(t),)
+        )
+
+    def svg(self, label: str, rows: str, foot: int, rest: str) -> Markup:
+        """The drawing: numbers of steps so many pixels above its foot, and what lies above."""
+        left, right, top, bottom = self.room
+        steps = "".join(
+            f'<text x="{self.x(t):.1f}" y="{self.height - foot}">{t:.0f}</text>'
+            for t in self.steps.ticks
+            if t == round(t)
+        )
+        cursor = (
+            f'<line class="cursor" y1="{top}" y2="{self.height - bottom}" visibility="hidden"/>'
+        )
+        more = (
+            f' viewBox="0 0 {self.width} {self.height}" '
+            f'data-x="{self.steps.low:g},{self.steps.high:g}" '
+            f'data-frame="{left},{self.width - right},{self.width}"'
+        )
+        return _svg("curves", label, rows + steps + rest + cursor, more)
 
 
 @dataclass(frozen=True)
@@ -202,62 +292,19 @@ def curves(stage_metric: str, drawn: Sequence[Drawn], shown: frozenset[int]) -> 
     """Curves of one metric over steps, each with its band. The axis holds those that are ``shown``;
     the others are there too, hidden until somebody chooses them and the page draws them anew."""
     steps = scale_for((float(s) for d in drawn for s in d.curve.steps), ticks=6)
-    values = scale_for((v for d in drawn if d.index in shown for v in _extent(d.curve)), ticks=5)
+    extents = (d.curve for d in drawn if d.index in shown)
+    values = scale_for((v for c in extents for v in (*c.mean, *c.low, *c.high)), ticks=5)
     if steps is None or values is None:
         return Markup("")
-    place = _Frame(steps, values)
+    frame = Frame(860, 340, (64, 16, 12, 40), steps, values)
     names = ", ".join(d.curve.arm for d in drawn if d.index in shown)
-    label = escape(f"{stage_metric} over steps, of {names}; the numbers are in the table below")
-    body = "".join(_curve(d, place, d.index in shown) for d in drawn)
-    return Markup(
-        f'<svg class="curves" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}" '
-        f'data-frame="{_LEFT},{WIDTH - _RIGHT},{WIDTH}">'
-        f"{_grid(place)}{body}"
-        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>'
-    )
+    label = f"{stage_metric} over steps, of {names}; the numbers are in the table below"
+    body = "".join(_curve(d, frame, d.index in shown) for d in drawn)
+    name = f'<text x="{(860 + 64) / 2:.0f}" y="{340 - 5}">step</text>'
+    return frame.svg(label, f'<g class="ys">{frame.rows(8)}</g>', 22, name + body)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Where steps and values lie in the drawing."""
-
-    steps: Scale
-    values: Scale
-
-    def x(self, step: float) -> float:
-        span = self.steps.high - self.steps.low
-        return _LEFT + (step - self.steps.low) / span * (WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        span = self.values.high - self.values.low
-        return HEIGHT - _BOTTOM - (value - self.values.low) / span * (HEIGHT - _TOP - _BOTTOM)
-
-
-def _extent(curve: Curve) -> Iterable[float | None]:
-    yield from curve.mean
-    yield from curve.low
-    yield from curve.high
-
-
-def _grid(place: _Frame) -> str:
-    parts = ['<g class="ys">']
-    for tick in place.values.ticks:
-        y = place.y(tick)
-        text = number(tick, place.values.decimals)
-        parts.append(
-            f'<line class="g" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(f'<text class="y" x="{_LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
-    parts.append("</g>")
-    for tick in place.steps.ticks:
-        if tick == round(tick):
-            parts.append(f'<text x="{place.x(tick):.1f}" y="{HEIGHT - 22}">{tick:.0f}</text>')
-    parts.append(f'<text x="{(WIDTH + _LEFT) / 2:.0f}" y="{HEIGHT - 5}">step</text>')
-    return "".join(parts)
-
-
-def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
+def _curve(drawn: Drawn, frame: Frame, shown: bool) -> str:
     curve, off = drawn.curve, "" if shown else ' class="off"'
     style = f"s{style_of(drawn.index)}"
     line: list[str] = []
@@ -273,12 +320,12 @@ def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
             pen = "M"
             band.append([])
             continue
-        x = place.x(curve.steps[i])
-        at = f"{x:.0f} {place.y(mean):.1f}"
+        x = frame.x(curve.steps[i])
+        at = f"{x:.0f} {frame.y(mean):.1f}"
         line.append(pen + at)
         pen = "L"
         low, high = (mean if low is None else low), (mean if high is None else high)
-        band[-1].append((x, place.y(low), place.y(high)))
+        band[-1].append((x, frame.y(low), frame.y(high)))
         data.append(f"{curve.steps[i]} {mean:.4g} {low:.4g} {high:.4g}")
     areas = "".join(_area(part) for part in band if len(part) > 1)
     name, mark = escape(curve.arm), _DOTS[drawn.index % len(_DOTS)]
@@ -305,6 +352,87 @@ def thinned(curve: Curve, most: int) -> tuple[int, ...]:
     if size <= most:
         return tuple(range(size))
     return tuple(round(i * (size - 1) / (most - 1)) for i in range(most))
+
+
+def curve(shown: MetricCurve, most: int) -> Markup:
+    """One metric over steps. A value that is missing breaks the line; an attempt that took over is
+    a dashed line. Of more than ``most`` points the extremes of each stretch are drawn."""
+    steps = scale_for((float(s) for s in shown.steps), ticks=5)
+    values = scale_for(shown.values, ticks=4)
+    if steps is None or values is None:
+        return Markup("")
+    frame = Frame(480, 210, (58, 10, 10, 30), steps, values)
+    took = "".join(
+        f'<line class="took" x1="{frame.x(step):.1f}" x2="{frame.x(step):.1f}" y1="10" y2="180"/>'
+        for step in shown.from_attempts[:MOST_BARS]
+        if steps.low <= step <= steps.high
+    )
+    line, data, lonely = _curve_line(shown, most, frame)
+    body = (
+        f'{took}<g data-curve="0" data-name="{escape(plain(shown.metric))}" data-p="{data}">'
+        f'<path class="l s1" d="{line}"/>{lonely}</g>'
+    )
+    return frame.svg(_curve_said(shown), frame.rows(6, _tick), 12, body)
+
+
+def _tick(value: float, scale: Scale) -> str:
+    """A number of an axis that fits beside it."""
+    if scale.decimals <= 4 and abs(value) < 1e6:
+        return number(value, scale.decimals)
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
+
+
+def _curve_line(shown: MetricCurve, most: int, frame: Frame) -> tuple[str, str, str]:
+    """A curve's path, its points for hovering, and dots where a point has no neighbours."""
+    path, data, dots = "", [], ""
+    points = [(shown.steps[i], finite(shown.values[i])) for i in picked(shown, most)]
+    for missing, run in groupby(points, key=lambda point: point[1] is None):
+        if missing:
+            data.append("")
+            continue
+        places = [(step, value, frame.x(step), frame.y(value or 0.0)) for step, value in run]
+        path += "".join(
+            f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (*_, x, y) in enumerate(places)
+        )
+        data += [f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value, *_ in places]
+        if len(places) == 1:
+            *_, x, y = places[0]
+            dots += f'<circle class="one s1" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+    return path, ";".join(data).strip(";"), dots
+
+
+def picked(shown: MetricCurve, most: int) -> list[int]:
+    """Indices of about ``most`` points: of each stretch its lowest, its highest and a gap if it
+    has one, so that neither a spike nor a hole is thinned away."""
+    size = len(shown.steps)
+    if size <= most:
+        return list(range(size))
+    stretches = max(1, most // 3)
+    kept: set[int] = {0, size - 1}
+    for k in range(stretches):
+        part = range(k * size // stretches, (k + 1) * size // stretches)
+        known = [i for i in part if finite(shown.values[i]) is not None]
+        if known:
+            kept.add(min(known, key=lambda i: shown.values[i] or 0.0))
+            kept.add(max(known, key=lambda i: shown.values[i] or 0.0))
+        if len(known) < len(part):
+            kept.add(next(i for i in part if finite(shown.values[i]) is None))
+    return sorted(kept)
+
+
+def _curve_said(shown: MetricCurve) -> str:
+    known = [i for i, v in enumerate(shown.values) if finite(v) is not None]
+    words = f"{shown.metric} of {shown.stage} over steps"
+    if known:
+        first, last = known[0], known[-1]
+        words += (
+            f": {shown.values[first]:.4g} at step {shown.steps[first]}, "
+            f"{shown.values[last]:.4g} at step {shown.steps[last]}"
+        )
+    if shown.from_attempts:
+        at = ", ".join(str(s) for s in shown.from_attempts[:12])
+        words += f"; a further attempt took over at step {at}"
+    return words
 
 
 # ---------------------------------------------------------------- attempts over time
@@ -348,7 +476,7 @@ def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timelin
         Lane(s, Markup(""), _skipped(s)) if s.skipped else _lane(s, first, last, scale)
         for s in stages
     ]
-    return Timeline(tuple(lanes), _time_axis(scale), last - first)
+    return Timeline(tuple(lanes), axis(scale, times=True), last - first)
 
 
 def _skipped(stage: StageRow) -> str:
@@ -372,10 +500,7 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
         parts.append(_bar(f"bar {kind}", began - first, ended - first, scale))
         if kind in ("bad", "stop"):
             sign = '<path d="M-3 -3L3 3M3 -3L-3 3"/>'
-            parts.append(
-                f'<svg class="broke" x="{scale.place(ended - first):.2f}%" y="13" '
-                f'overflow="visible">{sign}</svg>'
-            )
+            parts.append(_at(f"{scale.place(ended - first):.2f}%", 13, sign, ' class="broke"'))
         said.append(_attempt_said(attempt))
         before = ended
     label = f"{stage.name}: " + ("; ".join(said[-12:]) if said else "has not begun")
@@ -385,10 +510,7 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
         label += f". {duration(stage.lost_seconds)} of work were lost."
     if not parts:
         return Lane(stage, Markup(""), stage.reason or stage.state)
-    drawing = Markup(
-        '<svg class="strip lane" role="img" tabindex="0" aria-label="{}">{}</svg>'
-    ).format(plain(label[:1200]), Markup("".join(parts)))
-    return Lane(stage, drawing, "")
+    return Lane(stage, _svg("strip lane", label[:1200], "".join(parts)), "")
 
 
 def _ended(attempt: AttemptRow, now: float | None) -> float | None:
@@ -439,181 +561,6 @@ def _time_scale(seconds: float) -> Scale:
     return Scale(0.0, seconds, tuple(float(t) for t in range(0, int(seconds) + 1, step)), 0)
 
 
-def _time_axis(scale: Scale) -> Markup:
-    ticks = "".join(
-        f'<text x="{scale.place(t):.1f}%" y="11">{duration(t) if t else "0"}</text>'
-        f'<line class="t" x1="{scale.place(t):.1f}%" x2="{scale.place(t):.1f}%" y1="14" y2="18"/>'
-        for t in scale.ticks
-    )
-    return Markup(f'<svg class="axis" aria-hidden="true">{ticks}</svg>')
-
-
-# ---------------------------------------------------------------- models of one metric
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A model's number with its interval; ``index`` is its place among models, and its style."""
-
-    index: int
-    model: str
-    value: float
-    low: float | None
-    high: float | None
-
-
-def models(marks: Sequence[Mark], label: str) -> Markup:
-    """Numbers of several models on one scale, each in a row of its own."""
-    scale = scale_for([v for m in marks for v in (m.value, m.low, m.high)], ticks=3)
-    if scale is None:
-        return Markup("")
-    parts = []
-    for row, mark in enumerate(marks):
-        y, style = 7 + 11 * row, f"s{style_of(mark.index)}"
-        if mark.low is not None and mark.high is not None:
-            left, right = scale.place(mark.low), scale.place(mark.high)
-            parts.append(
-                f'<line class="i {style}" x1="{left:.1f}%" x2="{right:.1f}%" y1="{y}" y2="{y}"/>'
-            )
-        parts.append(
-            f'<svg x="{scale.place(mark.value):.1f}%" y="{y}" overflow="visible">'
-            f'<path class="d {style}" d="{DOTS[mark.index % len(DOTS)]}"/></svg>'
-        )
-    foot = 11 * len(marks) + 3
-    for tick in (scale.ticks[0], scale.ticks[-1]) if len(scale.ticks) > 1 else scale.ticks:
-        parts.append(
-            f'<text x="{scale.place(tick):.1f}%" y="{foot + 10}">'
-            f"{number(tick, scale.decimals)}</text>"
-        )
-    return Markup(
-        '<svg class="strip models" role="img" tabindex="0" aria-label="{}" height="{}" '
-        'style="height:{}px">{}</svg>'
-    ).format(plain(label), foot + 12, foot + 12, Markup("".join(parts)))
-
-
-DOTS = (SHAPES["baseline"], *(SHAPES[k] for k in ("not clear", "better", "worse", "judge moved")))
-
-# ---------------------------------------------------------------- curves
-
-_WIDE, _HIGH = 480, 210
-_LEFT_2, _RIGHT_2, _TOP_2, _BOTTOM_2 = 58, 10, 10, 30
-
-
-def curve(shown: MetricCurve, most: int) -> Markup:
-    """One metric over steps. A value that is missing breaks the line; an attempt that took over is
-    a dashed line. Of more than ``most`` points the extremes of each stretch are drawn."""
-    steps = scale_for((float(s) for s in shown.steps), ticks=5)
-    values = scale_for(shown.values, ticks=4)
-    if steps is None or values is None:
-        return Markup("")
-
-    def x(step: float) -> float:
-        share = (step - steps.low) / (steps.high - steps.low)
-        return _LEFT_2 + share * (_WIDE - _LEFT_2 - _RIGHT_2)
-
-    def y(value: float) -> float:
-        share = (value - values.low) / (values.high - values.low)
-        return _HIGH - _BOTTOM_2 - share * (_HIGH - _TOP_2 - _BOTTOM_2)
-
-    parts = []
-    for tick in values.ticks:
-        parts.append(
-            f'<line class="g" x1="{_LEFT_2}" x2="{_WIDE - _RIGHT_2}" y1="{y(tick):.1f}" '
-            f'y2="{y(tick):.1f}"/><text class="y" x="{_LEFT_2 - 6}" y="{y(tick) + 4:.1f}">'
-            f"{_tick(tick, values)}</text>"
-        )
-    for tick in steps.ticks:
-        if tick == round(tick):
-            parts.append(f'<text x="{x(tick):.1f}" y="{_HIGH - 12}">{tick:.0f}</text>')
-    for step in shown.from_attempts[:MOST_BARS]:
-        if steps.low <= step <= steps.high:
-            parts.append(
-                f'<line class="took" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP_2}" '
-                f'y2="{_HIGH - _BOTTOM_2}"/>'
-            )
-    line, data, lonely = _curve_line(shown, most, x, y)
-    name, label = escape(plain(shown.metric)), escape(plain(_curve_said(shown)))
-    return Markup(
-        f'<svg class="curves" viewBox="0 0 {_WIDE} {_HIGH}" role="img" tabindex="0" '
-        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}" '
-        f'data-frame="{_LEFT_2},{_WIDE - _RIGHT_2},{_WIDE}">{"".join(parts)}'
-        f'<g data-curve="0" data-name="{name}" data-p="{data}">'
-        f'<path class="l s1" d="{line}"/>{lonely}</g>'
-        f'<line class="cursor" y1="{_TOP_2}" y2="{_HIGH - _BOTTOM_2}" visibility="hidden"/></svg>'
-    )
-
-
-def _tick(value: float, scale: Scale) -> str:
-    """A number of an axis that fits beside it."""
-    if scale.decimals <= 4 and abs(value) < 1e6:
-        return number(value, scale.decimals)
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
-
-
-def _curve_line(
-    shown: MetricCurve, most: int, x: Callable[[float], float], y: Callable[[float], float]
-) -> tuple[str, str, str]:
-    """A curve's path, its points for hovering, and dots where a point has no neighbours."""
-    path: list[str] = []
-    data: list[str] = []
-    dots: list[str] = []
-    run: list[tuple[int, float]] = []
-
-    def end() -> None:
-        if len(run) == 1:
-            step, value = run[0]
-            dots.append(f'<circle class="one s1" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>')
-        for i, (step, value) in enumerate(run):
-            path.append(f"{'L' if i else 'M'}{x(step):.1f} {y(value):.1f}")
-        data.extend(f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value in run)
-        if run:
-            data.append("")
-        run.clear()
-
-    for i in picked(shown, most):
-        value = finite(shown.values[i])
-        if value is None:
-            end()
-        else:
-            run.append((shown.steps[i], value))
-    end()
-    return "".join(path), ";".join(data).rstrip(";"), "".join(dots)
-
-
-def picked(shown: MetricCurve, most: int) -> list[int]:
-    """Indices of about ``most`` points: of each stretch its lowest, its highest and a gap if it
-    has one, so that neither a spike nor a hole is thinned away."""
-    size = len(shown.steps)
-    if size <= most:
-        return list(range(size))
-    stretches = max(1, most // 3)
-    kept: set[int] = {0, size - 1}
-    for k in range(stretches):
-        part = range(k * size // stretches, (k + 1) * size // stretches)
-        known = [i for i in part if finite(shown.values[i]) is not None]
-        if known:
-            kept.add(min(known, key=lambda i: shown.values[i] or 0.0))
-            kept.add(max(known, key=lambda i: shown.values[i] or 0.0))
-        if len(known) < len(part):
-            kept.add(next(i for i in part if finite(shown.values[i]) is None))
-    return sorted(kept)
-
-
-def _curve_said(shown: MetricCurve) -> str:
-    known = [i for i, v in enumerate(shown.values) if finite(v) is not None]
-    words = f"{shown.metric} of {shown.stage} over steps"
-    if known:
-        first, last = known[0], known[-1]
-        words += (
-            f": {shown.values[first]:.4g} at step {shown.steps[first]}, "
-            f"{shown.values[last]:.4g} at step {shown.steps[last]}"
-        )
-    if shown.from_attempts:
-        at = ", ".join(str(s) for s in shown.from_attempts[:12])
-        words += f"; a further attempt took over at step {at}"
-    return words
-
-
 # ---------------------------------------------------------------- shares of a reward
 
 
@@ -643,8 +590,7 @@ def _share_bar(start: float, end: float, scale: Scale) -> Markup:
     left, right = sorted((scale.place(start), scale.place(end)))
     kind, zero = ("gain" if end >= start else "loss"), scale.place(0.0)
     return Markup(
-        '<svg class="fall" aria-hidden="true">'
-        f'<line class="z" x1="{zero:.1f}%" x2="{zero:.1f}%" y1="0" y2="16"/>'
+        f'<svg class="fall" aria-hidden="true">{_line("z", zero, zero, 0, 16)}'
         f'<rect class="{kind}" x="{left:.1f}%" width="{max(0.6, right - left):.1f}%" y="3" '
         'height="10" rx="1.5"/></svg>'
     )

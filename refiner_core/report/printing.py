@@ -8,12 +8,15 @@ and never ``nan``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
 
 MISSING = "—"
 MINUS = "\u2212"
 _MOST_DECIMALS = 6
+#: What Markdown obeys: brackets only where a link follows, an underscore only at a word's edge.
+_SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
 
 def finite(value: float | None) -> float | None:
@@ -140,6 +143,21 @@ def plain(text: str) -> str:
     """Text that every file can hold and no terminal obeys: control characters and halves of
     characters are shown by a sign of their own."""
     return text.translate(_SIGNS)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    line = " ".join(plain(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _SPECIAL.sub(r"\\\1", line).replace("@", "&#64;")
+
+
+def table(
+    header: Collection[str], rows: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped
+) -> str:
+    """A table in Markdown; ``cell`` makes text one that does not end a cell."""
+    head, *body = ("| " + " | ".join(map(cell, row)) + " |" for row in (header, *rows))
+    return "\n".join([head, "|" + "---|" * len(header), *body])
 
 
 _SIGNS = (

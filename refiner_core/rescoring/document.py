@@ -17,6 +17,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from refiner_core.judge_report.measures import Agreement
+from refiner_core.report.printing import table
 from refiner_core.rescoring.compare import (
     Comparison,
     CriterionAgreement,
@@ -214,25 +215,25 @@ def _markdown(document: Mapping[str, Any]) -> Iterator[str]:
         if rows := comparison_rows(document, policy["name"]):
             yield f"## {policy['name']}, compared with {_baseline(document, policy['name'])}"
             yield ""
-            yield from table(COMPARISON_HEADER, rows)
+            yield table(COMPARISON_HEADER, rows, _cell)
             yield ""
     for entry in document["comparisons"]:
         if entry["agreement"]:
             yield f"## Agreement of the judges: {entry['policy']}, {entry['setting']}"
             yield ""
-            yield from table(AGREEMENT_HEADER, agreement_rows(entry))
+            yield table(AGREEMENT_HEADER, agreement_rows(entry), _cell)
             yield ""
     if document["matrix"] is not None:
         yield f"## Policies under each setting (mean {document['matrix']['metric']})"
         yield ""
-        yield from table(*matrix_rows(document))
+        yield table(*matrix_rows(document), _cell)
         yield ""
         yield from (f"- {line}" for line in reversal_lines(document))
         yield ""
     if document["judging"]:
         yield "## Judging"
         yield ""
-        yield from table(JUDGING_HEADER, judging_rows(document))
+        yield table(JUDGING_HEADER, judging_rows(document), _cell)
         yield ""
     yield "Intervals are of 95 %, over prompts. Shares are numerator / denominator."
 
@@ -258,14 +259,6 @@ def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
 
 def _baseline(document: Mapping[str, Any], policy: str) -> str:
     return next(str(c["baseline"]) for c in document["comparisons"] if c["policy"] == policy)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table in Markdown."""
-    yield "| " + " | ".join(map(_cell, header)) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(map(_cell, row)) + " |"
 
 
 def _cell(text: str) -> str:

@@ -16,17 +16,16 @@ from markupsafe import Markup
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
 from refiner_core.report.drawing import Strip, scale_for, strip
+from refiner_core.report.pages import markdown_template
 from refiner_core.report.printing import (
     MISSING,
     counted,
     decimals_for,
     duration,
     hours,
-    moment,
     with_interval,
 )
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
-from refiner_core.report.sweep.exports import escaped
 
 #: States of a stage that say that its last attempt came to no good end.
 _ENDED_BADLY = ("killed", "hung", "failed")
@@ -308,64 +307,12 @@ _MOST_INCIDENTS = 20
 
 def markdown(report: RunReport) -> str:
     """The whole text; ends with one line feed."""
-    return "\n".join(_lines(report)).rstrip() + "\n"
-
-
-def _lines(report: RunReport) -> Iterator[str]:
-    yield f"# {escaped(report.run)}"
-    yield ""
-    began = moment(report.began_at)
-    yield (
-        f"Recipe {escaped(report.recipe)}, begun {began}, {report.state} as of "
-        f"{moment(report.made_at)}. {escaped(report.state_text)}"
+    text = markdown_template(__package__).render(
+        report=report,
+        stage_header=STAGE_HEADER,
+        stages=[stage_cells(row) for row in report.stages],
+        numbers=number_tables(report),
+        cost_text=cost_text(report),
+        most_incidents=_MOST_INCIDENTS,
     )
-    yield ""
-    if report.warnings:
-        yield "**Before you read on**"
-        yield ""
-        yield from (f"- {escaped(text)}" for text in report.warnings)
-        yield ""
-    yield "## Stages"
-    yield ""
-    yield from _markdown_table(STAGE_HEADER, [stage_cells(row) for row in report.stages])
-    for title, header, rows in number_tables(report):
-        yield f"## {escaped(title)}"
-        yield ""
-        yield from _markdown_table(header, rows)
-    yield from _incidents(report)
-    yield "## What it took"
-    yield ""
-    yield escaped(cost_text(report))
-    yield ""
-    if report.published:
-        yield "## Published"
-        yield ""
-        for one in report.published:
-            step = "" if one.step is None else f" (step {one.step})"
-            yield f"- {escaped(one.target)}{step}"
-        yield ""
-    if report.next_commands:
-        yield "## Next"
-        yield ""
-        yield "```bash"
-        yield from report.next_commands
-        yield "```"
-
-
-def _incidents(report: RunReport) -> Iterator[str]:
-    if not report.incidents:
-        return
-    yield f"## {counted(len(report.incidents), 'incident').capitalize()}"
-    yield ""
-    for incident in report.incidents[-_MOST_INCIDENTS:]:
-        over = "" if incident.resolved else " (open)"
-        yield f"- {moment(incident.at)} {escaped(incident.stage)}: {escaped(incident.text)}{over}"
-    yield ""
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(escaped(cell) for cell in header) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
-    yield ""
+    return text.rstrip() + "\n"
