@@ -280,18 +280,6 @@ _PLACES = 9
 _MOST_UNDEFINED = 0.05
 
 
-class Share(NamedTuple):
-    """``numerator`` of ``denominator``."""
-
-    numerator: int
-    denominator: int
-
-    @property
-    def value(self) -> float | None:
-        """The share; None of nothing."""
-        return self.numerator / self.denominator if self.denominator else None
-
-
 class Kappa(NamedTuple):
     """A kappa and its interval, each None where it is not defined or too little is known."""
 
@@ -317,47 +305,6 @@ class Agreement:
     mean_difference: float | None  # mean of second minus first: which one is milder
 
 
-def raw_agreement(a: Sequence[float], b: Sequence[float]) -> Share:
-    """How many of the pairs are equal.
-
-    Raises
-    ------
-    ConfigurationError
-        The series differ in length.
-    """
-    first, second = _aligned(a, b)
-    return Share(int((first == second).sum()), len(first))
-
-
-def cohen_kappa(a: Sequence[float], b: Sequence[float], weights: Weights = None) -> float | None:
-    """Cohen's kappa of two series of scores.
-
-    Parameters
-    ----------
-    a, b
-        Scores of the same things, in order. Any numbers: each distinct one is a category.
-    weights
-        None counts every disagreement alike; ``quadratic`` by the square of the distance.
-
-    Returns
-    -------
-    float or None
-        At most 1; below 0 for less agreement than by chance. None where it is not defined: there
-        are no pairs, or both sides always give one and the same score, so that chance explains all.
-
-    Raises
-    ------
-    ConfigurationError
-        The series differ in length.
-    """
-    first, second = _aligned(a, b)
-    if not len(first):
-        return None
-    tables, values = _tables(first, second, np.zeros(len(first), dtype=np.int64), 1)
-    kappa = float(_kappas(tables.astype(np.float64), values, weights)[0])
-    return None if np.isnan(kappa) else kappa
-
-
 def agreement(
     a: Sequence[float | None],
     b: Sequence[float | None],
@@ -379,7 +326,11 @@ def agreement(
         The series differ in length.
     """
     if not len(a) == len(b) == len(questions):
-        raise _unequal(len(a), len(b))
+        raise ConfigurationError(
+            f"{len(a)} scores cannot be held against {len(b)}",
+            expected="two scores of the same things, in order",
+            fix="let both judges score the same requests",
+        )
     kept = [
         (x, y, q)
         for x, y, q in zip(a, b, questions, strict=True)
@@ -389,7 +340,9 @@ def agreement(
     if not kept:
         nothing = Kappa(None, None, None)
         return Agreement(0, left_out, 0, None, nothing, nothing, None)
-    first, second = _aligned([x for x, _, _ in kept], [y for _, y, _ in kept])
+    first, second = (
+        np.array([pair[side] for pair in kept], dtype=np.float64).round(_PLACES) for side in (0, 1)
+    )
     numbers = {q: i for i, q in enumerate(dict.fromkeys(q for _, _, q in kept))}
     unit = np.array([numbers[q] for _, _, q in kept])
     rows = [
@@ -406,21 +359,6 @@ def agreement(
         kappa=_with_interval(tables, drawn, values, None),
         quadratic=_with_interval(tables, drawn, values, "quadratic"),
         mean_difference=float((second - first).mean()),
-    )
-
-
-def _aligned(a: Sequence[float], b: Sequence[float]) -> tuple[Floats, Floats]:
-    if len(a) != len(b):
-        raise _unequal(len(a), len(b))
-    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    return first.round(_PLACES), second.round(_PLACES)
-
-
-def _unequal(first: int, second: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{first} scores cannot be held against {second}",
-        expected="two scores of the same things, in order",
-        fix="let both judges score the same requests",
     )
 
 
@@ -465,13 +403,10 @@ def _with_interval(
     value = float(_kappas(whole, values, weights)[0])
     if np.isnan(value):
         return Kappa(None, None, None)
-    if drawn is None:
-        return Kappa(value, None, None)
-    found = _kappas(drawn, values, weights)
+    found = np.array([np.nan]) if drawn is None else _kappas(drawn, values, weights)
     known = found[~np.isnan(found)]
-    if len(known) < (1 - _MOST_UNDEFINED) * len(found):
-        return Kappa(value, None, None)
-    if np.ptp(known) < 10**-_PLACES:  # as where all are equal: drawing again says nothing
+    # Where all are equal, drawing again says nothing.
+    if len(known) < (1 - _MOST_UNDEFINED) * len(found) or np.ptp(known) < 10**-_PLACES:
         return Kappa(value, None, None)
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Kappa(value, float(low), float(high))

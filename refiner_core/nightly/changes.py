@@ -118,7 +118,7 @@ _NONE = Noise()
 
 def compare(now: Values, then: Values, noise: Noise = _NONE) -> Shift:
     """Now minus then on the prompts that both have; ``noise`` is that of one night."""
-    new, old = _paired(now, then)
+    _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
@@ -134,18 +134,8 @@ def shift_of(differences: Floats, noise: Noise = _NONE, nights: int = 2) -> Shif
 
 def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
     """Per prompt, how much further a model has moved than the canary between the same nights."""
-    new, old = _paired(now, then)
-    prompts = [p for p in now.prompts if p in set(then.prompts)]
-    moved = {
-        p: a - b
-        for p, a, b in zip(
-            *_shared(canary_now, canary_then),
-            strict=True,
-        )
-    }
-    kept = [i for i, p in enumerate(prompts) if p in moved]
-    canary = np.array([moved[prompts[i]] for i in kept], dtype=float)
-    return np.asarray((new - old)[kept] - canary, dtype=float)
+    _, (new, old, after, before) = _paired(now, then, canary_now, canary_then)
+    return (new - old) - (after - before)
 
 
 def night_noise(means: Sequence[float]) -> Noise:
@@ -159,14 +149,8 @@ def night_noise(means: Sequence[float]) -> Noise:
 
 def mean_of(nights: Sequence[Values]) -> Values:
     """Means per prompt over several nights, on the prompts that all of them have."""
-    first = nights[0]
-    if all(n.prompts == first.prompts for n in nights):
-        return Values(first.prompts, np.mean([n.values for n in nights], axis=0))
-    common = sorted(set(first.prompts).intersection(*(n.prompts for n in nights[1:])))
-    tables = [dict(zip(n.prompts, n.values, strict=True)) for n in nights]
-    return Values(
-        tuple(common), np.array([np.mean([t[p] for t in tables]) for p in common], dtype=float)
-    )
+    prompts, values = _paired(*nights)
+    return Values(prompts, np.mean(values, axis=0))
 
 
 @functools.cache
@@ -187,22 +171,14 @@ def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
     return Values.of(list(found), [sum(v) / len(v) for v in found.values()])
 
 
-def _paired(now: Values, then: Values) -> tuple[Floats, Floats]:
-    if now.prompts == then.prompts:
-        return now.values, then.values
-    _, new, old = _shared(now, then)
-    return new, old
-
-
-def _shared(now: Values, then: Values) -> tuple[list[str], Floats, Floats]:
-    before = dict(zip(then.prompts, then.values, strict=True))
-    prompts = [p for p in now.prompts if p in before]
-    after = dict(zip(now.prompts, now.values, strict=True))
-    return (
-        prompts,
-        np.array([after[p] for p in prompts], dtype=float),
-        np.array([before[p] for p in prompts], dtype=float),
-    )
+def _paired(*nights: Values) -> tuple[tuple[str, ...], list[Floats]]:
+    """The prompts that all nights have, and each night's values of them."""
+    first = nights[0].prompts
+    if all(night.prompts == first for night in nights):
+        return first, [night.values for night in nights]
+    tables = [dict(zip(night.prompts, night.values, strict=True)) for night in nights]
+    common = tuple(p for p in first if all(p in table for table in tables))
+    return common, [np.array([table[p] for p in common], dtype=float) for table in tables]
 
 
 Cause = Literal["model", "drift", "unclear"]

@@ -48,7 +48,7 @@ def parts_of(package: str) -> Parts:
         f"img-src data:; script-src 'sha256-{digest}'"
     )
     style = Markup(base_style() + read(package, "page.css"))
-    template = _environment().from_string(read(package, "page.html.jinja"))
+    template = template_of(package, "page.html.jinja")
     return Parts(template, style, Markup(script), policy)
 
 
@@ -72,15 +72,14 @@ def read(package: str, name: str) -> str:
 
 
 @lru_cache
-def markdown_template(package: str) -> Template:
-    """The report that lies in a package as Markdown. What stands in braces is escaped: texts of
-    people and of policies open no table, link or tag, and call nobody by name."""
-    environment = _environment(markdown=True)
-    return environment.from_string(read(package, "report.md.jinja"))
+def template_of(package: str, name: str) -> Template:
+    """A template of a package. What stands in braces is escaped, in ``*.md.jinja`` for Markdown:
+    texts of people and of policies open no table, link or tag, and call nobody by name."""
+    return _environment(markdown=name.endswith(".md.jinja")).from_string(read(package, name))
 
 
 @lru_cache
-def _environment(*, markdown: bool = False) -> Environment:
+def _environment(*, markdown: bool) -> Environment:
     shown = printing.escaped if markdown else printing.plain
     environment = Environment(
         autoescape=not markdown,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
-from refiner_core.cards.lint.markdown import Document, Finding, Paragraph
+from refiner_core.cards.lint.markdown import Document, Finding, Paragraph, Severity
 from refiner_core.cards.lint.quantities import (
     OVERALL,
     Figure,
@@ -231,30 +231,19 @@ def _computed(claim: Claim, own: Quantity, base: Quantity) -> str:
 def _across(claim: Claim, own: Quantity, base: Quantity) -> Iterator[Finding]:
     """A claim that recomputes may still compare what cannot be compared."""
     fix = "measure both under one protocol, on the same cases"
+    severity: Severity = "error"
     if own.n is not None and base.n is not None and own.n != base.n:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} compares n = {own.n} (line {own.line}) with n = {base.n} "
-            f"(line {base.line})",
-            fix,
-        )
+        said = f"compares n = {own.n} (line {own.line}) with n = {base.n} (line {base.line})"
     elif own.table is not base.table:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} compares numbers of two tables (lines {own.line} and {base.line})",
-            f"say that both are of one protocol, or {fix}",
-            "error" if _protocols(own) != _protocols(base) else "warning",
-        )
+        said = f"compares numbers of two tables (lines {own.line} and {base.line})"
+        fix = f"say that both are of one protocol, or {fix}"
+        severity = "error" if _protocols(own) != _protocols(base) else "warning"
     elif own.n is None or base.n is None:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} is {_computed(claim, own, base)}, and nothing says on how many cases",
-            "add n, and intervals",
-            "warning",
-        )
+        said = f"is {_computed(claim, own, base)}, and nothing says on how many cases"
+        fix, severity = "add n, and intervals", "warning"
+    else:
+        return
+    yield Finding(claim.line, "comparison", f"{claim.text!r} {said}", fix, severity)
 
 
 def _protocols(q: Quantity) -> frozenset[str]:

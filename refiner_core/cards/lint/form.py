@@ -61,7 +61,8 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
     a machine at all; elsewhere some are what everybody has."""
     for paragraph in document.paragraphs:
         yield from _links(paragraph)
-        yield from _paths(paragraph, is_ours)
+        for offset, path, severity in _found_paths(paragraph.text, is_ours):
+            yield _path(paragraph.line_of(offset), path, severity)
         for pattern in _IN_PROSE:
             for found in pattern.finditer(paragraph.without_code):
                 yield _nan(paragraph.line_of(found.start("what")), found["what"])
@@ -110,11 +111,6 @@ def _links(paragraph: Paragraph) -> Iterator[Finding]:
             yield _bare(paragraph.line_of(found.start()), found.group())
     for found in _EXAMPLE.finditer(text):
         yield _bare(paragraph.line_of(found.start()), found.group())
-
-
-def _paths(paragraph: Paragraph, is_ours: bool) -> Iterator[Finding]:
-    for offset, path, severity in _found_paths(paragraph.text, is_ours):
-        yield _path(paragraph.line_of(offset), path, severity)
 
 
 def _found_paths(text: str, is_ours: bool) -> Iterator[tuple[int, str, Severity]]:
@@ -210,9 +206,8 @@ class IndexValue:
 
 @dataclass
 class Front:
-    """What was read. ``matter`` is None where it is not a mapping."""
+    """The numbers of ``model-index``, and what is wrong."""
 
-    matter: dict[str, Any] | None = None
     index: list[IndexValue] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -230,20 +225,17 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         The card says that nobody has recorded the base model.
     """
     front = Front()
+
+    def refused(line: int, what: str, fix: str = "") -> Front:
+        front.findings.append(Finding(line, "front-matter", what, fix))
+        return front
+
     if block is None:
-        front.findings.append(
-            Finding(
-                1,
-                "front-matter",
-                "there is no front matter (a block between two lines of ---)",
-                "begin the file with one: license, base_model, …",
-            )
-        )
-        return front
+        missing = "there is no front matter (a block between two lines of ---)"
+        return refused(1, missing, "begin the file with one: license, base_model, …")
     if len(block) > _LARGEST:
-        what = f"the front matter has {len(block)} characters, at most {_LARGEST} are read"
-        front.findings.append(Finding(1, "front-matter", what))
-        return front
+        size = f"{len(block)} characters, at most {_LARGEST} are read"
+        return refused(1, f"the front matter has {size}")
     try:
         loader = _Loader(block)
         node = loader.get_single_node()
@@ -252,16 +244,9 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         line = first_line + (mark.line if mark else 0)
-        front.findings.append(
-            Finding(line, "front-matter", f"the front matter is not YAML: {reason}")
-        )
-        return front
+        return refused(line, f"the front matter is not YAML: {reason}")
     if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
-        front.findings.append(
-            Finding(first_line, "front-matter", "the front matter is not a mapping")
-        )
-        return front
-    front.matter = matter
+        return refused(first_line, "the front matter is not a mapping")
     front.index = list(_index_values(node, first_line))
     front.findings += _missing(matter, unknown_base)
     front.findings += _twice(node, first_line)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
@@ -381,88 +381,48 @@ def own_and_base(labels: Sequence[str], bold: Sequence[bool], title: str) -> lis
     return roles
 
 
-def _of_table(table: Table, title: str) -> list[Quantity]:
-    by_column = [metric_of(header) for header in table.header]
-    if any(by_column[1:]):
-        return _metrics_in_columns(table, by_column, title)
-    if len(table.header) > 1 and any(
-        row.cells and metric_of(row.cells[0].text) for row in table.rows
-    ):
-        return _metrics_in_rows(table, title)
-    return []
-
-
-def _metrics_in_columns(table: Table, metrics: list[Metric | None], title: str) -> list[Quantity]:
+def _of_table(table: Table, title: str) -> Iterator[Quantity]:
+    """The numbers of a table whose columns, or else whose rows, are metrics: each belongs to the
+    row, or the column, that is no metric."""
     figures, cases = figures_of(table), case_columns(table)
-    labels = [row.cells[0].text if row.cells else "" for row in table.rows]
+    rows = [row.cells[0].text if row.cells else "" for row in table.rows]
     bold = [any(cell.bold for cell in row.cells) for row in table.rows]
-    roles = own_and_base(labels, bold, title)
-    compares = any(roles)
-    found = []
+    of_columns = [None, *(metric_of(header) for header in table.header[1:])]
+    in_columns = any(of_columns)
+    of_rows = [None if in_columns else metric_of(label) for label in rows]
+    if in_columns:
+        roles = own_and_base(rows, bold, title)
+    else:
+        columns = table.header[1:]
+        roles = ["", *own_and_base(columns, [False] * len(columns), title)]
     for r, row in enumerate(table.rows):
-        for c, metric in enumerate(metrics):
-            figure = figures[r][c] if c else None
-            if metric is None or figure is None:
+        for c, header in enumerate(table.header):
+            metric, figure = of_columns[c] if in_columns else of_rows[r], figures[r][c]
+            if c == 0 or metric is None or figure is None:
                 continue
-            name = without_metric(table.header[c])
-            n = next((_count(figures[r][i]) for i in cases if figures[r][i]), None)
-            in_words = (
-                figure.n or stated_n(labels[r]) or stated_n(table.header[c]) or _around(table)
-            )
-            found.append(
-                Quantity(
-                    metric,
-                    name if compares else name | words(labels[r]),
-                    labels[r],
-                    figure,
-                    row.line,
-                    table,
-                    roles[r],
-                    compares,
-                    n or in_words or _around(table),
-                    row.line if n or figure.n or stated_n(labels[r]) else table.line,
-                    _are_fractions([line[c] for line in figures]),
-                )
-            )
-    return found
-
-
-def _metrics_in_rows(table: Table, title: str) -> list[Quantity]:
-    figures = figures_of(table)
-    columns = list(table.header[1:])
-    roles = own_and_base(columns, [False] * len(columns), title)
-    compares = any(roles)
-    found = []
-    for r, row in enumerate(table.rows):
-        metric = metric_of(row.cells[0].text)
-        if metric is None:
-            continue
-        name = without_metric(row.cells[0].text)
-        for c, column in enumerate(columns, start=1):
-            figure = figures[r][c]
-            if figure is None or counts_cases(column):
+            if not in_columns and counts_cases(header):
                 continue
-            n = figure.n or stated_n(row.cells[0].text) or stated_n(column) or _around(table)
-            found.append(
-                Quantity(
-                    metric,
-                    name if compares else name | words(column),
-                    column,
-                    figure,
-                    row.line,
-                    table,
-                    roles[c - 1],
-                    compares,
-                    n,
-                    row.line if figure.n else table.line,
-                    _are_fractions(figures[r][1:]),
-                )
+            called, label = (header, rows[r]) if in_columns else (rows[r], header)
+            name, stated = without_metric(called), figure.n or stated_n(rows[r])
+            counted = None
+            if in_columns:
+                counted = next((int(f.value) for i in cases if (f := figures[r][i])), None)
+                beside = [line[c] for line in figures]
+            else:
+                beside = figures[r][1:]
+            yield Quantity(
+                metric,
+                name if any(roles) else name | words(label),
+                label,
+                figure,
+                row.line,
+                table,
+                roles[r if in_columns else c],
+                any(roles),
+                counted or stated or stated_n(header) or _around(table),
+                row.line if counted or figure.n or (in_columns and stated) else table.line,
+                _are_fractions(beside),
             )
-    return found
-
-
-def _count(figure: Figure | None) -> int | None:
-    return None if figure is None else int(figure.value)
 
 
 def _around(table: Table) -> int | None:

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
 from refiner_core.report.drawing import Strip, scale_for, strip
-from refiner_core.report.pages import markdown_template
+from refiner_core.report.pages import template_of
 from refiner_core.report.printing import (
     MISSING,
     counted,
@@ -307,7 +307,7 @@ _MOST_INCIDENTS = 20
 
 def markdown(report: RunReport) -> str:
     """The whole text; ends with one line feed."""
-    text = markdown_template(__package__).render(
+    text = template_of(__package__, "report.md.jinja").render(
         report=report,
         stage_header=STAGE_HEADER,
         stages=[stage_cells(row) for row in report.stages],

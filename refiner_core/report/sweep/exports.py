@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refiner_core.contract.records import to_json
-from refiner_core.report.pages import markdown_template
+from refiner_core.report.pages import template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
@@ -34,7 +34,7 @@ def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
     flips = sorted(report.flips, key=lambda f: -abs(f.value - f.baseline))
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
-    text = markdown_template(__package__).render(
+    text = template_of(__package__, "report.md.jinja").render(
         report=report,
         w=wording,
         compared=[(comparison, _arms(comparison, report)) for comparison in compared],
