@@ -265,9 +265,14 @@ class Asker:
         )
 
 
+def is_batched(config: JudgeConfig) -> bool:
+    """Whether rubrics are judged in company."""
+    return config.kind == "openai" and config.form == "batched"
+
+
 def _calls(requests: Sequence[JudgeRequest], config: JudgeConfig) -> list[list[int]]:
     """Places of the requests that are one call; the same request is asked once."""
-    batched = config.kind == "openai" and config.form == "batched"
+    batched = is_batched(config)
     calls: dict[tuple[str, ...], list[int]] = {}
     for place, request in enumerate(requests):
         key: tuple[str, ...] = (request.kind, request.question, request.text)

@@ -11,9 +11,10 @@ throws dice is not called positional.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,19 @@ class Resistance:
 
 
 # ---------------------------------------------------------------- what is measured
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, named tuples, mappings and sequences as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: plain(part) for name, part in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return value
 
 
 def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Repeatability:

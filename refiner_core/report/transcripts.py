@@ -9,6 +9,7 @@ that templates escape. A page holds a bounded number of characters; what is left
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -462,21 +463,20 @@ def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[At
 
 
 def _all_of(rows: Sequence[AttemptsRow]) -> AttemptsRow:
-    first = rows[0]
-    return AttemptsRow(
-        first.arm,
-        first.model,
-        first.decoding,
-        first.protocol,
-        "",
-        sum(row.tasks for row in rows),
-        sum(row.asked for row in rows),
-        sum(row.passed for row in rows),
-        _sum([row.failures for row in rows]),
-        _sum([row.errors for row in rows]),
+    return replace(
+        rows[0],
+        domain="",
+        tasks=sum(row.tasks for row in rows),
+        asked=sum(row.asked for row in rows),
+        passed=sum(row.passed for row in rows),
+        failures=summed(row.failures for row in rows),
+        errors=summed(row.errors for row in rows),
     )
 
 
-def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    names = dict.fromkeys(name for found in counts for name in found)
-    return {name: sum(found.get(name, 0) for found in counts) for name in names}
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts of one kind, added up by name."""
+    whole: Counter[str] = Counter()
+    for found in counts:
+        whole.update(found)
+    return dict(whole)

@@ -226,19 +226,15 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Kendall's tau-b (Kendall 1945, "The treatment of ties in ranking problems", Biometrika
     33:239-251) of totals in one group; None where a side is constant. Advantages of a group have
     the order of its totals."""
-    concordance, ties_a, ties_b = 0, 0, 0
-    slack_a, slack_b = (EQUAL_REWARDS * max(1.0, max(abs(t) for t in side)) for side in (a, b))
-    size = len(a)
-    for i in range(size):
-        for j in range(i):
-            sign_a, sign_b = _sign(a[i] - a[j], slack_a), _sign(b[i] - b[j], slack_b)
-            concordance += sign_a * sign_b
-            ties_a += sign_a == 0
-            ties_b += sign_b == 0
-    pairs = size * (size - 1) // 2
-    if pairs in (ties_a, ties_b):
+    signs = []
+    for side in (a, b):
+        apart = np.subtract.outer(side, side)[np.tril_indices(len(side), -1)]
+        slack = EQUAL_REWARDS * max(1.0, max(abs(t) for t in side))
+        signs.append(np.where(np.abs(apart) <= slack, 0.0, np.sign(apart)))
+    apart_in_both = np.count_nonzero(signs[0]) * np.count_nonzero(signs[1])
+    if not apart_in_both:
         return None
-    return concordance / math.sqrt((pairs - ties_a) * (pairs - ties_b))
+    return float(signs[0] @ signs[1]) / math.sqrt(apart_in_both)
 
 
 def sign_changes(a: float, b: float) -> bool:

@@ -20,6 +20,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, PromptRow
+from refiner_core.judge_report.material import is_batched as is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rewards import RewardInput, compute_rewards
 
@@ -232,11 +233,6 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
     }
     digest = prompts_digest or judge_prompts_digest(config.prompt, config.form)
     return {**identity, "prompt_digest": digest}
-
-
-def is_batched(config: JudgeConfig) -> bool:
-    """Whether rubrics are judged in company."""
-    return config.kind != "lexical" and config.form == "batched"
 
 
 def items_of(rollouts: Iterable[StoredRollout]) -> list[RewardInput]:
