@@ -32,53 +32,49 @@ def sections(report: Report) -> list[Section]:
     found = [_findings(report)]
     if report.repeatability:
         found.append(_repeatability(report))
-    if report.gold:
-        words = "Mean difference: the judge minus the labels."
-        found.append(_agreement("Agreement with the labels of the set", report.gold, words))
-    if report.judges:
-        words = "Mean difference: the other judge minus this one."
-        found.append(_agreement("Agreement with the other judge", report.judges, words))
-    if report.gold_against:
-        words = "Mean difference: the other judge minus the labels."
-        title = "The other judge and the labels of the set"
-        found.append(_agreement(title, report.gold_against, words))
-    if report.forms is not None:
-        words = "Mean difference: all rubrics in a call minus one rubric a call."
-        title = "One rubric a call against all of them in one"
-        found.append(_agreement(title, {"rubric": report.forms}, words))
+    agreements = (
+        ("Agreement with the labels of the set", report.gold, "the judge minus the labels"),
+        ("Agreement with the other judge", report.judges, "the other judge minus this one"),
+        (
+            "The other judge and the labels of the set",
+            report.gold_against,
+            "the other judge minus the labels",
+        ),
+        (
+            "One rubric a call against all of them in one",
+            {} if report.forms is None else {"rubric": report.forms},
+            "all rubrics in a call minus one rubric a call",
+        ),
+    )
+    for title, of_kinds, sides in agreements:
+        if of_kinds:
+            found.append(_agreement(title, of_kinds, f"Mean difference: {sides}."))
     found += [_shifts(report), _attacks(report), _costs(report)]
     return found
 
 
 def markdown(report: Report) -> str:
     """The text of ``report.md``."""
-    lines = ["# Judge report", "", *_about(report), ""]
+    parts = ["# Judge report", "\n".join(about(report))]
     for section in sections(report):
-        lines += [f"## {section.title}", ""]
-        for words in section.words:
-            lines += [words, ""]
+        parts += [f"## {section.title}", *section.words]
         if section.rows:
-            lines += [table(section.header, section.rows, _cell), ""]
-    return "\n".join(lines)
+            parts.append(table(section.header, section.rows, _cell))
+    return "\n\n".join(parts) + "\n"
 
 
 def about(report: Report) -> list[str]:
     """What was measured, on what."""
-    return _about(report)
-
-
-def _about(report: Report) -> list[str]:
     material = report.material
     asked = ", ".join(f"{n} {kind}" for kind, n in material["requests"].items())
-    lines = [
+    other = [] if report.against is None else [f"The other judge: {_named(report.against)}."]
+    return [
         f"Judge: {_named(report.judge)}.",
+        *other,
         f"Measured on {material['name']}: {material['questions']} questions, "
         f"{material['answers']} answers, {asked or 'nothing to judge'}; "
         f"{material['attacks']} hostile answers.",
     ]
-    if report.against is not None:
-        lines.insert(1, f"The other judge: {_named(report.against)}.")
-    return lines
 
 
 def _named(identity: Mapping[str, Any]) -> str:

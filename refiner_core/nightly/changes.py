@@ -296,7 +296,6 @@ class _Reader:
         frozen = list(points if canary is None else canary)
         self.canary = {p.night: p for p in frozen}
         self._means = [p.values.mean for p in frozen]
-        self._places = {p.night: i for i, p in enumerate(frozen)}
         self._order = [p.night for p in frozen]
         self.before: _Level | None = None
         self.changes: list[Change] = []
@@ -310,8 +309,6 @@ class _Reader:
         """The canary's spread by its nights up to ``night``."""
         if isinstance(night, float):
             return night_noise(self._means)
-        if (place := self._places.get(night)) is not None:
-            return night_noise(self._means[: place + 1])
         return night_noise([m for n, m in zip(self._order, self._means, strict=True) if n <= night])
 
     def read(self, point: Point) -> None:
@@ -329,8 +326,7 @@ class _Reader:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
         shift = compare(new.values, old.values, noise)
-        canary = None if self.is_canary else self._canary_between(new, old, noise)
-        cause: Cause = "drift" if self.is_canary else self._cause(new, old, canary, noise)
+        cause, canary = self._cause(new, old, noise)
         back = self._is_back(new, direction, noise)
         self.changes.append(
             Change(
@@ -362,19 +358,19 @@ class _Reader:
         there = [self.canary[n].values for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
-    def _canary_between(self, new: _Level, old: _Level, noise: Noise) -> Shift | None:
+    def _cause(self, new: _Level, old: _Level, noise: Noise) -> tuple[Cause, Shift | None]:
+        """Whose change it is, and by how much the canary has moved where it was measured."""
+        if self.is_canary:
+            return "drift", None
         now, then = self._canary_at(new), self._canary_at(old)
-        return None if now is None or then is None else compare(now, then, noise)
-
-    def _cause(self, new: _Level, old: _Level, canary: Shift | None, noise: Noise) -> Cause:
-        now, then = self._canary_at(new), self._canary_at(old)
-        if canary is None or now is None or then is None:
-            return "unclear"
+        if now is None or then is None:
+            return "unclear", None
+        canary = compare(now, then, noise)
         # Nights of both: the model's two and the canary's two.
         rest = shift_of(apart(new.values, old.values, now, then), noise, nights=4)
         if canary.beyond(MOVED):
-            return "unclear" if rest.beyond(MOVED) else "drift"
-        return "model" if rest.beyond(CLAIMED) else "unclear"
+            return ("unclear" if rest.beyond(MOVED) else "drift"), canary
+        return ("model" if rest.beyond(CLAIMED) else "unclear"), canary
 
 
 def facts_between(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -581,28 +577,20 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         before = {r.night: r.source for r in series.rows}
         old, new = before.get(change.since, ""), before.get(change.night, "")
         found.append(f"Weights: {old} before, {new} now." if old != new else "Other weights.")
-    found.append(_facts(change.facts) or _nothing_recorded(change))
-    return [s for s in found if s]
-
-
-def _nothing_recorded(change: Change) -> str:
-    if change.cause != "drift":
-        return ""
-    return (
-        "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
-        "server may serve something else under the same name."
-    )
-
-
-def _facts(facts: Mapping[str, tuple[str, str]]) -> str:
-    if not facts:
-        return ""
-    said = [
-        f"{name}: {old or '(none)'} -> {new or '(none)'}"
-        for name, (old, new) in list(facts.items())[:_MOST_FACTS]
-    ]
-    more = len(facts) - len(said)
-    return "Also changed: " + "; ".join(said) + (f"; and {more} more." if more else ".")
+    if change.facts:
+        said = [
+            f"{name}: {old or '(none)'} -> {new or '(none)'}"
+            for name, (old, new) in list(change.facts.items())[:_MOST_FACTS]
+        ]
+        if more := len(change.facts) - len(said):
+            said.append(f"and {more} more")
+        found.append(f"Also changed: {'; '.join(said)}.")
+    elif change.cause == "drift":
+        found.append(
+            "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
+            "server may serve something else under the same name."
+        )
+    return found
 
 
 def _interval(shift: Shift) -> str:

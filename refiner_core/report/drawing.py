@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -34,7 +35,8 @@ SHAPES: Mapping[str, str] = {
     "judge moved": "M0 -6 L6 0 L0 6 L-6 0Z",
     "baseline": "M-5 -1.5H-1.5V-5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5Z",
 }
-_DOTS = tuple(SHAPES[k] for k in ("baseline", "not clear", "better", "worse", "judge moved"))
+#: Marks of arms and models, by their places.
+DOTS = tuple(SHAPES[k] for k in ("baseline", "not clear", "better", "worse", "judge moved"))
 _COLOURS = 7
 _MIDDLE = 13
 _STRIP_HEIGHT = 26
@@ -93,11 +95,6 @@ def _at(x: str, y: float, path: str, more: str = "") -> str:
     return f'<svg x="{x}" y="{y}" overflow="visible"{more}>{path}</svg>'
 
 
-def _dot(index: int) -> str:
-    """The mark of an arm or model by its place."""
-    return f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/>'
-
-
 @dataclass(frozen=True)
 class Strip:
     """What one strip shows: a mean, its interval, the seeds' numbers."""
@@ -138,29 +135,7 @@ def strip(shown: Strip, scale: Scale) -> Markup:
     return _svg("strip", shown.label, "".join(parts))
 
 
-def axis(scale: Scale, *, signed: bool = False, times: bool = False) -> Markup:
-    """The numbers above a column of strips, or the times since a run began."""
-    texts = [number(t, scale.decimals, signed=signed) for t in scale.ticks]
-    if times:
-        texts = [duration(t) if t else "0" for t in scale.ticks]
-    ticks = "".join(
-        f'<text x="{scale.place(t):.1f}%" y="11">{text}</text>'
-        + _line("t", scale.place(t), scale.place(t), 14, 18)
-        for t, text in zip(scale.ticks, texts, strict=True)
-    )
-    return Markup(f'<svg class="axis" aria-hidden="true">{ticks}</svg>')
-
-
 # ---------------------------------------------------------------- marks of several arms or models
-
-
-def dots(values: Sequence[tuple[int, str, float]], scale: Scale) -> Markup:
-    """One strip with a mark for each arm: (its style, its name, its value)."""
-    marks = "".join(
-        _at(f"{scale.place(value):.1f}%", _MIDDLE, _dot(index), f' data-arm="{index}"')
-        for index, _, value in reversed(values)
-    )
-    return _svg("strip", ", ".join(f"{name} {number(value)}" for _, name, value in values), marks)
 
 
 def style_of(index: int) -> int:
@@ -173,54 +148,12 @@ def dash_of(index: int) -> int:
     return 0 if index == 0 else (index - 1) // _COLOURS % 4
 
 
-def swatch(index: int) -> Markup:
-    """How an arm's line and its mark look, for legends."""
-    return Markup(
-        f'<svg class="swatch" width="34" height="14" aria-hidden="true">'
-        f'<line class="l s{style_of(index)} k{dash_of(index)}" x1="0" x2="34" y1="7" y2="7"/>'
-        f"{_at('17', 7, _dot(index))}</svg>"
-    )
+class Models(NamedTuple):
+    """Numbers of several models on one scale: (place among models, value, low, high) of each."""
 
-
-def dot(index: int) -> Markup:
-    """How an arm's mark looks, for headings of columns."""
-    return Markup(
-        '<svg class="swatch" width="16" height="14" aria-hidden="true">'
-        f"{_at('8', 7, _dot(index))}</svg>"
-    )
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A model's number with its interval; ``index`` is its place among models, and its style."""
-
-    index: int
-    model: str
-    value: float
-    low: float | None
-    high: float | None
-
-
-def models(marks: Sequence[Mark], label: str) -> Markup:
-    """Numbers of several models on one scale, each in a row of its own."""
-    scale = scale_for([v for m in marks for v in (m.value, m.low, m.high)], ticks=3)
-    if scale is None:
-        return Markup("")
-    parts = []
-    for row, mark in enumerate(marks):
-        y = 7 + 11 * row
-        if mark.low is not None and mark.high is not None:
-            left, right = scale.place(mark.low), scale.place(mark.high)
-            parts.append(_line(f"i s{style_of(mark.index)}", left, right, y, y))
-        parts.append(_at(f"{scale.place(mark.value):.1f}%", y, _dot(mark.index)))
-    foot = 11 * len(marks) + 3
-    for tick in dict.fromkeys((*scale.ticks[:1], *scale.ticks[-1:])):
-        parts.append(
-            f'<text x="{scale.place(tick):.1f}%" y="{foot + 10}">'
-            f"{number(tick, scale.decimals)}</text>"
-        )
-    size = f' height="{foot + 12}" style="height:{foot + 12}px"'
-    return _svg("strip models", label, "".join(parts), size)
+    marks: list[tuple[int, float, float | None, float | None]]
+    scale: Scale | None
+    label: str
 
 
 # ---------------------------------------------------------------- curves
@@ -328,7 +261,7 @@ def _curve(drawn: Drawn, frame: Frame, shown: bool) -> str:
         band[-1].append((x, frame.y(low), frame.y(high)))
         data.append(f"{curve.steps[i]} {mean:.4g} {low:.4g} {high:.4g}")
     areas = "".join(_area(part) for part in band if len(part) > 1)
-    name, mark = escape(curve.arm), _DOTS[drawn.index % len(_DOTS)]
+    name, mark = escape(curve.arm), DOTS[drawn.index % len(DOTS)]
     return (
         f'<g data-curve="{drawn.index}" data-name="{name}" data-p="{";".join(data)}"{off}>'
         f'<path class="b {style}" d="{areas}"/>'
@@ -446,19 +379,20 @@ MOST_BARS = 400
 
 @dataclass(frozen=True)
 class Lane:
-    """A stage of the timeline. ``drawing`` is empty where nothing of it lies in this run."""
+    """A stage of the timeline: its bars with both ends in percent, and what they show in words;
+    without bars, why nothing of it lies in this run."""
 
     stage: StageRow
-    drawing: Markup
-    said: str
+    bars: tuple[tuple[str, float, float], ...]
+    label: str
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Stages over the time of a run; ``axis`` counts from its beginning."""
+    """Stages over the time of a run, counted from its beginning."""
 
     lanes: tuple[Lane, ...]
-    axis: Markup
+    scale: Scale
     seconds: float
 
 
@@ -473,10 +407,9 @@ def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timelin
     first, last = min(known), max(known)
     scale = _time_scale(max(last - first, 1.0))
     lanes = [
-        Lane(s, Markup(""), _skipped(s)) if s.skipped else _lane(s, first, last, scale)
-        for s in stages
+        Lane(s, (), _skipped(s)) if s.skipped else _lane(s, first, last, scale) for s in stages
     ]
-    return Timeline(tuple(lanes), axis(scale, times=True), last - first)
+    return Timeline(tuple(lanes), scale, last - first)
 
 
 def _skipped(stage: StageRow) -> str:
@@ -485,7 +418,7 @@ def _skipped(stage: StageRow) -> str:
 
 def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
     """Attempts as bars, from what they waited for to how they ended."""
-    parts, said = [], []
+    bars, said = [], []
     before = None
     for attempt in stage.attempts[:MOST_BARS]:
         began = _time(attempt.began_at)
@@ -495,22 +428,19 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
         ended = began if ended is None else max(began, ended)
         queued = began - (stage.queue_seconds or 0.0) if attempt is stage.attempts[0] else None
         if (since := before if before is not None else queued) is not None and began > since:
-            parts.append(_bar("wait", since - first, began - first, scale))
-        kind = kind_of(attempt)
-        parts.append(_bar(f"bar {kind}", began - first, ended - first, scale))
-        if kind in ("bad", "stop"):
-            sign = '<path d="M-3 -3L3 3M3 -3L-3 3"/>'
-            parts.append(_at(f"{scale.place(ended - first):.2f}%", 13, sign, ' class="broke"'))
+            bars.append(("wait", scale.place(since - first), scale.place(began - first)))
+        kind = f"bar {kind_of(attempt)}"
+        bars.append((kind, scale.place(began - first), scale.place(ended - first)))
         said.append(_attempt_said(attempt))
         before = ended
-    label = f"{stage.name}: " + ("; ".join(said[-12:]) if said else "has not begun")
+    if not bars:
+        return Lane(stage, (), stage.reason or stage.state)
+    label = f"{stage.name}: " + "; ".join(said[-12:])
     if len(stage.attempts) > 12:
         label = f"{stage.name}, {len(stage.attempts)} attempts, the last of them: " + label
     if stage.lost_seconds:
         label += f". {duration(stage.lost_seconds)} of work were lost."
-    if not parts:
-        return Lane(stage, Markup(""), stage.reason or stage.state)
-    return Lane(stage, _svg("strip lane", label[:1200], "".join(parts)), "")
+    return Lane(stage, tuple(bars), label)
 
 
 def _ended(attempt: AttemptRow, now: float | None) -> float | None:
@@ -540,12 +470,6 @@ def kind_of(attempt: AttemptRow) -> str:
     return "stop" if attempt.outcome in _FROM_OUTSIDE else "bad"
 
 
-def _bar(kind: str, start: float, end: float, scale: Scale) -> str:
-    left, right = scale.place(start), scale.place(end)
-    high = 'y="11" height="4"' if kind == "wait" else 'y="5" height="16" rx="2"'
-    return f'<rect class="{kind}" x="{left:.2f}%" width="{max(0.25, right - left):.2f}%" {high}/>'
-
-
 def _time(text: str) -> float | None:
     try:
         return datetime.fromisoformat(text).timestamp()
@@ -564,33 +488,19 @@ def _time_scale(seconds: float) -> Scale:
 # ---------------------------------------------------------------- shares of a reward
 
 
-@dataclass(frozen=True)
-class Share:
-    """A part of a reward with its bar, which begins where the one before it ends."""
+class Share(NamedTuple):
+    """A part of a reward, which begins where the one before it ends."""
 
     part: RewardPart
-    bar: Markup
+    start: float
+    end: float
+    scale: Scale | None
 
 
 def shares(parts: Sequence[RewardPart]) -> tuple[list[Share], list[RewardPart]]:
     """Parts that count, as a waterfall from 0, and those that were only measured."""
     counted = [p for p in parts if finite(p.share) is not None and p.weight != 0]
-    ends = [0.0]
-    for part in counted:
-        ends.append(ends[-1] + (part.share or 0.0))
+    ends = [0.0, *accumulate(part.share or 0.0 for part in counted)]
     scale = scale_for(ends, ticks=3)
-    made = [
-        Share(part, _share_bar(start, end, scale) if scale is not None else Markup(""))
-        for part, (start, end) in zip(counted, pairwise(ends), strict=True)
-    ]
+    made = [Share(part, *span, scale) for part, span in zip(counted, pairwise(ends), strict=True)]
     return made, [p for p in parts if p not in counted]
-
-
-def _share_bar(start: float, end: float, scale: Scale) -> Markup:
-    left, right = sorted((scale.place(start), scale.place(end)))
-    kind, zero = ("gain" if end >= start else "loss"), scale.place(0.0)
-    return Markup(
-        f'<svg class="fall" aria-hidden="true">{_line("z", zero, zero, 0, 16)}'
-        f'<rect class="{kind}" x="{left:.1f}%" width="{max(0.6, right - left):.1f}%" y="3" '
-        'height="10" rx="1.5"/></svg>'
-    )

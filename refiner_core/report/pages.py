@@ -20,7 +20,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from refiner_core.report import printing
+from refiner_core.report import drawing, printing
 
 _HERE = "refiner_core.report"
 _DEEPEST = 6
@@ -89,7 +89,7 @@ def _environment(*, markdown: bool) -> Environment:
         finalize=lambda value: shown(value) if type(value) is str else value,
         loader=FunctionLoader(lambda name: read(_HERE, name)),
     )
-    environment.globals.update(p=printing, tree=tree, table=_table)
+    environment.globals.update(p=printing, d=drawing, tree=tree, table=_table)
     environment.filters["code"] = _code
     return environment
 

@@ -27,14 +27,11 @@ def finite(value: float | None) -> float | None:
 def decimals_for(width: float | None, value: float | None = None) -> int:
     """Decimals that show two significant digits of half an interval's ``width``; without one,
     three of the ``value``."""
+    decimals = 3
     if width is not None and math.isfinite(width) and width > 0:
-        return _bounded(1 - math.floor(math.log10(width / 2)))
-    if value is None or not math.isfinite(value) or value == 0:
-        return 3
-    return _bounded(2 - math.floor(math.log10(abs(value))))
-
-
-def _bounded(decimals: int) -> int:
+        decimals = 1 - math.floor(math.log10(width / 2))
+    elif value and math.isfinite(value):
+        decimals = 2 - math.floor(math.log10(abs(value)))
     return max(0, min(_MOST_DECIMALS, decimals))
 
 
@@ -65,6 +62,14 @@ def with_interval(
 ) -> str:
     """``+0.031 [0.012, 0.050]``."""
     return f"{number(value, decimals, signed=signed)} {interval(low, high, decimals)}".strip()
+
+
+def estimate(
+    value: float | None, low: float | None, high: float | None, *, signed: bool = False
+) -> str:
+    """A number with its interval, with as many digits as are known."""
+    width = None if low is None or high is None else high - low
+    return with_interval(value, low, high, decimals_for(width, value), signed=signed)
 
 
 def p_text(p: float | None) -> str:

@@ -321,16 +321,29 @@ def conversation(episode: Mapping[str, Any]) -> Conversation:
     kept: list[Said] = []
     room, everything = MOST_OF_EPISODE, list(_said(episode))
     for said in everything:
-        room -= min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+        room -= _size(said)
         if room < 0 and kept:
             break
-        kept.append(_within(said))
+        kept.append(
+            replace(
+                said,
+                text=said.text[:MOST_OF_MESSAGE],
+                other=said.other[:MOST_OF_MESSAGE],
+                cut=max(0, len(said.text) - MOST_OF_MESSAGE),
+            )
+        )
     missing = len(everything) - len(kept)
-    checks = [_check(check) for check in episode.get("checks") or ()]
-    verdict, why = verdict_of(episode)
+    checks = [
+        CheckShown(
+            str(check.get("kind") or ""),
+            str(check.get("name") or ""),
+            bool(check.get("passed")),
+            str(check.get("detail") or ""),
+        )
+        for check in episode.get("checks") or ()
+    ]
     return Conversation(
-        verdict,
-        why,
+        *verdict_of(episode),
         tuple(kept),
         tuple(sorted(checks, key=lambda check: check.passed)[:_MOST_CHECKS]),
         tuple(str(name) for name in episode.get("excluded") or ()),
@@ -338,12 +351,13 @@ def conversation(episode: Mapping[str, Any]) -> Conversation:
     )
 
 
+def _size(said: Said) -> int:
+    return min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+
+
 def size_of(episode: Mapping[str, Any]) -> int:
     """Characters that an attempt takes on a page, about."""
-    found = sum(
-        min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE) + 120
-        for said in _said(episode)
-    )
+    found = sum(_size(said) + 120 for said in _said(episode))
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
 
@@ -361,65 +375,39 @@ def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", 
     return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
 
 
-def _within(said: Said) -> Said:
-    return replace(
-        said,
-        text=said.text[:MOST_OF_MESSAGE],
-        other=said.other[:MOST_OF_MESSAGE],
-        cut=max(0, len(said.text) - MOST_OF_MESSAGE),
-    )
-
-
 def _said(episode: Mapping[str, Any]) -> Iterator[Said]:
-    for role, content in episode.get("first_messages") or ():
-        yield _message(role, content)
+    yield from _messages(episode.get("first_messages") or ())
     for place, turn in enumerate(episode.get("turns") or (), start=1):
         messages = turn.get("messages") or ()
-        yield _turn(place, turn, messages)
-        for role, content in messages:
-            yield _message(role, content)
+        yield _turn(f"Agent, turn {place}", turn, {role for role, _ in messages})
+        yield from _messages(messages)
 
 
-def _message(role: str, content: str) -> Said:
-    return Said("user", "User", content) if role == "user" else Said("tool", "Tool", content)
+def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Said]:
+    for role, content in messages:
+        who: Who = "user" if role == "user" else "tool"
+        yield Said(who, who.capitalize(), content)
 
 
-def _turn(place: int, turn: Mapping[str, Any], messages: Sequence[Sequence[str]]) -> Said:
-    call, label = turn.get("call"), f"Agent, turn {place}"
-    status = str(turn.get("status") or "ok")
+def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Said:
+    call = turn.get("call")
     if call is None:
         other = str(turn.get("retried") or "")
         told = "sampled once more, which was no call either" if other else ""
+        status = str(turn.get("status") or "ok")
         trouble = _TURN_WORDS.get(status, status)
         return Said("agent", label, str(turn.get("text")), trouble, other, told)
     other = str(turn.get("repaired") or "")
     told = "sampled again: what came first was no call" if other else ""
-    trouble = _REFUSED.get(str(turn.get("tool_error")), str(turn.get("tool_error") or ""))
+    error = str(turn.get("tool_error") or "")
+    trouble = _REFUSED.get(error, error)
     name, arguments = str(call.get("name")), call.get("arguments") or {}
-    spoken = _spoken(arguments)
-    if spoken and messages and all(role == "user" for role, _ in messages):
+    spoken = next(iter(arguments.values()), None)
+    if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
+        # A call that has nothing but words.
         return Said("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
-    return Said("call", label, f"{name}({_arguments(arguments)})", trouble, other, told)
-
-
-def _spoken(arguments: Mapping[str, Any]) -> str:
-    """The words of a call that has nothing but words."""
-    values = list(arguments.values())
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else ""
-
-
-def _arguments(arguments: Mapping[str, Any]) -> str:
-    said = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
-    return ", ".join(said)
-
-
-def _check(check: Mapping[str, Any]) -> CheckShown:
-    return CheckShown(
-        str(check.get("kind") or ""),
-        str(check.get("name") or ""),
-        bool(check.get("passed")),
-        str(check.get("detail") or ""),
-    )
+    said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+    return Said("call", label, f"{name}({said})", trouble, other, told)
 
 
 def attempts_of(answers: Iterable[Answer]) -> list[int]:

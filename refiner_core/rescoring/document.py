@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from refiner_core.judge_report.measures import plain
@@ -173,56 +173,34 @@ def reversal_lines(document: Mapping[str, Any]) -> list[str]:
 
 def markdown(document: Mapping[str, Any]) -> str:
     """``table.md``."""
-    return "\n".join(_markdown(document)) + "\n"
-
-
-def _markdown(document: Mapping[str, Any]) -> Iterator[str]:
-    yield "# Rescored rollouts"
-    yield ""
-    for policy in document["policies"]:
-        steps = policy["steps"]
-        where = f", steps {steps[0]} to {steps[-1]}" if steps else ""
-        yield (
-            f"- **{policy['name']}**: run `{policy['run']}`, stage `{policy['stage']}`{where}; "
-            f"{policy['rollouts']} rollouts in {policy['groups']} groups on {policy['prompts']} "
-            "prompts"
-        )
-    yield ""
+    policies = [
+        f"- **{p['name']}**: run `{p['run']}`, stage `{p['stage']}`"
+        + (f", steps {p['steps'][0]} to {p['steps'][-1]}" if p["steps"] else "")
+        + f"; {p['rollouts']} rollouts in {p['groups']} groups on {p['prompts']} prompts"
+        for p in document["policies"]
+    ]
+    parts = ["# Rescored rollouts", "\n".join(policies)]
     for name, found in document["fidelity"].items():
-        yield from _fidelity(name, found)
-    for policy in document["policies"]:
-        if rows := comparison_rows(document, policy["name"]):
-            yield f"## {policy['name']}, compared with {_baseline(document, policy['name'])}"
-            yield ""
-            yield table(COMPARISON_HEADER, rows, _cell)
-            yield ""
+        line = fidelity_line(name, found)
+        parts.append(line if found["exact"] else f"**{line}**")
+    for policy in (p["name"] for p in document["policies"]):
+        if rows := comparison_rows(document, policy):
+            baseline = next(c["baseline"] for c in document["comparisons"] if c["policy"] == policy)
+            parts.append(f"## {policy}, compared with {baseline}")
+            parts.append(table(COMPARISON_HEADER, rows, _cell))
     for entry in document["comparisons"]:
         if entry["agreement"]:
-            yield f"## Agreement of the judges: {entry['policy']}, {entry['setting']}"
-            yield ""
-            yield table(AGREEMENT_HEADER, agreement_rows(entry), _cell)
-            yield ""
+            parts.append(f"## Agreement of the judges: {entry['policy']}, {entry['setting']}")
+            parts.append(table(AGREEMENT_HEADER, agreement_rows(entry), _cell))
     if document["matrix"] is not None:
-        yield f"## Policies under each setting (mean {document['matrix']['metric']})"
-        yield ""
-        yield table(*matrix_rows(document), _cell)
-        yield ""
-        yield from (f"- {line}" for line in reversal_lines(document))
-        yield ""
+        parts.append(f"## Policies under each setting (mean {document['matrix']['metric']})")
+        parts.append(table(*matrix_rows(document), _cell))
+        parts.append("\n".join(f"- {line}" for line in reversal_lines(document)))
     if document["judging"]:
-        yield "## Judging"
-        yield ""
-        yield table(JUDGING_HEADER, judging_rows(document), _cell)
-        yield ""
-    yield "Intervals are of 95 %, over prompts. Shares are numerator / denominator."
-
-
-def _fidelity(name: str, found: Mapping[str, Any]) -> Iterator[str]:
-    if found["exact"]:
-        yield fidelity_line(name, found)
-    else:
-        yield f"**{fidelity_line(name, found)}**"
-    yield ""
+        parts.append("## Judging")
+        parts.append(table(JUDGING_HEADER, judging_rows(document), _cell))
+    parts.append("Intervals are of 95 %, over prompts. Shares are numerator / denominator.")
+    return "\n\n".join(parts) + "\n"
 
 
 def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
@@ -234,10 +212,6 @@ def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
         f"{name}: the run's own settings give back all {found['rollouts']} stored totals"
         f"{advantages}, to the bit."
     )
-
-
-def _baseline(document: Mapping[str, Any], policy: str) -> str:
-    return next(str(c["baseline"]) for c in document["comparisons"] if c["policy"] == policy)
 
 
 def _cell(text: str) -> str:

@@ -20,10 +20,9 @@ from refiner_core.report.pages import template_of
 from refiner_core.report.printing import (
     MISSING,
     counted,
-    decimals_for,
     duration,
+    estimate,
     hours,
-    with_interval,
 )
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
 
@@ -111,18 +110,11 @@ def change_tables(report: RunReport) -> list[NumberTable]:
 
 
 def _number(row: NumberRow | None) -> str:
-    if row is None:
-        return MISSING
-    width = None if row.low is None or row.high is None else row.high - row.low
-    return with_interval(row.value, row.low, row.high, decimals_for(width, row.value))
+    return MISSING if row is None else estimate(row.value, row.low, row.high)
 
 
 def _change(row: ChangeRow | None) -> str:
-    if row is None:
-        return MISSING
-    width = None if row.low is None or row.high is None else row.high - row.low
-    decimals = decimals_for(width, row.difference)
-    return with_interval(row.difference, row.low, row.high, decimals, signed=True)
+    return MISSING if row is None else estimate(row.difference, row.low, row.high, signed=True)
 
 
 # ---------------------------------------------------------------- sentences
@@ -179,7 +171,7 @@ class MetricLine:
     metric: str
     cells: Mapping[str, NumberRow]
     decimals: int
-    drawing: Markup
+    drawing: drawing.Models
     change: ChangeRow | None
     verdict: str
     change_decimals: int
@@ -250,23 +242,26 @@ def _metric_line(
     index: Mapping[str, int],
 ) -> MetricLine:
     widths = [c.high - c.low for c in cells.values() if c.low is not None and c.high is not None]
-    values = [abs(c.value) for c in cells.values() if printing.finite(c.value) is not None
-              and c.value is not None]  # fmt: skip
+    values = [abs(v) for c in cells.values() if (v := printing.finite(c.value)) is not None]
     widest = max((w for w in widths if w > 0), default=None)
     decimals = printing.decimals_for(widest, max(values, default=None))
     marks = [
-        drawing.Mark(index[m], m, c.value, printing.finite(c.low), printing.finite(c.high))
+        (index[m], m, value, printing.finite(cells[m].low), printing.finite(cells[m].high))
         for m in sorted(cells, key=lambda m: index[m])
-        if (c := cells[m]).value is not None and printing.finite(c.value) is not None
+        if (value := printing.finite(cells[m].value)) is not None
     ]
     said = "; ".join(
-        f"{m.model} {printing.with_interval(m.value, m.low, m.high, decimals)}" for m in marks
+        f"{model} {printing.with_interval(*ends, decimals)}" for _, model, *ends in marks
     )
     return MetricLine(
         metric,
         cells,
         decimals,
-        drawing.models(marks, f"{metric}: {said}"),
+        drawing.Models(
+            [(place, *ends) for place, _, *ends in marks],
+            scale_for([end for _, _, *ends in marks for end in ends], ticks=3),
+            f"{metric}: {said}",
+        ),
         change,
         verdict(change) if change is not None else "",
         change_decimals(change) if change is not None else decimals,
@@ -284,10 +279,8 @@ def change_decimals(change: ChangeRow) -> int:
 def change_strip(change: ChangeRow) -> Markup:
     """What changed, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
-    low, high, digits = change.low, change.high, change_decimals(change)
-    said = printing.with_interval(change.difference, low, high, digits, signed=True)
-    label = f"{change.metric}, {change.after} minus {change.before}: {said}"
-    shown = Strip(change.difference, low, high, (), verdict(change), label, zero=True)
+    label = f"{change.metric}, {change.after} minus {change.before}: {_change(change)}"
+    shown = Strip(change.difference, change.low, change.high, (), verdict(change), label, zero=True)
     return strip(shown, scale) if scale is not None else Markup("")
 
 

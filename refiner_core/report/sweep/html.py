@@ -139,7 +139,6 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         reload_s=live,
         views=views_of(report),
         w=words,
-        d=drawing,
         marked=marked,
         conversation=conversation,
         failure_words=FAILURE_WORDS,
