@@ -7,7 +7,9 @@ card again, byte for byte::
      "files": [{"path", "bytes", "sha256"}, …], "facts": {…}}
 
 ``files`` are those of the publication without README.md and refiner.json themselves. Nothing
-private is in ``facts`` (see :mod:`refiner_core.cards.evidence`), and cards are made from what is.
+private is in ``facts``, and cards are made from what is: names lose their folders, and no host,
+environment or secret is left. It is done once, before a card is made, so that a card can show
+nothing that its evidence does not hold. Doing it again changes nothing.
 """
 
 from __future__ import annotations

@@ -12,6 +12,10 @@
 
 In: material, a judge's configuration and a way to make it. Out: a :class:`Report`, whose
 :meth:`~Report.to_json` is what is written. Every series is asked of a judge that has no store.
+
+A defect is *found* at a level of 5 %, shared by the ways in which it may show: of twenty that are
+not there, one may be called found. Where the judge always says the same, one hostile answer that it
+obeys is enough.
 """
 
 from __future__ import annotations

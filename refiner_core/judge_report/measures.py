@@ -7,6 +7,12 @@ number and is counted; it is never one.
 An interval is over questions, since answers to one resemble each other, and of 95 %. A change by
 what is tested is held against the change that asking again makes all by itself: a judge that
 throws dice is not called positional.
+
+Raw agreement alone flatters judges that nearly always say the same. Cohen's kappa (Cohen 1960, "A
+coefficient of agreement for nominal scales", Educational and Psychological Measurement 20:37-46) is
+the agreement beyond what the two would reach by chance with their own frequencies, 0 for none and 1
+for all. The quadratic form (Cohen 1968, "Weighted kappa", Psychological Bulletin 70:213-220) counts
+a disagreement by the square of its size, so that 0 against 1 is worse than 0 against 0.5.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: :class:`Point` values of a series and of the canary under the same protocol 
 :class:`Change` values, each told once.
 
 A *level* is what later nights are held against: at first the first night. A night counts where its
-difference from the level, paired on prompts, is beyond three errors (:mod:`.compare`) and not
+difference from the level, paired on prompts, is beyond three errors (see below) and not
 smaller than what matters. Where two of the last three nights count, in the same direction, that is
 a change, and the mean of these nights is the new level; should it lead back to the level before, or
 past it, it is a *recovery*. What follows is held against the new level, so one change is told once.
@@ -23,6 +23,17 @@ was not measured        ``unclear``
 A repeated number (same weights, same protocol) counts in every night in which it stands, though it
 was measured once: what persists is the state of the model, and what guards against chance is the
 three errors.
+
+The same prompts are asked in every night, so how hard they are cancels out: per prompt, now minus
+then, and a t interval over prompts (:class:`Shift`). That says nothing about what moves all prompts
+at once (a server under load, other batches). The canary does: its weights never change, so the
+spread of its own nights is all noise. It is taken from *successive* nights (their median absolute
+difference), so that one real shift of the canary does not pass for spread. A difference has to be
+beyond both, and a spread known from few nights has to be passed by far: at first nothing but large
+changes count.
+
+Another protocol is another series: its numbers are never held against each other. What an alert
+says of a change is put into words here, too (:func:`alert_of`).
 """
 
 from __future__ import annotations

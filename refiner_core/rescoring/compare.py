@@ -1,4 +1,4 @@
-"""How two scorings of the same rollouts differ, in numbers with intervals.
+"""Comparison of two scorings of the same rollouts, in numbers with intervals.
 
 In: rollouts and two :class:`~refiner_core.rescoring.scores.Scores` of them, first what is compared
 with. Out: a :class:`Comparison`. Every share is a numerator, a denominator and an interval of 95 %
@@ -22,6 +22,11 @@ means             a component of the reward            samples that are scored o
 ================  ===================================  ===========================================
 
 Rewards that differ by rounding alone are equal, as they are in training.
+
+Where two judges judged the same thing, their agreement is told by criterion (:func:`judges_agree`).
+Policies that were asked the same prompts make a judge x policy matrix (:func:`make_matrix`): a mean
+with an interval per cell, each setting's ranking of the policies, and the pairs of policies that
+two settings put in different orders, with paired differences.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What is wrong with a card, before anybody else reads it.
+"""Lint of a card, before anybody else reads it.
 
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> front, text, commands                        what the Hub and readers meet
-                     └──> quantities ──> tables, shares, claims, prose, index     what numbers say
-    text, evidence ──> against, proof                          what it should be, number by number
+    text ──> markdown ──> form                                   what the Hub and readers meet
+                     └──> quantities ──> tables, claims          what numbers say
+    text, evidence ──> against                                   what it should be, number by number
 
 Rules are strict about what they find: a number that can be right is left alone.
 """

@@ -2,6 +2,10 @@
 
 In: the text of a card and of the ``refiner.json`` that belongs to it. Out: findings. The card is
 made again from the facts; whatever differs is found, numbers or words.
+
+The evidence is held against itself as well, as far as that needs no samples: a value is its
+numerator over its denominator, an interval holds it, Wilson intervals follow from counts, and what
+is said twice is said alike.
 """
 
 from __future__ import annotations

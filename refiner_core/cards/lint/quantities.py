@@ -2,6 +2,9 @@
 
 In: a :class:`Document`. Out: one :class:`Quantity` per number whose metric is known. Rows may be
 models and columns metrics, or the other way round.
+A printed number (:class:`Figure`) stands for all values that round to it; whether two agree, and
+whether one can be a share of n, follows from that alone. Labels say what is meant only where that
+is beyond doubt (:func:`metric_of`).
 """
 
 from __future__ import annotations

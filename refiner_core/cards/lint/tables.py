@@ -1,6 +1,7 @@
-"""What is wrong inside a table: totals, ranges, intervals, pass@k.
+"""Numbers of tables and of ``model-index`` that cannot be: totals, shares, ranges, pass@k.
 
-In: tables and the quantities read from them. Out: findings, each about one line.
+In: tables and the quantities read from them, and the numbers of the front matter. Out: findings,
+each about one line. A share of n cases is a whole number of n-ths, as printed.
 """
 
 from __future__ import annotations

@@ -7,6 +7,22 @@ difference, p-values that hold for all arms together (Holm), what each seed says
 What is compared is what both sides have: the seeds that both were measured with, the prompts on
 which both have a value for all of these seeds. What was left out is said. Arms that were asked
 other prompts are refused.
+
+The judge may have changed between two evaluations. The random copier's answers are the same in
+every evaluation of a protocol: where their scores differ, it is the judge, its server, or what
+scores answers that differs. The rule (:class:`Drift`), for a difference D of arm and baseline and a
+shift R of the reference, both paired over seeds and prompts:
+
+1. All references equal (to 1e-9): the judge has not moved. Nothing is changed.
+2. R differs from 0 over prompts, all seeds together (p < 0.01) or one seed alone (p < 0.01 / number
+   of seeds): the judge has moved. D is no progress, unless its whole interval, and that of D - R,
+   lie on one side of 0 by more than three times the most that R can be (its interval over prompts,
+   of all seeds or of the seed that moved): so much more would the judge have to have moved on the
+   arm's answers than on the copier's.
+3. Else the judge is noisy. D counts only if D - R is clear, too; what the noise of the judge alone
+   may have made is not.
+
+Seeds are fixed in the test of R: the question is whether *these* evaluations were judged alike.
 """
 
 from __future__ import annotations
