@@ -46,8 +46,8 @@ from refiner_core.contract.planned import stage_changes
 _FIX = "correct the template (`refiner card template` prints the shipped one, to start from)"
 
 
-#: What an expression of a template may raise.
-_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+#: What a template may raise.
+_RAISED = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def shipped_template() -> str:

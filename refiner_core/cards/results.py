@@ -64,7 +64,7 @@ class Entry(NamedTuple):
         low, high = finite(self.values.get("low")), finite(self.values.get("high"))
         return None if low is None or high is None else (low, high)
 
-    def count(self, part: str) -> int | None:
+    def whole(self, part: str) -> int | None:
         """Its numerator or denominator, where that is known."""
         value = finite(self.values.get(part))
         return None if value is None else round(value)
@@ -168,7 +168,7 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
     ]
     for metric in FAILURE_METRICS:
         found = [known.get((metric, model)) for model in models]
-        if any(entry is not None and entry.count("numerator") for entry in found):
+        if any(entry is not None and entry.whole("numerator") for entry in found):
             name = FAILURE_WORDS[metric.removeprefix(FAILURE)]
             wanted.append((f"failed: {name}", metric, "numerator"))
     cells = {
@@ -176,7 +176,7 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
         for label, metric, part in wanted
         for model in models
         if (entry := known.get((metric, model))) is not None
-        and (count := entry.count(part)) is not None
+        and (count := entry.whole(part)) is not None
     }
     return Table(
         f"Why attempts fail: {_title(usual_n(entries))}",
@@ -223,7 +223,7 @@ def agent_protocol_words(
             "Attempts that an error of the infrastructure ended count as none, so that some tasks "
             f"have fewer than {attempts} valid attempts, and with fewer than k no pass@k."
         )
-    has_errors = any(e.count("numerator") for e in entries if e.metric == _ERRORS)
+    has_errors = any(e.whole("numerator") for e in entries if e.metric == _ERRORS)
     return f"{text} {meaning} {lost}" if has_errors else f"{text} {meaning}"
 
 

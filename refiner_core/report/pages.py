@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import islice
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
@@ -23,7 +22,6 @@ from markupsafe import Markup
 from refiner_core.report import drawing, printing
 
 _HERE = "refiner_core.report"
-_DEEPEST = 6
 #: Characters of a value, and values of one list or mapping, that are shown.
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
@@ -89,7 +87,8 @@ def _environment(*, markdown: bool) -> Environment:
         finalize=lambda value: shown(value) if type(value) is str else value,
         loader=FunctionLoader(lambda name: read(_HERE, name)),
     )
-    environment.globals.update(p=printing, d=drawing, tree=tree, table=_table)
+    environment.globals.update(p=printing, d=drawing, leaf=leaf, most_in_tree=MOST_IN_TREE)
+    environment.globals["table"] = _table
     environment.filters["code"] = _code
     return environment
 
@@ -100,31 +99,6 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
 
 def _code(text: str) -> Markup:
     return Markup(printing.plain(text).replace("`", "'").replace("\n", " "))
-
-
-def tree(value: Any, depth: int = 0) -> Markup:
-    """Any JSON value as nested lists of terms; of many values the first are shown."""
-    if isinstance(value, Mapping) and value and depth < _DEEPEST:
-        rows = Markup("").join(
-            Markup("<dt>{}</dt><dd>{}</dd>").format(leaf(str(k)), tree(v, depth + 1))
-            for k, v in islice(value.items(), MOST_IN_TREE)
-        )
-        return Markup('<dl class="tree">{}</dl>').format(rows) + _more(value)
-    if isinstance(value, list | tuple) and value and depth < _DEEPEST:
-        shown = value[:MOST_IN_TREE]
-        if all(isinstance(v, str | int | float) for v in shown):
-            words = ", ".join(leaf(v) for v in shown)
-            return Markup("<bdi>{}</bdi>").format(words) + _more(value)
-        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in shown)
-        return Markup("<ul>{}</ul>").format(items) + _more(value)
-    if isinstance(value, str) and "\n" in value:
-        return Markup("<pre>{}</pre>").format(leaf(value))
-    return Markup("<bdi>{}</bdi>").format(leaf(value))
-
-
-def _more(values: Sized) -> Markup:
-    more = len(values) - MOST_IN_TREE
-    return Markup('<span class="cut"> … {} more</span>').format(more) if more > 0 else Markup("")
 
 
 def leaf(value: Any) -> str:

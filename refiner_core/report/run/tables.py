@@ -245,21 +245,22 @@ def _metric_line(
     values = [abs(v) for c in cells.values() if (v := printing.finite(c.value)) is not None]
     widest = max((w for w in widths if w > 0), default=None)
     decimals = printing.decimals_for(widest, max(values, default=None))
-    marks = [
-        (index[m], m, value, printing.finite(cells[m].low), printing.finite(cells[m].high))
+    marks = {
+        m: (index[m], value, printing.finite(cells[m].low), printing.finite(cells[m].high))
         for m in sorted(cells, key=lambda m: index[m])
         if (value := printing.finite(cells[m].value)) is not None
-    ]
+    }
     said = "; ".join(
-        f"{model} {printing.with_interval(*ends, decimals)}" for _, model, *ends in marks
+        f"{m} {printing.with_interval(value, low, high, decimals)}"
+        for m, (_, value, low, high) in marks.items()
     )
     return MetricLine(
         metric,
         cells,
         decimals,
         drawing.Models(
-            [(place, *ends) for place, _, *ends in marks],
-            scale_for([end for _, _, *ends in marks for end in ends], ticks=3),
+            list(marks.values()),
+            scale_for((end for _, *ends in marks.values() for end in ends), ticks=3),
             f"{metric}: {said}",
         ),
         change,

@@ -258,11 +258,9 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...
                     seeds=len(changes),
                 )
             )
-    asked = _questions(evidence, group, [flip.sample_id for flip in found])
-    return tuple(
-        replace(flip, question=asked[flip.sample_id].question) if flip.sample_id in asked else flip
-        for flip in found
-    )
+    questions = _questions(evidence, group, [flip.sample_id for flip in found])
+    none = Question("", "")
+    return tuple(replace(f, question=questions.get(f.sample_id, none).question) for f in found)
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
