@@ -46,10 +46,6 @@ from refiner_core.contract.planned import stage_changes
 _FIX = "correct the template (`refiner card template` prints the shipped one, to start from)"
 
 
-#: What a template may raise.
-_RAISED = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
 def shipped_template() -> str:
     """The text of the template that cards are made from where no other is named."""
     return files("refiner_core.cards").joinpath("card.md.jinja").read_text(encoding="utf-8")

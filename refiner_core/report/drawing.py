@@ -38,8 +38,6 @@ SHAPES: Mapping[str, str] = {
 #: Marks of arms and models, by their places.
 DOTS = tuple(SHAPES[k] for k in ("baseline", "not clear", "better", "worse", "judge moved"))
 _COLOURS = 7
-_MIDDLE = 13
-_STRIP_HEIGHT = 26
 _MARGIN = 3.0
 
 
@@ -78,27 +76,12 @@ def _round_step(rough: float) -> float:
     return next((m * power for m in (1, 2, 5) if rough <= m * power), 10 * power)
 
 
-def _svg(kind: str, label: str, body: str, more: str = "") -> Markup:
-    """A drawing that says in words what it shows."""
-    return Markup(
-        f'<svg class="{kind}"{more} role="img" tabindex="0" aria-label="{escape(plain(label))}">'
-        f"{body}</svg>"
-    )
-
-
-def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}%" x2="{x2:.1f}%" y1="{y1}" y2="{y2}"/>'
-
-
-def _at(x: str, y: float, path: str, more: str = "") -> str:
-    """A mark at a place."""
-    return f'<svg x="{x}" y="{y}" overflow="visible"{more}>{path}</svg>'
-
-
 @dataclass(frozen=True)
 class Strip:
-    """What one strip shows: a mean, its interval, the seeds' numbers."""
+    """What one strip shows: a mean, its interval, the seeds' numbers; ``matters`` is how far from 0
+    a difference has to be to matter."""
 
+    scale: Scale
     value: float | None
     low: float | None
     high: float | None
@@ -107,32 +90,6 @@ class Strip:
     label: str
     zero: bool = False
     matters: float | None = None
-
-
-def strip(shown: Strip, scale: Scale) -> Markup:
-    """A strip; nothing at all where there is nothing to draw."""
-    parts = []
-    matters = finite(shown.matters)
-    if shown.zero and matters:
-        left, right = scale.place(-matters), scale.place(matters)
-        parts.append(
-            f'<rect class="eq" x="{left:.1f}%" width="{right - left:.1f}%" height="100%"/>'
-        )
-    if shown.zero:
-        parts.append(_line("z", scale.place(0.0), scale.place(0.0), 0, _STRIP_HEIGHT))
-    low, high = finite(shown.low), finite(shown.high)
-    mark = shown.mark if shown.mark in SHAPES else "not clear"
-    name = mark.replace(" ", "-")
-    if low is not None and high is not None:
-        parts.append(_line(f"i {name}", scale.place(low), scale.place(high), _MIDDLE, _MIDDLE))
-    for position, point in enumerate(shown.points):
-        if (known := finite(point)) is not None:
-            y = _MIDDLE + (-5, 5, -8, 8, 0)[position % 5]
-            parts.append(f'<circle cx="{scale.place(known):.1f}%" cy="{y}" r="2.6"/>')
-    if (value := finite(shown.value)) is not None:
-        path = f'<path class="m {name}" d="{SHAPES[mark]}"/>'
-        parts.append(_at(f"{scale.place(value):.1f}%", _MIDDLE, path))
-    return _svg("strip", shown.label, "".join(parts))
 
 
 # ---------------------------------------------------------------- marks of several arms or models
@@ -204,12 +161,13 @@ class Frame:
         cursor = (
             f'<line class="cursor" y1="{top}" y2="{self.height - bottom}" visibility="hidden"/>'
         )
-        more = (
-            f' viewBox="0 0 {self.width} {self.height}" '
+        return Markup(
+            f'<svg class="curves" viewBox="0 0 {self.width} {self.height}" role="img" tabindex="0" '
+            f'aria-label="{escape(plain(label))}" '
             f'data-x="{self.steps.low:g},{self.steps.high:g}" '
-            f'data-frame="{left},{self.width - right},{self.width}"'
+            f'data-frame="{left},{self.width - right},{self.width}">'
+            f"{rows}{steps}{rest}{cursor}</svg>"
         )
-        return _svg("curves", label, rows + steps + rest + cursor, more)
 
 
 @dataclass(frozen=True)

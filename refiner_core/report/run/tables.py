@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from markupsafe import Markup
-
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
-from refiner_core.report.drawing import Strip, scale_for, strip
+from refiner_core.report.drawing import Strip, scale_for
 from refiner_core.report.pages import template_of
 from refiner_core.report.printing import (
     MISSING,
@@ -175,7 +173,7 @@ class MetricLine:
     change: ChangeRow | None
     verdict: str
     change_decimals: int
-    change_drawing: Markup
+    change_drawing: Strip | None
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,7 @@ def _metric_line(
         change,
         verdict(change) if change is not None else "",
         change_decimals(change) if change is not None else decimals,
-        change_strip(change) if change is not None else Markup(""),
+        change_strip(change) if change is not None else None,
     )
 
 
@@ -277,12 +275,14 @@ def change_decimals(change: ChangeRow) -> int:
     return printing.decimals_for(width, change.difference)
 
 
-def change_strip(change: ChangeRow) -> Markup:
+def change_strip(change: ChangeRow) -> Strip | None:
     """What changed, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
+    if scale is None:
+        return None
     label = f"{change.metric}, {change.after} minus {change.before}: {_change(change)}"
-    shown = Strip(change.difference, change.low, change.high, (), verdict(change), label, zero=True)
-    return strip(shown, scale) if scale is not None else Markup("")
+    ends = (change.difference, change.low, change.high)
+    return Strip(scale, *ends, (), verdict(change), label, zero=True)
 
 
 def verdict(change: ChangeRow) -> str:

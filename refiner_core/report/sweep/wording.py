@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from markupsafe import Markup
-
-from refiner_core.report import drawing
+from refiner_core.report.drawing import Scale, Strip, scale_for
 from refiner_core.report.printing import (
     MISSING,
     count,
@@ -261,8 +259,8 @@ class Column:
     """What all arms of a comparison share."""
 
     decimals: int
-    values: drawing.Scale | None
-    differences: drawing.Scale | None
+    values: Scale | None
+    differences: Scale | None
     matters: float | None
 
     @classmethod
@@ -281,8 +279,8 @@ class Column:
         matters = float(matters) if isinstance(matters, int | float) else None
         return cls(
             decimals=decimals_of(comparison),
-            values=drawing.scale_for(values),
-            differences=drawing.scale_for([*known, 0.0]) if known else None,
+            values=scale_for(values),
+            differences=scale_for([*known, 0.0]) if known else None,
             matters=finite(matters),
         )
 
@@ -303,8 +301,8 @@ class ArmRow:
     sign: str
     basis: str
     note: str
-    value_strip: Markup
-    difference_strip: Markup
+    value_strip: Strip | None
+    difference_strip: Strip | None
     number: ArmNumber
 
 
@@ -334,7 +332,7 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
     )
 
 
-def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) -> Markup:
+def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) -> Strip | None:
     """A strip of an arm's number, or of how far it is from the baseline's."""
     scale = column.differences if difference else column.values
     value, low, high = (
@@ -343,7 +341,7 @@ def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) 
         else (found.value, found.low, found.high)
     )
     if scale is None or finite(value) is None:
-        return Markup("")
+        return None
     points = [(p.seed, p.difference if difference else p.value) for p in found.points]
     seeds = (
         f"seed {seed}: "
@@ -356,7 +354,8 @@ def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) 
     )
     said = with_interval(value, low, high, column.decimals, signed=difference)
     name = f"{found.arm} minus baseline" if difference else found.arm
-    shown = drawing.Strip(
+    return Strip(
+        scale,
         value,
         low,
         high,
@@ -366,7 +365,6 @@ def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) 
         zero=difference,
         matters=column.matters if difference else None,
     )
-    return drawing.strip(shown, scale)
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
