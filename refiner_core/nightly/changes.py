@@ -212,14 +212,6 @@ class Point:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-class Counted(NamedTuple):
-    """One night held against its level; ``direction`` is 0 where it does not count."""
-
-    night: str
-    shift: Shift | None
-    direction: int
-
-
 @dataclass(frozen=True)
 class Change:
     """What has changed, once.
@@ -263,7 +255,6 @@ class Judged(NamedTuple):
     """A series read to its end."""
 
     changes: tuple[Change, ...]
-    nights: tuple[Counted, ...]
     noise: Noise
 
 
@@ -294,7 +285,7 @@ def read_series(
     reader = _Reader(points, canary, smallest)
     for point in points[1:]:
         reader.read(point)
-    return Judged(tuple(reader.changes), tuple(reader.nights), reader.noise_at(math.inf))
+    return Judged(tuple(reader.changes), reader.noise_at(math.inf))
 
 
 class _Reader:
@@ -310,11 +301,9 @@ class _Reader:
         self._order = [p.night for p in frozen]
         self.before: _Level | None = None
         self.changes: list[Change] = []
-        self.nights: list[Counted] = []
         self.recent: deque[tuple[int, Point]] = deque(maxlen=OF)
         if points:
             self.level = _Level(points[0].values, (points[0],))
-            self.nights.append(Counted(points[0].night, None, 0))
 
     def noise_at(self, night: str | float) -> Noise:
         """The canary's spread by its nights up to ``night``."""
@@ -327,7 +316,6 @@ class _Reader:
         shift = compare(point.values, self.level.values, noise)
         counts = shift.beyond(BEYOND) and abs(shift.difference) >= self.smallest
         direction = shift.direction if counts else 0
-        self.nights.append(Counted(point.night, shift, direction))
         self.recent.append((direction, point))
         agreeing = [p for d, p in self.recent if d == direction]
         if direction and len(agreeing) >= NEEDED:

@@ -17,11 +17,11 @@ import re
 from refiner_core.cards.lint.against import evidence_findings
 from refiner_core.cards.lint.claims import claim_findings, prose_findings
 from refiner_core.cards.lint.form import CommandCheck, command_findings, read_front, text_findings
-from refiner_core.cards.lint.markdown import RULES, Document, Finding, read_document
+from refiner_core.cards.lint.markdown import Document, Finding, read_document
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.cards.lint.tables import impossible_shares, index_findings, table_findings
 
-__all__ = ["RULES", "CommandCheck", "Finding", "check_card", "lint_card"]
+__all__ = ["CommandCheck", "Finding", "check_card", "lint_card"]
 
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
