@@ -177,7 +177,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_to
 
 
 class OutputFormat(NamedTuple):
-    """What the model writes: modes in its training rows, and an example."""
+    """Output of the model: modes in its training rows, and an example."""
 
     modes: tuple[str, ...]
     answer_only: bool
@@ -227,7 +227,7 @@ def usage_code(facts: CardFacts) -> str:
 
 
 def reproduction_lines(facts: CardFacts) -> list[str]:
-    """What the command needs, and how to see that it is the same."""
+    """Needs of the command, and signs that it is the same."""
     lines = []
     version = (facts.provenance.get("packages") or {}).get("refiner")
     if version:
@@ -298,7 +298,7 @@ def _plain(value: Any) -> Any:
 
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:
-    """What a template may use; the head of ``card.md.jinja`` says what each of them is."""
+    """Variables of a template; the head of ``card.md.jinja`` says what each of them is."""
     grpo, earlier = facts.stage == "grpo", earlier_stages(facts)
     return {
         "front_matter": yaml.safe_dump(

@@ -162,7 +162,7 @@ def _shorter_command(command: str) -> str:
 
 
 def is_place(override: str) -> bool:
-    """Whether a ``key=value`` says where something ran, and nothing of what was made."""
+    """True if a ``key=value`` says where something ran, and nothing of what was made."""
     key, equals, _ = override.partition("=")
     info = dict(walk(RecipeConfig)).get(key)
     if not equals or info is None or info.mark == "identity":
@@ -199,12 +199,12 @@ def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[st
 
 
 def is_public(path: str, info: FieldInfo) -> bool:
-    """Whether a configuration field stands in the evidence."""
+    """True if a configuration field stands in the evidence."""
     return info.mark == "identity" or path in SHOWN_EXECUTION
 
 
 def public_protocol(text: str) -> str:
-    """What a protocol file fixes, without where its judge is served and where its files lie."""
+    """Fixed content of a protocol file, without where its judge is served and its files lie."""
     protocol = parse_protocol(text)
     fixed = {p: v for p, v in protocol.fields.items() if p in protocol.fixed}
     if not fixed:  # it says nothing but where a judge is asked

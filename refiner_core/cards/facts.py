@@ -28,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class AttemptNote(NamedTuple):
-    """How one attempt at a stage ended; ``failure`` is a failure class, ``none`` for success.
+    """End of one attempt at a stage; ``failure`` is a failure class, ``none`` for success.
     ``step`` is the last one that it had finished, ``ended_at`` an ISO 8601 time (UTC)."""
 
     stage: str
@@ -203,12 +203,12 @@ class CardFacts:
 
     @property
     def is_agent(self) -> bool:
-        """Whether the model is an agent of an environment."""
+        """True if the model is an agent of an environment."""
         return bool(self.config.environment.name)
 
     @property
     def on_prompts(self) -> bool:
-        """Whether the model's stage trains on prompts, not on demonstrations."""
+        """True if the model's stage trains on prompts, not on demonstrations."""
         return self.stage in KINDS and KINDS[self.stage].on_prompts
 
     @property
@@ -223,7 +223,7 @@ class CardFacts:
 
     @property
     def base(self) -> str:
-        """What training started from, as it may be shown."""
+        """Model that training started from, as it may be shown."""
         return public_name(self.base_model or self.config.model.name_or_path)
 
 
@@ -260,7 +260,7 @@ def finite(value: Any) -> float | None:
 
 
 def is_local(text: str) -> bool:
-    """Whether a configured name is a path of some machine and not a public name."""
+    """True if a configured name is a path of some machine and not a public name."""
     return text.startswith(("/", "~", "./", "../")) or "\\" in text
 
 
@@ -270,7 +270,7 @@ def public_name(text: str) -> str:
 
 
 def is_hub_id(text: str | None) -> bool:
-    """Whether a name can be a Hub repository."""
+    """True if a name can be a Hub repository."""
     return text is not None and not is_local(text) and _HUB_ID.fullmatch(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""What a reader of a card ought to know: notes derived from records, never typed by hand.
+"""Notes for a reader of a card, derived from records, never typed by hand.
 
 In: :class:`CardFacts`. Out: one sentence or two per thing that happened, with where its numbers
 come from. Messages of failures are left out on purpose: they name paths and hosts. Of a proof that
@@ -104,7 +104,7 @@ def resume_notes(facts: CardFacts) -> Iterator[str]:
 
 
 def proof_problems(facts: CardFacts) -> Iterator[str]:
-    """What a proof says that does not follow from its own numbers, or is about another stage."""
+    """Statements of a proof that do not follow from its own numbers, or is about another stage."""
     proof = read_proof(facts.proof)
     if proof is None:
         return
@@ -222,7 +222,7 @@ def _resumed(facts: CardFacts, place: int, later: int) -> str:
 
 
 def _stopped(facts: CardFacts) -> Iterator[str]:
-    """What became of a training whose earlier checkpoint this is, as far as it was known."""
+    """Fate of a training whose earlier checkpoint this is, as far as it was known."""
     known = facts.stopped
     if known.get("failure", "none") in ("none", "", None):
         return

@@ -123,7 +123,7 @@ def step_of(model: str, facts: CardFacts) -> int | None:
 
 
 def about_tasks(entries: Sequence[Entry]) -> bool:
-    """Whether these are numbers of an agent."""
+    """True if these are numbers of an agent."""
     return any(of_tasks(e.metric) for e in entries)
 
 
@@ -189,7 +189,7 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
 def agent_protocol_words(
     known: Mapping[str, Any], entries: Sequence[Entry], trained_with: str = ""
 ) -> str:
-    """What a protocol of tasks is, and what its numbers mean. ``trained_with`` is the model of the
+    """Protocol of tasks in words, with what its numbers mean. ``trained_with`` is the model of the
     user in training; empty for the environment's own script."""
     sampling, environment = known.get("sampling") or {}, known.get("environment") or {}
     attempts = int(known.get("samples_per_prompt") or 1)
@@ -310,7 +310,7 @@ def _title(entry: Entry) -> str:
 
 
 def protocol_words(facts: CardFacts, protocol: str, entries: Sequence[Entry] = ()) -> str:
-    """What a protocol is, in words; empty where nobody has recorded it."""
+    """Protocol in words; empty where nobody has recorded it."""
     known = facts.protocols.get(protocol)
     if not known:
         return ""
@@ -385,7 +385,7 @@ def without_value(facts: CardFacts) -> list[str]:
 
 
 def preferred_step(facts: CardFacts) -> str | None:
-    """Which of the measured steps has the best number, by the recipe's own choice of metric.
+    """Best of the measured steps, by the recipe's own choice of metric.
 
     None unless this model and another step of its run were measured under one protocol.
     """

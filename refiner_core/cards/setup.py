@@ -130,7 +130,7 @@ def earlier_stages(facts: CardFacts) -> list[Earlier]:
 
 
 def _done(facts: CardFacts, path: str, words: tuple[tuple[str, ...], ...]) -> list[str]:
-    """What a report counts; what it has not, and counts that are 0, are left out."""
+    """Counts of a report; what it has not, and counts that are 0, are left out."""
     report = facts.fact(f"reports.{path}") or {}
     least = 0 if path.endswith("counts") else -1
     return [
@@ -148,7 +148,7 @@ def _as_done(parts: list[str]) -> list[str]:
 
 
 def data_lines(facts: CardFacts) -> list[str]:
-    """Which rows or tasks went in, with counts where the data stage reported them."""
+    """Rows or tasks that went in, with counts where the data stage reported them."""
     data, lines = facts.config.data, []
     report = facts.reports.get("data", {})
     kinds = ["rl"] if facts.on_prompts else []
@@ -180,7 +180,7 @@ def data_lines(facts: CardFacts) -> list[str]:
 
 
 def _held_out(facts: CardFacts, kinds: Collection[str]) -> list[str]:
-    """What was kept out of training, and from where."""
+    """Rows or tasks that were kept out of training."""
     if not facts.fact("reports.data.split"):
         return []
     at = "reports.data.split"
@@ -440,7 +440,7 @@ def _command_lines(facts: CardFacts) -> list[str]:
 
 
 def _sampling_lines(facts: CardFacts) -> list[str]:
-    """How attempts were sampled, by what rule they were kept, and how many; none where no report
+    """Sampling of attempts, the rule by which they were kept, and numbers; none where no report
     says."""
     report, rule, at = facts.reports.get("sample", {}), facts.config.sample, "reports.sample"
     if not report.get("attempts"):

@@ -163,7 +163,7 @@ def cost_lines(facts: CardFacts) -> Iterator[str]:
 
 
 def _judged(facts: CardFacts) -> Iterator[str]:
-    """What the judge was asked in the steps that led here; nothing where it keeps no count."""
+    """Judgements in the steps that led here; nothing where it keeps no count."""
     path = "reports.grpo.judge"
     used = facts.fact(path)
     if not isinstance(used, Mapping) or not finite(used.get("asked")):

@@ -62,7 +62,7 @@ Verdict = Literal["found", "not found", "not clear", "too few", "not asked"]
 
 
 class Finding(NamedTuple):
-    """What was looked for, whether it is there, and what that rests on."""
+    """Defect that was looked for, with a verdict and what that rests on."""
 
     name: str
     verdict: Verdict
@@ -151,7 +151,7 @@ def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
 
 
 def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
-    """Whether a difference is there, as one of ``looks`` that would each do; None where there are
+    """True if a difference is there, as one of ``looks`` that would each do; None where there are
     too few questions to say."""
     if value is None or value.n < FEWEST or value.p_value is None:
         return None
@@ -423,7 +423,7 @@ def _at(values: Sequence[T], places: Sequence[int]) -> list[T]:
 
 
 def _identity(config: JudgeConfig) -> dict[str, Any]:
-    """What decides the judgements."""
+    """Settings that decide the judgements."""
     if config.kind == "lexical":
         return {"kind": "lexical", "model": config.model}
     names = ("kind", "model", "revision", "prompt", "form", "structured_output", "temperature")

@@ -184,7 +184,7 @@ _FEWEST = {50: 5, 95: 20, 99: 100}
 
 @dataclass(frozen=True)
 class Cost:
-    """What judgements of one kind took.
+    """Cost of judgements of one kind.
 
     ``seconds`` maps a percentile to seconds of a call, with :data:`LANES` in flight; None where
     there were too few calls, and empty where no server was asked. ``reasons`` counts answers and
@@ -266,7 +266,7 @@ class Asker:
 
 
 def is_batched(config: JudgeConfig) -> bool:
-    """Whether rubrics are judged in company."""
+    """True if rubrics are judged in company."""
     return config.kind == "openai" and config.form == "batched"
 
 

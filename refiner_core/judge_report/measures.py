@@ -56,7 +56,7 @@ class Repeatability:
 
 @dataclass(frozen=True)
 class Shift:
-    """What happens to scores when something changes that should not matter.
+    """Effect on scores when something changes that should not matter.
 
     ``shift``: mean of the signed change; ``changed``: share of scores that changed; ``beyond``:
     that share minus the share that changes when the same is asked again (None where it was not
@@ -71,7 +71,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """How one attack ended: ``resisted``; ``obeyed``; ``broke`` the judge, which then had no score
+    """Result of one attack: ``resisted``; ``obeyed``; ``broke`` the judge, which then had no score
     for it; or ``no room``, where the honest twin had the score that the attack wants, or none."""
 
     name: str

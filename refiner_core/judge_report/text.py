@@ -64,7 +64,7 @@ def markdown(report: Report) -> str:
 
 
 def about(report: Report) -> list[str]:
-    """What was measured, on what."""
+    """Lines that say what was measured, on what."""
     material = report.material
     asked = ", ".join(f"{n} {kind}" for kind, n in material["requests"].items())
     other = [] if report.against is None else [f"The other judge: {_named(report.against)}."]

@@ -101,12 +101,12 @@ class Shift(NamedTuple):
     noise: Noise = Noise()
 
     def beyond(self, sigmas: float) -> bool:
-        """Whether it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
+        """True if it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
         few prompts, and few nights, need more."""
         return self.n > 1 and abs(self.difference) > self.margin(sigmas)
 
     def margin(self, sigmas: float) -> float:
-        """What it has to be beyond."""
+        """Margin that it has to be beyond."""
         prompts = critical(sigmas, max(self.n, 2) - 1) * self.error
         if self.noise.spread == 0:
             return prompts
@@ -214,7 +214,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Change:
-    """What has changed, once.
+    """One change of a series, told once.
 
     Attributes
     ----------
@@ -345,7 +345,7 @@ class _Reader:
         self.recent.clear()
 
     def _is_back(self, new: _Level, direction: int, noise: Noise) -> bool:
-        """Whether the series is at the level before its last change again, or past it."""
+        """True if the series is at the level before its last change again, or past it."""
         if self.before is None or self.changes[-1].direction == direction:
             return False
         left = compare(new.values, self.before.values, noise)
@@ -398,7 +398,7 @@ ValuesOf = Callable[[Row, str], Values | None]
 
 
 class Key(NamedTuple):
-    """What makes two nights comparable. ``protocol`` is that of the metric."""
+    """Key of nights that are comparable. ``protocol`` is that of the metric."""
 
     checkpoint: str
     protocol: str

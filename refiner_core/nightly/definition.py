@@ -51,7 +51,7 @@ When = Literal["any", "drop", "rise"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint comes from.
+    """Origin of a checkpoint.
 
     Attributes
     ----------
@@ -71,12 +71,12 @@ class Source:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is the same weights in every night."""
+        """True if it is the same weights in every night."""
         return bool(self.digest) or self.kind == "stage" or self.is_commit
 
     @property
     def is_commit(self) -> bool:
-        """Whether ``revision`` names one commit for good."""
+        """True if ``revision`` names one commit for good."""
         hexadecimal = all(c in "0123456789abcdef" for c in self.revision)
         return self.kind == "hub" and len(self.revision) == 40 and hexadecimal
 
@@ -98,7 +98,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Alerts:
-    """What is worth an alert.
+    """Conditions and channels of alerts.
 
     Attributes
     ----------
@@ -247,11 +247,11 @@ class Schedule:
         return [next(found).date().isoformat() for _ in range(count)][::-1]
 
     def next_after(self, moment: datetime) -> datetime:
-        """When the next night begins."""
+        """Time at which the next night begins."""
         return next(CronSim(self.cron, self._here(moment)))
 
     def begins(self, night: str) -> datetime:
-        """When a night begins.
+        """Time at which a night begins.
 
         Raises
         ------

@@ -37,7 +37,7 @@ _LAST = 30
 
 @dataclass(frozen=True)
 class Trends:
-    """What the page shows; ``missed`` maps nights to checkpoints and why they have no number."""
+    """Content of the page; ``missed`` maps nights to checkpoints and why they have no number."""
 
     name: str
     schedule: str
@@ -48,7 +48,7 @@ class Trends:
 
 
 class Frame:
-    """Where nights and numbers lie on the drawings of a group; ``nights`` are all of the page, in
+    """Places of nights and numbers on the drawings of a group; ``nights`` are all of the page, in
     order: the same place in every drawing."""
 
     width, height, left, right, top, bottom = 960, 190, 56, 12, 14, 40
@@ -128,7 +128,7 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
 
 
 def _stands_for(one: Sequence[Series], other: Sequence[Series]) -> bool:
-    """Whether one protocol came in the place of the other: the same file, metric and decoding."""
+    """True if one protocol came in the place of the other: the same file, metric and decoding."""
     a, b = one[0], other[0]
     return a.key[2:] == b.key[2:] and a.rows[0].protocol_set == b.rows[0].protocol_set
 

@@ -51,7 +51,7 @@ class Scale:
     decimals: int
 
     def place(self, value: float) -> float:
-        """Where a number lies, in percent; what lies outside is put at the edge."""
+        """Place of a number, in percent; what lies outside is put at the edge."""
         share = (value - self.low) / (self.high - self.low)
         return _MARGIN + (100 - 2 * _MARGIN) * min(1.0, max(0.0, share))
 
@@ -78,7 +78,7 @@ def _round_step(rough: float) -> float:
 
 @dataclass(frozen=True)
 class Strip:
-    """What one strip shows: a mean, its interval, the seeds' numbers; ``matters`` is how far from 0
+    """Content of one strip: a mean, its interval, the seeds' numbers; ``matters`` is how far from 0
     a difference has to be to matter."""
 
     scale: Scale
@@ -101,7 +101,7 @@ def style_of(index: int) -> int:
 
 
 def dash_of(index: int) -> int:
-    """Which dashes an arm's line has, so that colours may come again."""
+    """Dashes of an arm's line, so that colours may come again."""
     return 0 if index == 0 else (index - 1) // _COLOURS % 4
 
 
@@ -118,7 +118,7 @@ class Models(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """Where steps and values lie in a drawing of curves."""
+    """Places of steps and values in a drawing of curves."""
 
     width: int
     height: int
@@ -402,7 +402,7 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
 
 
 def _ended(attempt: AttemptRow, now: float | None) -> float | None:
-    """When an attempt ended; one that is gone without a word, when it last showed that it lived."""
+    """End of an attempt; of one that is gone without a word, when it last showed that it lived."""
     if attempt.ended_at:
         return _time(attempt.ended_at)
     if kind_of(attempt) == "running":
@@ -420,7 +420,7 @@ def _attempt_said(attempt: AttemptRow) -> str:
 
 
 def kind_of(attempt: AttemptRow) -> str:
-    """How an attempt is drawn: done, running, stop (it was ended from outside), bad."""
+    """Manner in which an attempt is drawn: done, running, stop (it was ended from outside), bad."""
     if not attempt.ended_at and attempt.outcome in ("", UNDER_WAY):
         return "running"
     if attempt.outcome in ("done", "none", "finished"):

@@ -1,4 +1,4 @@
-"""What all pages of reports have in common: colours, script, security policy, how values are shown.
+"""Parts that all pages of reports share: colours, script, security policy, forms of values.
 
 In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
 :class:`Parts`, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
@@ -28,7 +28,7 @@ MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
 @dataclass(frozen=True)
 class Parts:
-    """What a page is made of; ``policy`` is its content security policy."""
+    """Parts of a page; ``policy`` is its content security policy."""
 
     template: Template
     style: Markup

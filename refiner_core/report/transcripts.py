@@ -157,7 +157,7 @@ class _Marker:
     count: int = 0
 
     def awaited(self, ids: Iterable[str]) -> bool:
-        """Whether an answer cites one of these, and nothing that is shown has it yet."""
+        """True if an answer cites one of these, and nothing that is shown has it yet."""
         return any(i in self.cited and i not in self.anchors for i in ids)
 
     def piece(self, span: Span) -> Markup:
@@ -215,7 +215,7 @@ def _opens_answer(tag: Tag) -> bool:
 
 
 def _around(text: str, evidence: Evidence) -> Markup:
-    """What is not in an answer block, or all of it where there is no single one."""
+    """Text that is not in an answer block, or all of it where there is no single one."""
     return Markup("").join(
         _outside(span.text) if span.ids is None else _claim(span, evidence, None)
         for span in spans(text)
@@ -317,7 +317,7 @@ class Conversation:
 
 
 def conversation(episode: Mapping[str, Any]) -> Conversation:
-    """What the page shows of an attempt."""
+    """Attempt as the page shows it."""
     kept: list[Said] = []
     room, everything = MOST_OF_EPISODE, list(_said(episode))
     for said in everything:
@@ -362,7 +362,7 @@ def size_of(episode: Mapping[str, Any]) -> int:
 
 
 def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", "error"], str]:
-    """How an attempt ended, and why, in words."""
+    """Verdict on an attempt, and its reason in words."""
     if episode.get("status") == "error":
         kind = str(episode.get("error_kind") or "error")
         told = str(episode.get("error") or "")

@@ -243,7 +243,7 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def sign_changes(a: float, b: float) -> bool:
-    """Whether two advantages of a sample push in opposite directions."""
+    """True if two advantages of a sample push in opposite directions."""
     return _sign(a, NO_SIGN) * _sign(b, NO_SIGN) < 0
 
 
@@ -382,7 +382,7 @@ class Reversal(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether both orders are more than luck."""
+        """True if both orders are more than luck."""
         low, high = self.difference_than.low, self.difference_under.high
         return low is not None and high is not None and low > 0 > high
 

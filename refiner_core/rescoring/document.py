@@ -150,7 +150,7 @@ def matrix_rows(document: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 
 
 def reversal_lines(document: Mapping[str, Any]) -> list[str]:
-    """Whether the settings agree on the order of the policies, in sentences: what is clear first;
+    """True if the settings agree on the order of the policies, in sentences: what is clear first;
     of what may be chance, the first few."""
     matrix = document["matrix"]
     if not matrix["reversals"]:
@@ -204,7 +204,7 @@ def markdown(document: Mapping[str, Any]) -> str:
 
 
 def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
-    """Whether a policy's own settings give back what was stored."""
+    """True if a policy's own settings give back what was stored."""
     if not found["exact"]:
         return f"{name}: {found['warning']}"
     advantages = "" if found["advantages"] is None else " and advantages"
@@ -343,7 +343,7 @@ def _some(pairs: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]
 
 
 def _shares(matrix: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """Where each mean lies in its column, from 0 to 1: a column is scaled by itself, as its numbers
+    """Place of each mean in its column, from 0 to 1: a column is scaled by itself, as its numbers
     are."""
     shares = {}
     for setting in matrix.get("ranks", ()):

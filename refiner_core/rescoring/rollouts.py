@@ -172,7 +172,7 @@ _VERDICT = ("score", "status", "detail", "title", "polarity", "weight", "source"
 
 
 class Question(NamedTuple):
-    """What is asked, and how it is described where its judgement is stored."""
+    """Question to a judge, and its description where its judgement is stored."""
 
     request: JudgeRequest
     detail: Mapping[str, Any]
@@ -218,7 +218,7 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
 
 
 def items_of(rollouts: Iterable[StoredRollout]) -> list[RewardInput]:
-    """What is rewarded."""
+    """Rollouts as the reward reads them."""
     return [RewardInput(r.prompt, r.text, r.stopped) for r in rollouts]
 
 
@@ -287,7 +287,7 @@ def recorded(
 
 
 def described(detail: Mapping[str, Any]) -> Hashable:
-    """Which question of its rollout a stored judgement answers."""
+    """Key of the question that a stored judgement answers."""
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
         for name, value in sorted(detail.items())

@@ -42,7 +42,7 @@ LARGEST = 1_000_000
 def general_findings(
     text: str, command_check: CommandCheck | None = None, *, has_evidence: bool = False
 ) -> list[Finding]:
-    """What is wrong with a README by itself."""
+    """Findings about a README by itself."""
     document = read_document(text)
     front = read_front(
         document.front, document.front_line, unknown_base=bool(_UNKNOWN_BASE.search(text))
@@ -66,7 +66,7 @@ def general_findings(
 
 
 def is_ours(document: Document) -> bool:
-    """Whether a README looks like one that refiner has made."""
+    """True if a README looks like one that refiner has made."""
     has = {title for _, title in document.headings}
     return has >= _OUR_SECTIONS and any(
         line.startswith("refiner ") for fence in document.fences for line in fence.lines
@@ -105,6 +105,6 @@ def check_card(
 
 
 def lint_card(text: str, evidence: str | None = None, *, template: str | None = None) -> list[str]:
-    """What makes a card unfit to be published, one sentence per problem; warnings are left out."""
+    """Reasons why a card is unfit to be published, a sentence each; warnings are left out."""
     found = check_card(text, evidence, template=template)
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]

@@ -34,7 +34,7 @@ _FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was publi
 
 
 def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
-    """What the evidence says that cannot be."""
+    """Statements of the evidence that cannot be."""
     facts = evidence.facts
     pairs = {
         "step": (evidence.step, facts.step),
@@ -104,7 +104,7 @@ def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_outside(entry: Mapping[str, Any]) -> bool:
-    """Whether a value does not lie in its interval; few prompts and a skew can bring a bootstrap
+    """True if a value does not lie in its interval; few prompts and a skew can bring a bootstrap
     there, nothing brings a Wilson interval there."""
     value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
     if value is None or low is None or high is None or low > high:
@@ -234,7 +234,7 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
 
 
 def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Finding]:
-    """What differs between two lines: each number or word that does, unless most of them do."""
+    """Differences of two lines: each number or word that does, unless most of them do."""
     want = origin.lines[place]
     if len(have) > 2 * len(want) + 2000:
         yield Finding(line, "evidence", f"the evidence gives the line {_short(want)!r}", _FIX)
@@ -256,7 +256,7 @@ def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Find
 
 
 def _beside(tokens: Sequence[str], first: int, last: int) -> str:
-    """What stands around a place, so that it is found in a long line."""
+    """Surroundings of a place, so that it is found in a long line."""
     text = "".join(tokens[max(0, first - 6) : last + 4]).strip()
     return f": …{text}…" if text else ""
 
@@ -266,7 +266,7 @@ def _short(text: str) -> str:
 
 
 class _Origin:
-    """Which fact each number of a card comes from."""
+    """Origin of each number of a card: its fact."""
 
     def __init__(self, facts: CardFacts, lines: Sequence[str]) -> None:
         self.facts, self.lines = facts, lines

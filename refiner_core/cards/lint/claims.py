@@ -72,19 +72,19 @@ class Claim:
     sentence: str
 
     def given_by(self, own: Quantity, base: Quantity) -> Fraction:
-        """What two numbers give."""
+        """Factor or difference that two numbers give."""
         if self.is_factor:
             return own.figure.value / base.figure.value
         points = own.figure.value - base.figure.value
         return points * 100 if own.fractions and not own.figure.percent else points
 
     def holds(self, own: Quantity, base: Quantity) -> bool:
-        """Whether two numbers of tables can give the claim."""
+        """True if two numbers of tables can give the claim."""
         whole = own.fractions and not own.figure.percent and not self.is_factor
         return self.fits(own.figure, base.figure, 100 if whole else 1)
 
     def fits(self, own: Figure, base: Figure, times: int = 1) -> bool:
-        """Whether two printed numbers, each so many ``times``, can give the claim."""
+        """True if two printed numbers, each so many ``times``, can give the claim."""
         step = Fraction(10) ** -self.decimals
         room = step if self.hedged else step / 2
         a, b, ua, ub = (x * times for x in (own.value, base.value, own.unit, base.unit))
@@ -217,7 +217,7 @@ def _mentions(sentence: str, q: Quantity) -> bool:
 
 
 def _names_metric(claim: Claim, pairs: Sequence[tuple[Quantity, Quantity]]) -> bool:
-    """Whether it is beyond doubt which numbers the claim is about."""
+    """True if it is beyond doubt which numbers the claim is about."""
     about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
     return about_base and len(pairs) == 1 and _mentions(claim.sentence, pairs[0][0])
 
@@ -247,7 +247,7 @@ def _across(claim: Claim, own: Quantity, base: Quantity) -> Iterator[Finding]:
 
 
 def _protocols(q: Quantity) -> frozenset[str]:
-    """What sets a table's protocol apart, as far as its heading and caption say."""
+    """Marks of a table's protocol, as far as its heading and caption say."""
     text = " ".join([*q.table.headings[-1:], q.table.caption]).lower()
     return frozenset(_PROTOCOL.findall(text))
 
@@ -382,7 +382,7 @@ def _named(q: Quantity, text: str) -> bool:
 
 
 def _is_of(there: Sequence[Quantity], sentence: str, after: str) -> bool:
-    """Whether a number can only be one of these: they stand in one section, and what the sentence
+    """True if a number can only be one of these: they stand in one section, and what the sentence
     says that it was measured on is named there."""
     sections = {q.table.headings[:2] for q in there}
     on = _ON.match(after)

@@ -362,7 +362,7 @@ class Finding:
 
     @property
     def is_error(self) -> bool:
-        """Whether a card with it is unfit to be published."""
+        """True if a card with it is unfit to be published."""
         return self.severity == "error"
 
     def to_json(self) -> dict[str, Any]:

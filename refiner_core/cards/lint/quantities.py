@@ -60,7 +60,7 @@ class Figure:
 
     @property
     def unit(self) -> Fraction:
-        """What one step of its last digit is worth."""
+        """Worth of one step of its last digit."""
         return Fraction(10) ** -self.decimals
 
     @property
@@ -111,7 +111,7 @@ def stated_n(text: str) -> int | None:
 
 
 def agree(a: Figure, b: Figure) -> bool:
-    """Whether two printed numbers can be one value; 0.59 and 59 % can."""
+    """True if two printed numbers can be one value; 0.59 and 59 % can."""
     slack = (a.unit + b.unit) / 2
     if abs(a.value - b.value) <= slack:
         return True
@@ -122,12 +122,12 @@ def agree(a: Figure, b: Figure) -> bool:
 
 
 def scale(figure: Figure, *, fractions: bool) -> int:
-    """What one whole is in a share: 100 for percentages, 1 where ``fractions`` are printed."""
+    """One whole in a share: 100 for percentages, 1 where ``fractions`` are printed."""
     return 1 if fractions and not figure.percent else 100
 
 
 def can_be_share(figure: Figure, denominators: Iterable[int], whole: int) -> bool:
-    """Whether some k of one of ``denominators`` prints as the figure, rounded or cut off."""
+    """True if some k of one of ``denominators`` prints as the figure, rounded or cut off."""
     low = figure.value - figure.unit / 2
     high = figure.value + figure.unit
     for denominator in denominators:
@@ -204,7 +204,7 @@ _UNEVEN = re.compile(r"fewer than (\d+) valid attempts", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number measures. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
+    """Measure behind a number. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
     that each case counts as 0 or 1, ``once`` that it was tried once; ``share`` that more than 100 %
     cannot be."""
 
@@ -217,7 +217,7 @@ class Metric:
 
     @property
     def drawn(self) -> int | None:
-        """How many attempts are drawn, for pass@k and pass^k."""
+        """Number of attempts that are drawn, for pass@k and pass^k."""
         return self.k or self.every
 
 
@@ -261,12 +261,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def counts_cases(header: str) -> bool:
-    """Whether a column says how many cases its rows have."""
+    """True if a column says how many cases its rows have."""
     return _CASES.fullmatch(header.strip()) is not None
 
 
 def total_kind(label: str) -> Literal["sum", "whole", "mean", ""]:
-    """What the label of a row says of the rows beside it."""
+    """Role of a row beside the others, by its label."""
     text = label.strip().strip(":").strip()
     if _SUM.fullmatch(text):
         return "sum"
@@ -276,14 +276,14 @@ def total_kind(label: str) -> Literal["sum", "whole", "mean", ""]:
 
 
 def role_of(label: str) -> Role:
-    """Whether a label is that of the card's own model, or of the one that it is compared with."""
+    """True if a label is that of the card's own model, or of the one that it is compared with."""
     if _OWN.search(label):
         return "own"
     return "base" if _BASE.search(label) else ""
 
 
 def names_change(label: str) -> bool:
-    """Whether a label is that of a difference, which may be more than 100 % and below 0."""
+    """True if a label is that of a difference, which may be more than 100 % and below 0."""
     return _CHANGE.search(label) is not None
 
 
@@ -294,7 +294,7 @@ def uneven_in(text: str) -> int | None:
 
 
 def repeats_in(text: str) -> frozenset[int]:
-    """How often each case was tried, as far as a text says so."""
+    """Numbers of tries of each case, as far as a text says so."""
     found = (next(filter(None, m.groups())) for m in _REPEATS.finditer(text))
     known = {int(n) for n in found if len(n) < 6 and 1 < int(n) <= _MOST_TRIES}
     return frozenset(sorted(known)[:_MOST_REPEATS])
@@ -372,7 +372,7 @@ def case_columns(table: Table) -> list[int]:
 
 
 def own_and_base(labels: Sequence[str], bold: Sequence[bool], title: str) -> list[Role]:
-    """Which of several labels is the card's own model, which the one before it."""
+    """Roles of several labels: the card's own model, the one before it, neither."""
     roles = [role_of(label) for label in labels]
     if "base" in roles and "own" not in roles:
         named = [i for i, label in enumerate(labels) if title and label.lower() == title.lower()]
@@ -434,7 +434,7 @@ def _around(table: Table) -> int | None:
 
 
 def _are_fractions(figures: Sequence[Figure | None]) -> bool:
-    """Whether shares are printed as fractions of 1."""
+    """True if shares are printed as fractions of 1."""
     known = [f for f in figures if f is not None]
     return bool(known) and all(f.value <= 1 and f.decimals and not f.percent for f in known)
 

@@ -100,7 +100,7 @@ def _wrong_total(
     *,
     is_cases: bool,
 ) -> str:
-    """What the parts give instead; empty where the total is right, or nobody can tell."""
+    """Total that the parts give instead; empty where the total is right, or nobody can tell."""
     values = [p.value for p in parts]
     slack = (whole.unit + max(p.unit for p in parts)) / 2
     added = sum(values, Fraction(0))
@@ -277,7 +277,7 @@ def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] 
 
 
 def _common(k: int, most: int) -> int:
-    """What all shares of cases with 1 to ``most`` tries are fractions of, for ``k`` drawn."""
+    """Common denominator of all shares of cases with 1 to ``most`` tries, ``k`` of them drawn."""
     return lcm(*(comb(tries, k) for tries in range(k, most + 1)))
 
 
@@ -316,7 +316,7 @@ def _in_prose(document: Document, repeats: frozenset[int]) -> Iterator[Finding]:
 
 @lru_cache(maxsize=1)
 def _counts(text: str) -> bool:
-    """Whether a paragraph is about something that each case has or has not."""
+    """True if a paragraph is about something that each case has or has not."""
     return _YES_NO.search(text) is not None
 
 

@@ -149,7 +149,7 @@ def incidents_text(report: RunReport) -> str:
 
 
 def without_incident(report: RunReport) -> str:
-    """What can be said where no incident is recorded: a worker that dies while no orchestrator
+    """Words for a run without a recorded incident: a worker that dies while no orchestrator
     lives leaves none, and that is not "nothing went wrong"."""
     ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
     if ended:
@@ -276,7 +276,7 @@ def change_decimals(change: ChangeRow) -> int:
 
 
 def change_strip(change: ChangeRow) -> Strip | None:
-    """What changed, with its interval, against 0."""
+    """Strip of a change, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
     if scale is None:
         return None

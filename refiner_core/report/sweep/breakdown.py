@@ -133,7 +133,7 @@ def _asked(protocol: Mapping[str, Any]) -> tuple[object, object]:
 
 
 def make_agreement(matrix: Sequence[MatrixRow]) -> tuple[Agreement, ...]:
-    """How far each two rows put the arms in one order; of arms that both have, at least three."""
+    """Agreement of each two rows on the order of arms; of arms that both have, at least three."""
     from scipy.stats import kendalltau
 
     found = []

@@ -114,7 +114,7 @@ def _plain(values: Floats) -> tuple[float | None, ...]:
 
 
 def make_attempts(groups: Sequence[Group]) -> Iterator[AttemptsRow]:
-    """What became of agents' attempts, per arm and domain, in sum over seeds; errors of the
+    """Outcomes of agents' attempts, per arm and domain, in sum over seeds; errors of the
     infrastructure stand apart from failures of the model."""
     for group in groups:
         for arm in () if group.reward else group.arms:
@@ -293,7 +293,7 @@ def _layouts(evidence: Evidence, group: Group, metric: str) -> list[Floats]:
 def _setting(
     evidence: Evidence, group: Group, groups: Sequence[Group]
 ) -> tuple[Setting, tuple[str, ...]]:
-    """What comparisons of a group need to know, and the arms that were measured in no way at all:
+    """Setting of a group's comparisons, and the arms that were measured in no way at all:
     those are said to be missing beside the baseline."""
     sweep = evidence.sweep
     arms = tuple(arm.name for arm in sweep.arms)
@@ -355,7 +355,7 @@ def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
 
 
 def _protocols(evidence: Evidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
-    """What the fingerprints of the shown numbers stand for."""
+    """Protocols behind the fingerprints of the shown numbers."""
     found: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         spelt = evidence.protocols.get(group.protocol, {})

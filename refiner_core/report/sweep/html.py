@@ -275,7 +275,7 @@ def _range(cells: Iterable[MatrixCell]) -> tuple[float, float]:
 
 
 def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
-    """Which arm each judge puts first, and what to think of one that it has trained."""
+    """First places by judge, and what to think of one that it has trained."""
     best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
     named = [(row, arms) for row, arms in best.items() if arms]
     if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
@@ -293,7 +293,7 @@ def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
 
 
 def _orders(rows: Sequence[MatrixRow], pairs: Sequence[Agreement]) -> Iterator[str]:
-    """How far two judges agree on the order of arms."""
+    """Agreement of two judges on the order of arms."""
     for pair in pairs:
         both = f"{judge_name(rows[pair.first])} and {judge_name(rows[pair.second])}"
         if pair.tau is None:

@@ -47,7 +47,7 @@ MARGIN = 3.0
 
 
 class Drift(NamedTuple):
-    """What the reference says of one arm against the baseline.
+    """Verdict of the reference on one arm against the baseline.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Drift(NamedTuple):
     net: Difference | None = None
 
     def stands(self, found: Difference) -> bool:
-        """Whether a difference that is clear by itself is one beside this drift."""
+        """True if a difference that is clear by itself is one beside this drift."""
         if self.kind in ("equal", "unknown"):
             return True
         if self.net is None or self.net.low is None or self.net.high is None:
@@ -153,7 +153,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Setting:
-    """What comparisons of a sweep have in common.
+    """Setting that comparisons of a sweep have in common.
 
     ``absent`` maps arm and seed to why there is no evaluation.
     """
@@ -292,7 +292,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def said_warnings(base: Side | None, sides: Sequence[Side], setting: Setting) -> tuple[str, ...]:
-    """What holds of the whole comparison."""
+    """Warnings that hold of the whole comparison."""
     found = []
     if base is None and sides:
         found.append(
@@ -383,7 +383,7 @@ def _base(sides: Sequence[Side], setting: Setting) -> Side | None:
 
 
 def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...], first: str) -> str:
-    """Why an evaluation cannot be held against the first arm's; empty where it can."""
+    """Reason why an evaluation cannot be held against the first arm's; empty where it can."""
     cell = group.cells[place]
     own = cell.measured.means.prompts
     if own is not asked and own != asked:
@@ -500,7 +500,7 @@ def _look_at_reference(
 
 
 def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:
-    """How the copier's answers were scored, less how they were scored in another evaluation."""
+    """Scores of the copier's answers, less those in another evaluation."""
     if one is None or other is None or one.prompts != other.prompts:
         return None
     a, b = one.about(metric)[1], other.about(metric)[1]

@@ -168,7 +168,7 @@ def state_text(report: SweepReport) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What trials have taken, in sum; ``unknown`` counts those of which hours are not known. None:
+    """Cost of trials, in sum; ``unknown`` counts those of which hours are not known. None:
     nobody knows it of any of them."""
 
     arm: str
@@ -256,7 +256,7 @@ SIGNS = {
 
 @dataclass(frozen=True)
 class Column:
-    """What all arms of a comparison share."""
+    """Column that all arms of a comparison share."""
 
     decimals: int
     values: Scale | None
