@@ -74,8 +74,7 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
         for offset, line in enumerate(fence.lines, start=1):
             for found in _BARE.finditer(line) if "git clone" in line else ():
                 yield _bare(fence.line + offset, found.group())
-    yield from _secrets(document)
-    yield from _controls(document)
+    yield from _signs(document)
 
 
 def bare_links(text: str) -> list[str]:
@@ -148,20 +147,13 @@ def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
                 yield _path(row.line, path, severity)
 
 
-def _secrets(document: Document) -> Iterator[Finding]:
+def _signs(document: Document) -> Iterator[Finding]:
+    """Secrets, but for those of the front matter, and characters that nobody sees."""
     front = document.front.count("\n") + 3 if document.front is not None else 0
     for number, line in enumerate(document.text.split("\n"), start=1):
         if number > front and has_secret(line):
-            yield Finding(
-                number,
-                "secret",
-                "something looks like an access token or key",
-                "take it out, and revoke it",
-            )
-
-
-def _controls(document: Document) -> Iterator[Finding]:
-    for number, line in enumerate(document.text.split("\n"), start=1):
+            what = "something looks like an access token or key"
+            yield Finding(number, "secret", what, "take it out, and revoke it")
         if found := CONTROLS.search(line):
             yield Finding(
                 number,
@@ -176,6 +168,9 @@ def _controls(document: Document) -> Iterator[Finding]:
 _LARGEST = 100_000
 _REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
 _PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
+_INDEX_VALUE = re.compile(
+    r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
+)
 _NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
 
 
@@ -315,36 +310,19 @@ def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]
 
 
 def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
-    for model in _items(_get(root, "model-index")):
-        for result in _items(_get(model, "results")):
-            dataset = _text(_get(_get(result, "dataset"), "name"))
-            for metric in _items(_get(result, "metrics")):
-                value = _get(metric, "value")
-                if isinstance(value, yaml.ScalarNode):
-                    yield IndexValue(
-                        value.value,
-                        first_line + value.start_mark.line,
-                        _text(_get(metric, "type")),
-                        _text(_get(metric, "name")),
-                        dataset,
-                    )
-
-
-def _get(node: yaml.Node | None, key: str) -> yaml.Node | None:
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if name.value == key:
-                found: yaml.Node = value
-                return found
-    return None
-
-
-def _items(node: yaml.Node | None) -> list[yaml.Node]:
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _text(node: yaml.Node | None) -> str:
-    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+    known: dict[str, yaml.ScalarNode] = {}
+    for path, node in _leaves(root, ""):
+        known.setdefault(path, node)
+    texts = {path: str(node.value) for path, node in known.items()}
+    for path, node in known.items():
+        if found := _INDEX_VALUE.fullmatch(path):
+            yield IndexValue(
+                node.value,
+                first_line + node.start_mark.line,
+                texts.get(f"{found['metric']}.type", ""),
+                texts.get(f"{found['metric']}.name", ""),
+                texts.get(f"{found['result']}.dataset.name", ""),
+            )
 
 
 #: Says what is wrong with the words of a command after ``refiner``; None where nothing is.
