@@ -1,15 +1,15 @@
 """A card from facts.
 
 In: :class:`CardFacts`. Out: the text of README.md: YAML front matter as the Hub reads it, then the
-sections of ``card.md.jinja`` or of a user's own template. The template only places what the other
-modules have put into words.
+sections of ``card.md.jinja`` or of a user's own template; and which number of it shows which fact.
+The template only places what the other modules have put into words. Settings (``beta = 0.001``)
+are no such numbers: they stand under ``config`` in the evidence by their own names.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -19,27 +19,24 @@ from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from refiner_core.cards.evidence import facts_from_json, facts_to_json, published_facts
-from refiner_core.cards.facts import UNKNOWN, CardFacts, Line, finite, is_hub_id, record_of
+from refiner_core.cards.facts import (
+    UNKNOWN,
+    CardFacts,
+    is_hub_id,
+    numbers_in,
+    record_of,
+    unmarked,
+)
 from refiner_core.cards.notes import known_notes
 from refiner_core.cards.results import (
-    Table,
-    index_metric,
+    index_numbers,
     model_index,
-    own_entries,
     preferred_step,
     progression_tables,
     result_tables,
 )
 from refiner_core.cards.settings import grpo_flags, own_settings
-from refiner_core.cards.setup import (
-    TASK,
-    agent_format,
-    agent_usage,
-    before_lines,
-    earlier_stages,
-    is_agent,
-    setup_lines,
-)
+from refiner_core.cards.setup import earlier_stages, setup_lines
 from refiner_core.cards.training import cost_lines, training_curve
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, TRAINED, card_words
@@ -65,11 +62,7 @@ def check_template(text: str) -> None:
     try:
         _compiled(text)
     except TemplateSyntaxError as e:
-        raise ConfigurationError(
-            f"The card template fails at line {_line(e)}: {e}.",
-            expected="a template that Jinja can parse",
-            fix=_FIX,
-        ) from e
+        raise _unfit(e, "a template that Jinja can parse") from e
 
 
 def render(template: str | None, variables: Mapping[str, Any]) -> str:
@@ -93,11 +86,8 @@ def render(template: str | None, variables: Mapping[str, Any]) -> str:
     ) as e:
         if template is None:
             raise
-        raise ConfigurationError(
-            f"The card template fails at line {_line(e)}: {e}.",
-            expected=f"Jinja that uses these variables: {', '.join(sorted(variables))}",
-            fix=_FIX,
-        ) from e
+        names = ", ".join(sorted(variables))
+        raise _unfit(e, f"Jinja that uses these variables: {names}") from e
 
 
 @lru_cache(maxsize=8)
@@ -108,11 +98,14 @@ def _compiled(text: str) -> Template:
     return environment.from_string(text)
 
 
-def _line(error: BaseException) -> int | str:
-    if isinstance(error, TemplateSyntaxError):
-        return error.lineno
+def _unfit(error: BaseException, expected: str) -> ConfigurationError:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<template>"]
-    return frames[-1].lineno or "?" if frames else "?"
+    line = frames[-1].lineno if frames else None
+    if isinstance(error, TemplateSyntaxError):
+        line = error.lineno
+    return ConfigurationError(
+        f"The card template fails at line {line or '?'}: {error}.", expected=expected, fix=_FIX
+    )
 
 
 _ANSWER_ONLY = "answer_only"
@@ -141,9 +134,50 @@ answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special
 print(answer)'''
 
 
-@dataclass(frozen=True)
-class OutputFormat:
-    """What the model writes: modes in its training rows, and an example."""
+_TURN = '<tool_call>{"name": "respond", "arguments": {"content": "May I have the id?"}}</tool_call>'
+_AGENT_CODE = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{name}"
+tokenizer = AutoTokenizer.from_pretrained(name{revision})
+model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
+
+tools = [{{
+    "type": "function",
+    "function": {{
+        "name": "respond",
+        "description": "Say something to the user.",
+        "parameters": {{
+            "type": "object",
+            "properties": {{"content": {{"type": "string"}}}},
+            "required": ["content"],
+        }},
+    }},
+}}]
+messages = [
+    {{"role": "system", "content": "Serve the user by the rules."}},
+    {{"role": "user", "content": "Hello, I need help with my order."}},
+]
+inputs = tokenizer.apply_chat_template(
+    messages,
+    tools=tools,
+    add_generation_prompt=True,
+    enable_thinking=False,
+    return_tensors="pt",
+    return_dict=True,
+)
+output = model.generate(
+    **inputs,
+    max_new_tokens={tokens},
+    do_sample=False,
+    stop_strings=["</tool_call>"],
+    tokenizer=tokenizer,
+)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
+
+
+class OutputFormat(NamedTuple):
+    """Output of the model: modes in its training rows, and an example."""
 
     modes: tuple[str, ...]
     answer_only: bool
@@ -153,8 +187,8 @@ class OutputFormat:
 
 def output_format(facts: CardFacts) -> OutputFormat:
     """The format by the modes of the rows that the model was trained on; of an agent, a turn."""
-    if is_agent(facts):
-        return OutputFormat((), False, "", agent_format())
+    if facts.is_agent:
+        return OutputFormat((), False, "", _TURN)
     modes = _modes(facts)
     alone = modes in ((), (_ANSWER_ONLY,))
     answer = _ANSWER if alone else f"The first snippet answers the question.\n{_ANSWER}"
@@ -165,8 +199,8 @@ def _modes(facts: CardFacts) -> tuple[str, ...]:
     """Modes of the rows that were kept; empty where nobody has counted."""
     if facts.config.data.refiner_mode is not None:
         return (facts.config.data.refiner_mode,)
-    which = "rl" if KINDS[facts.stage].on_prompts else "sft"
-    counts = (facts.reports.get("data", {}).get(which) or {}).get("modes") or {}
+    which = "rl" if facts.on_prompts else "sft"
+    counts = facts.fact(f"reports.data.{which}.modes") or {}
     return tuple(sorted(mode for mode, count in counts.items() if count))
 
 
@@ -182,9 +216,7 @@ def usage_code(facts: CardFacts) -> str:
         name = f"{name}@{facts.revision}"
     elif facts.revision != "main":
         revision = f', revision="{facts.revision}"'
-    if is_agent(facts):
-        return agent_usage(name, revision, facts.config.grpo.response_length)
-    return _CODE.format(
+    return (_AGENT_CODE if facts.is_agent else _CODE).format(
         name=name,
         revision=revision,
         evidence=_EVIDENCE,
@@ -195,7 +227,7 @@ def usage_code(facts: CardFacts) -> str:
 
 
 def reproduction_lines(facts: CardFacts) -> list[str]:
-    """What the command needs, and how to see that it is the same."""
+    """Needs of the command, and signs that it is the same."""
     lines = []
     version = (facts.provenance.get("packages") or {}).get("refiner")
     if version:
@@ -226,6 +258,10 @@ def reproduction_lines(facts: CardFacts) -> list[str]:
 
 
 _BUILTIN = "builtin:"
+_SERVING = (
+    "given the rules and tools of a domain, serve a user over several turns, each of them one tool "
+    "call"
+)
 _REFINING = (
     "given an agent's reasoning, a question and raw search-tool output, write a concise answer "
     "whose claims cite that output"
@@ -241,12 +277,29 @@ def build_card(facts: CardFacts) -> str:
         The user's template does not fit; see :func:`refiner_core.cards.build.render`.
     """
     known = facts_to_json(facts)
-    return render(facts.template, card_variables(facts_from_json(known)) | {"facts": known})
+    variables = card_variables(facts_from_json(known)) | {"facts": known}
+    return render(facts.template, {name: _plain(value) for name, value in variables.items()})
+
+
+def marked_card(facts: CardFacts, template: str | None = None) -> str:
+    """The card with its numbers marked (:func:`refiner_core.cards.facts.numbers_in`). Errors as
+    above."""
+    known = facts_to_json(facts)
+    return render(template, card_variables(facts_from_json(known)) | {"facts": known})
+
+
+def _plain(value: Any) -> Any:
+    """Texts without marks, for templates that may look at them."""
+    if isinstance(value, str):
+        return unmarked(value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(_plain, value))
+    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:
-    """What a template may use; the head of ``card.md.jinja`` says what each of them is."""
-    grpo = facts.stage == "grpo"
+    """Variables of a template; the head of ``card.md.jinja`` says what each of them is."""
+    grpo, earlier = facts.stage == "grpo", earlier_stages(facts)
     return {
         "front_matter": yaml.safe_dump(
             front_matter(facts), sort_keys=False, allow_unicode=True, width=1000
@@ -260,14 +313,14 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "external": facts.stage == "command",
         "description": facts.description,
         "summary": _summary(facts),
-        "agent": is_agent(facts),
-        "task": TASK if is_agent(facts) else _REFINING,
+        "agent": facts.is_agent,
+        "task": _SERVING if facts.is_agent else _REFINING,
         "base_model": _base_in_words(facts),
         "algorithm": card_words(facts.stage).algorithm,
         "setup": setup_lines(facts),
-        "before": before_lines(facts),
-        "earlier": earlier_stages(facts),
-        "cost": cost_lines(facts),
+        "before": [line for stage in earlier for line in stage.lines],
+        "earlier": earlier,
+        "cost": list(cost_lines(facts)),
         "format": output_format(facts),
         "usage": usage_code(facts),
         "tables": result_tables(facts),
@@ -286,11 +339,11 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
 def _sections(facts: CardFacts) -> tuple[str, ...]:
     """Sections of the configuration that shaped this model."""
     sections = card_words(facts.stage).sections
-    if is_agent(facts):
+    if facts.is_agent:
         judged = facts.config.environment.nl_assertions == "judge"
         sections = tuple(s for s in sections if judged or s not in ("reward", "judge"))
         sections = (*sections, "environment", *(["grpo"] if facts.stage == "grpo" else []))
-    if not KINDS[facts.stage].on_prompts:
+    if not facts.on_prompts:
         return sections
     made = [k.name for k in KINDS.values() if k.trains == "demonstrations" or k.name == "sample"]
     before = [s for s in made if s in facts.reports and s not in sections and facts.stage != s]
@@ -305,14 +358,13 @@ def _summary(facts: CardFacts) -> str:
             "published it as it is."
         )
     base = f"`{facts.base}`" if facts.base != UNKNOWN else "a model that is not recorded"
-    how = _how(facts)
-    text = f"`{facts.name}` is {base} {how}"
-    return f"{text}; this is {'the last' if facts.final else 'an intermediate'} checkpoint."
+    last = "the last" if facts.final else "an intermediate"
+    return f"`{facts.name}` is {base} {_how(facts)}; this is {last} checkpoint."
 
 
 def _how(facts: CardFacts) -> str:
     """By what stages the model was made, in words."""
-    agent = is_agent(facts)
+    agent = facts.is_agent
     cards = {name: card_words(name) for name in TRAINED}
     words = {n: c.made_by_agents if agent else c.made for n, c in cards.items() if c.made}
     if facts.stage not in words:
@@ -328,7 +380,7 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
     sets = card_words(facts.stage).data_sets
     used = [(getattr(data, f"{s}_path"), getattr(data, f"{s}_revision")) for s in sets]
     datasets = list(dict.fromkeys(path for path, rev in used if rev and is_hub_id(path)))
-    subject = ["tool-use", "agents"] if is_agent(facts) else ["citations"]
+    subject = ["tool-use", "agents"] if facts.is_agent else ["citations"]
     tags = [*card_words(facts.stage).tags, "refiner", *subject]
     if "qwen3" in facts.base.lower():
         tags.append("qwen3")
@@ -374,9 +426,9 @@ def _provenance(facts: CardFacts) -> list[str]:
         listed = ", ".join(f"{name} {packages[name]}" for name in sorted(packages))
         lines.append(f"Packages: {listed}.")
     digests = [
-        f"{which} rows `{counts['digest']}`"
+        f"{which} rows `{digest}`"
         for which in ("rl", "sft")
-        if (counts := facts.reports.get("data", {}).get(which)) and counts.get("digest")
+        if (digest := facts.fact(f"reports.data.{which}.digest"))
     ]
     if digests:
         lines.append(f"Data: {', '.join(digests)}.")
@@ -413,47 +465,12 @@ class CardNumber(NamedTuple):
 
 
 def card_numbers(facts: CardFacts) -> list[CardNumber]:
-    """All numbers of facts in a card, in the order of the shipped template."""
+    """All numbers of facts in a card of the shipped template, in its order."""
     facts = published_facts(facts)
-    return [
-        CardNumber(text, section, fact, record_of(facts, fact))
-        for section, text, fact in _printed(facts)
-    ]
-
-
-def _printed(facts: CardFacts) -> Iterator[tuple[str, str, str]]:
-    yield from _front_matter(facts)
-    preferred = preferred_step(facts)
-    yield from _of("Intended use", [preferred] if preferred else [])
-    yield from _of("Training set-up", [*setup_lines(facts), *before_lines(facts)])
-    curve = training_curve(facts)
-    if curve is not None:
-        cells = [cell for row in curve.rows for cell in row]
-        yield from _of("Training curve", [*cells, *curve.lines])
-    for table in (*result_tables(facts), *progression_tables(facts)):
-        yield from _of("Results", _lines_of(table))
-    yield from _of("Hardware and cost", cost_lines(facts))
-    yield from _of("Known notes", known_notes(facts))
-
-
-def _lines_of(table: Table) -> list[Line]:
-    return [table.title, *(cell for row in table.rows for cell in row)]
-
-
-def _of(section: str, lines: Iterable[Line]) -> Iterator[tuple[str, str, str]]:
-    for line in lines:
-        for text, fact in line.numbers:
-            yield section, text, fact
-
-
-def _front_matter(facts: CardFacts) -> Iterator[tuple[str, str, str]]:
-    for entry in own_entries(facts):
-        metric, place = index_metric(entry), f"evaluations.{entry.place}"
-        if metric is None:
-            continue
-        yield "front matter", str(entry.values["n"]), f"{place}.n"
-        low, high = (finite(entry.values.get(key)) for key in ("low", "high"))
-        if low is not None and high is not None:
-            yield "front matter", f"{low:.3f}", f"{place}.low"
-            yield "front matter", f"{high:.3f}", f"{place}.high"
-        yield "front matter", str(metric["value"]), f"{place}.value"
+    found = [(text, "front matter", fact) for text, fact in index_numbers(facts)]
+    section = ""
+    for line in marked_card(facts).split("\n"):
+        text = unmarked(line)
+        section = text[3:] if text.startswith("## ") else section
+        found += [(text[start:end], section, fact) for start, end, fact in numbers_in(line)]
+    return [CardNumber(*number, record_of(facts, number[2])) for number in found]

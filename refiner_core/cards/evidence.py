@@ -7,7 +7,9 @@ card again, byte for byte::
      "files": [{"path", "bytes", "sha256"}, …], "facts": {…}}
 
 ``files`` are those of the publication without README.md and refiner.json themselves. Nothing
-private is in ``facts`` (see :mod:`refiner_core.cards.evidence`), and cards are made from what is.
+private is in ``facts``, and cards are made from what is: names lose their folders, and no host,
+environment or secret is left. It is done once, before a card is made, so that a card can show
+nothing that its evidence does not hold. Doing it again changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import ipaddress
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -114,9 +116,7 @@ def public_text(text: str) -> str:
 
 def short_text(text: str) -> str:
     """Text of several lines by its digest, as cards name it; any other text as it is."""
-    if "\n" not in text:
-        return text
-    return _digest(text)
+    return _digest(text) if "\n" in text else text
 
 
 def public_body(text: str) -> str:
@@ -162,7 +162,7 @@ def _shorter_command(command: str) -> str:
 
 
 def is_place(override: str) -> bool:
-    """Whether a ``key=value`` says where something ran, and nothing of what was made."""
+    """True if a ``key=value`` says where something ran, and nothing of what was made."""
     key, equals, _ = override.partition("=")
     info = dict(walk(RecipeConfig)).get(key)
     if not equals or info is None or info.mark == "identity":
@@ -199,12 +199,12 @@ def public_config(config: RecipeConfig, stages: Collection[str] = ()) -> dict[st
 
 
 def is_public(path: str, info: FieldInfo) -> bool:
-    """Whether a configuration field stands in the evidence."""
+    """True if a configuration field stands in the evidence."""
     return info.mark == "identity" or path in SHOWN_EXECUTION
 
 
 def public_protocol(text: str) -> str:
-    """What a protocol file fixes, without where its judge is served and where its files lie."""
+    """Fixed content of a protocol file, without where its judge is served and its files lie."""
     protocol = parse_protocol(text)
     fixed = {p: v for p, v in protocol.fields.items() if p in protocol.fixed}
     if not fixed:  # it says nothing but where a judge is asked
@@ -242,30 +242,23 @@ def public_reports(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def public_tree(value: Any, name: Callable[[str], str] = str) -> Any:
+    """Any value of a record as JSON: names without folders, None for what is no finite number;
+    ``name`` is what becomes of each text then."""
+    if isinstance(value, Mapping):
+        return {
+            name(public_text(public_name(str(k)))): public_tree(v, name) for k, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [public_tree(v, name) for v in value]
+    if isinstance(value, str):
+        return name(public_text(public_name(short_text(value))))
+    return finite(value) if isinstance(value, float) else value
+
+
 def named_tree(value: Any) -> Any:
     """As :func:`public_tree`, of values whose texts are names (:func:`plain_name`)."""
-    return _plain_tree(public_tree(value))
-
-
-def _plain_tree(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {plain_name(k): _plain_tree(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_plain_tree(v) for v in value]
-    return plain_name(value) if isinstance(value, str) else value
-
-
-def public_tree(value: Any) -> Any:
-    """Any value of a record as JSON: names without folders, None for what is no finite number."""
-    if isinstance(value, Mapping):
-        return {public_text(public_name(str(k))): public_tree(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [public_tree(v) for v in value]
-    if isinstance(value, str):
-        return public_text(public_name(short_text(value)))
-    if isinstance(value, float):
-        return finite(value)
-    return value
+    return public_tree(value, plain_name)
 
 
 def public_address(address: str) -> str | None:
@@ -390,10 +383,10 @@ def _config(values: Mapping[str, Any]) -> RecipeConfig:
     return replace_fields(RecipeConfig(), {**later, **values})
 
 
-def evidence_json(
+def evidence_text(
     facts: CardFacts, files: Sequence[OutputFile], *, fingerprint: str | None = None
-) -> dict[str, Any]:
-    """The content of ``refiner.json``.
+) -> str:
+    """``refiner.json`` as text; the same facts and files give the same bytes.
 
     Parameters
     ----------
@@ -403,7 +396,7 @@ def evidence_json(
         Of the stage that trained the weights, where it is not ``facts.fingerprint``.
     """
     listed = sorted((f for f in files if f.path not in _NOT_LISTED), key=lambda f: f.path)
-    return {
+    content = {
         "format": EVIDENCE_FORMAT,
         "kind": EVIDENCE_KIND,
         "step": facts.step,
@@ -412,13 +405,6 @@ def evidence_json(
         "files": to_json(listed),
         "facts": facts_to_json(facts),
     }
-
-
-def evidence_text(
-    facts: CardFacts, files: Sequence[OutputFile], *, fingerprint: str | None = None
-) -> str:
-    """``refiner.json`` as text; the same facts and files give the same bytes."""
-    content = evidence_json(facts, files, fingerprint=fingerprint)
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""Facts that a card is made of, and lines of text that keep which fact each number shows.
+"""Facts that a card is made of, and numbers in texts that keep which fact they show.
 
-In: values that the caller has read from records. Out: one frozen value that holds them, and
-:class:`Line`. Checks that need no card (no protocol, no n) are made here, so that no table is built
-on them.
+In: values that the caller has read from records. Out: one frozen value that holds them; texts in
+which each number is marked with its fact. Checks that need no card (no protocol, no n) are made
+here, so that no table is built on them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import Attempt
 
 _REQUIRED = ("stage", "protocol", "decoding", "metric", "n")
@@ -27,7 +28,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class AttemptNote(NamedTuple):
-    """How one attempt at a stage ended; ``failure`` is a failure class, ``none`` for success.
+    """End of one attempt at a stage; ``failure`` is a failure class, ``none`` for success.
     ``step`` is the last one that it had finished, ``ended_at`` an ISO 8601 time (UTC)."""
 
     stage: str
@@ -182,6 +183,34 @@ class CardFacts:
         object.__setattr__(self, "evaluations", tuple(kept))
         object.__setattr__(self, "records", records)
 
+    def fact(self, path: str) -> Any:
+        """The fact at a dotted path (``reports.data.rl.kept``); None where there is none."""
+        value: Any = self
+        for part in path.split("."):
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            else:
+                value = value[int(part)] if part.isdigit() else getattr(value, part, None)
+        return value
+
+    def number(self, path: str) -> str:
+        """The number at a dotted path, marked."""
+        return number(self.fact(path), path)
+
+    def counted(self, path: str, one: str, many: str = "") -> str:
+        """The number at a dotted path with what it counts, as of :func:`counted`."""
+        return counted(self.fact(path), path, one, many)
+
+    @property
+    def is_agent(self) -> bool:
+        """True if the model is an agent of an environment."""
+        return bool(self.config.environment.name)
+
+    @property
+    def on_prompts(self) -> bool:
+        """True if the model's stage trains on prompts, not on demonstrations."""
+        return self.stage in KINDS and KINDS[self.stage].on_prompts
+
     @property
     def own(self) -> str:
         """The name under which evaluations have this model."""
@@ -194,7 +223,7 @@ class CardFacts:
 
     @property
     def base(self) -> str:
-        """What training started from, as it may be shown."""
+        """Model that training started from, as it may be shown."""
         return public_name(self.base_model or self.config.model.name_or_path)
 
 
@@ -213,12 +242,9 @@ def _identity_of(entry: Mapping[str, Any]) -> tuple[str, ...]:
 def record_of(facts: CardFacts, path: str) -> str | None:
     """The record that a fact was read from, by the fact's dotted path (``reports.data.rl.kept``)
     or any front of it that ``facts.records`` knows; None if nobody has said."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        found = facts.records.get(".".join(parts[:length]))
-        if found is not None:
-            return found
-    return None
+    while path and path not in facts.records:
+        path = path.rpartition(".")[0]
+    return facts.records.get(path)
 
 
 def file_digest(text: str) -> str:
@@ -234,7 +260,7 @@ def finite(value: Any) -> float | None:
 
 
 def is_local(text: str) -> bool:
-    """Whether a configured name is a path of some machine and not a public name."""
+    """True if a configured name is a path of some machine and not a public name."""
     return text.startswith(("/", "~", "./", "../")) or "\\" in text
 
 
@@ -244,7 +270,7 @@ def public_name(text: str) -> str:
 
 
 def is_hub_id(text: str | None) -> bool:
-    """Whether a name can be a Hub repository."""
+    """True if a name can be a Hub repository."""
     return text is not None and not is_local(text) and _HUB_ID.fullmatch(text) is not None
 
 
@@ -256,59 +282,36 @@ _DIGITS = re.compile(r"\d+(?:\.\d+)?")
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-class Printed(NamedTuple):
-    """A number as it stands in the card, and the dotted path of the fact that it shows."""
-
-    text: str
-    fact: str
+#: A number in a text of a card: the fact that it shows, and how it is printed. Facts have none of
+#: these marks (CONTROLS), and they are taken out before anybody reads the text.
+_MARKED = re.compile("\x02([^\x02\x03]*)\x03([^\x04]*)\x04")
 
 
-@dataclass(frozen=True)
-class Line:
-    """Some words of a card, and the numbers of facts in them, in their order."""
-
-    text: str
-    numbers: tuple[Printed, ...] = ()
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __add__(self, other: Line | str) -> Line:
-        added = as_line(other)
-        return Line(self.text + added.text, self.numbers + added.numbers)
-
-    def __radd__(self, other: str) -> Line:
-        return as_line(other) + self
-
-    @property
-    def sentence(self) -> Line:
-        """The same with a capital letter at its front."""
-        return Line(self.text[:1].upper() + self.text[1:], self.numbers)
+def number(text: Any, fact: str) -> str:
+    """One number, marked with the dotted path of the fact that it shows."""
+    return f"\x02{fact}\x03{text}\x04"
 
 
-def as_line(text: Line | str) -> Line:
-    """Words without numbers of facts, as a line; a line as it is."""
-    return text if isinstance(text, Line) else Line(text)
-
-
-def number(text: Any, fact: str) -> Line:
-    """One number."""
-    return Line(str(text), (Printed(str(text), fact),))
-
-
-def counted(value: Any, fact: str, one: str, many: str = "") -> Line:
+def counted(value: Any, fact: str, one: str, many: str = "") -> str:
     """``1 step``, ``8 steps``; ``many`` is ``one`` with an s where it is not given."""
-    return number(value, fact) + f" {one if value == 1 else many or one + 's'}"
+    return f"{number(value, fact)} {one if value == 1 else many or one + 's'}"
 
 
-def joined(parts: Iterable[Line | str], between: str = ", ") -> Line:
-    """Several lines as one."""
-    whole = Line("")
-    for position, part in enumerate(parts):
-        whole = whole + (between if position else "") + part
-    return whole
-
-
-def quoted(text: str, fact: str) -> Line:
+def quoted(text: Any, fact: str) -> str:
     """A text of a fact that may hold numbers (the name of a machine)."""
-    return Line(text, tuple(Printed(found, fact) for found in _DIGITS.findall(text)))
+    return _DIGITS.sub(lambda found: number(found.group(), fact), str(text))
+
+
+def unmarked(text: str) -> str:
+    """A text as it is read."""
+    return _MARKED.sub(r"\2", text)
+
+
+def numbers_in(text: str) -> Iterator[tuple[int, int, str]]:
+    """Numbers of a marked text, in order: where each begins and ends in the text as it is read,
+    and its fact."""
+    hidden = 0
+    for found in _MARKED.finditer(text):
+        start = found.start() - hidden
+        yield start, start + len(found[2]), found[1]
+        hidden += len(found.group()) - len(found[2])

@@ -1,22 +1,20 @@
 """The training set-up in words.
 
 In: :class:`CardFacts`. Out: the lines of the section "Training set-up": which rows, what reward and
-judge, which optimiser, how long, and what was done.
+judge, which optimiser, how long, what was sampled and kept, and what was done. Of an agent with
+tools its tasks, environment, user and credit stand in the place of evidence, rubrics and citations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from refiner_core.cards.facts import (
     CardFacts,
-    Line,
-    as_line,
     counted,
     finite,
     is_hub_id,
-    joined,
     number,
     public_name,
 )
@@ -24,269 +22,6 @@ from refiner_core.cards.settings import shown
 from refiner_core.contract.config import DataConfig, RewardConfig, UserConfig
 from refiner_core.contract.kinds import KINDS, TRAINED_HERE
 from refiner_core.contract.placement import sft_section
-
-_PATH = "reports.sample"
-_SAME = {
-    "none": "all of them",
-    "text": "of those that say the same, one",
-    "tools": "of those that call the same tools in the same order, one",
-}
-_LOST = (
-    ("unscored", "without a score because the judge failed"),
-    ("error", "ended by errors of the infrastructure"),
-)
-
-
-def sampling_lines(facts: CardFacts) -> list[Line]:
-    """How attempts were sampled and kept; none where no report says."""
-    report = facts.reports.get("sample", {})
-    if not report.get("attempts"):
-        return []
-    return [_attempts(facts, report), _rule(facts, report), _kept(report), *_by_domain(report)]
-
-
-def _attempts(facts: CardFacts, report: Mapping[str, Any]) -> Line:
-    rule, counts = facts.config.sample, report["attempts"]
-    backend = rule.generation_backend
-    lane = "episode" if report.get("lane") == "episodes" else "answer"
-    text = "**Attempts:** " + counted(counts["total"], f"{_PATH}.attempts.total", lane)
-    text = text + " at " + counted(report["prompts"]["total"], f"{_PATH}.prompts.total", "prompt")
-    text = text + f" ({rule.attempts} each), sampled by the model that training started from with "
-    text = text + f"`temperature = {shown(rule.temperature)}`, `top_p = {shown(rule.top_p)}`"
-    if rule.top_k:
-        text = text + f", `top_k = {rule.top_k}`"
-    text = text + f", {backend}"
-    lost = report.get("not_kept") or {}
-    parts = [
-        number(lost[why], f"{_PATH}.not_kept.{why}") + f" {words}"
-        for why, words in _LOST
-        if lost.get(why)
-    ]
-    return text + ("; of these " + joined(parts, " and ") if parts else "") + "."
-
-
-def _rule(facts: CardFacts, report: Mapping[str, Any]) -> Line:
-    rule, episodes = facts.config.sample, report.get("lane") == "episodes"
-    score = "reward" if episodes else "share of the highest reward that the prompt can give"
-    same = _SAME["text" if rule.distinct == "tools" and not episodes else rule.distinct]
-    most = f", at most {rule.max_kept} a prompt" if rule.max_kept is not None else ""
-    text = f"**Kept by rule:** full successes ({score} at least {shown(rule.success)}; {same}"
-    text += f"{most}); of a prompt without one "
-    if rule.min_partial > 1:
-        return as_line(text + "nothing.")
-    partial = "a partial score" if episodes else "a share"
-    return as_line(text + f"the best attempt from {partial} of {shown(rule.min_partial)} on.")
-
-
-def _kept(report: Mapping[str, Any]) -> Line:
-    kept, prompts = report["kept"], report["prompts"]
-    text = "**Kept:** " + counted(kept["demonstrations"], f"{_PATH}.kept.demonstrations", "attempt")
-    text = text + ": " + number(kept["full_success"], f"{_PATH}.kept.full_success") + " of "
-    text = text + counted(
-        report["attempts"]["full"], f"{_PATH}.attempts.full", "full success", "full successes"
-    )
-    text = text + " at " + counted(prompts["full"], f"{_PATH}.prompts.full", "prompt")
-    text = (
-        text
-        + ", and "
-        + counted(kept["best_partial"], f"{_PATH}.kept.best_partial", "best attempt")
-    )
-    text = text + " without full success; nothing at "
-    return text + counted(prompts["none"], f"{_PATH}.prompts.none", "prompt") + "."
-
-
-def _by_domain(report: Mapping[str, Any]) -> list[Line]:
-    domains = report.get("by_domain") or {}
-    if len(domains) < 2:
-        return []
-    return [
-        "**Kept by domain:** " + joined(_domain(*item) for item in sorted(domains.items())) + "."
-    ]
-
-
-def _domain(name: str, counts: Mapping[str, Any]) -> Line:
-    kept, prompts, path = counts["kept"], counts["prompts"], f"{_PATH}.by_domain.{name}"
-    text = f"{name} " + number(kept["demonstrations"], f"{path}.kept.demonstrations") + " of "
-    text = text + number(counts["attempts"]["total"], f"{path}.attempts.total") + " ("
-    text = text + number(prompts["full"], f"{path}.prompts.full") + " of "
-    return text + counted(prompts["total"], f"{path}.prompts.total", "prompt") + " solved)"
-
-
-TASK = (
-    "given the rules and tools of a domain, serve a user over several turns, each of them one tool "
-    "call"
-)
-_EXAMPLE = (
-    '<tool_call>{"name": "respond", "arguments": {"content": "May I have the id?"}}</tool_call>'
-)
-_CODE = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = "{name}"
-tokenizer = AutoTokenizer.from_pretrained(name{revision})
-model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
-
-tools = [{{
-    "type": "function",
-    "function": {{
-        "name": "respond",
-        "description": "Say something to the user.",
-        "parameters": {{
-            "type": "object",
-            "properties": {{"content": {{"type": "string"}}}},
-            "required": ["content"],
-        }},
-    }},
-}}]
-messages = [
-    {{"role": "system", "content": "Serve the user by the rules."}},
-    {{"role": "user", "content": "Hello, I need help with my order."}},
-]
-inputs = tokenizer.apply_chat_template(
-    messages,
-    tools=tools,
-    add_generation_prompt=True,
-    enable_thinking=False,
-    return_tensors="pt",
-    return_dict=True,
-)
-output = model.generate(
-    **inputs,
-    max_new_tokens={tokens},
-    do_sample=False,
-    stop_strings=["</tool_call>"],
-    tokenizer=tokenizer,
-)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
-
-
-def is_agent(facts: CardFacts) -> bool:
-    """Whether the model is an agent of an environment."""
-    return bool(facts.config.environment.name)
-
-
-def agent_format() -> str:
-    """A turn, as an example."""
-    return _EXAMPLE
-
-
-def agent_usage(name: str, revision: str, tokens: int) -> str:
-    """Python that loads the model and samples one turn."""
-    return _CODE.format(name=name, revision=revision, tokens=tokens)
-
-
-def agent_data_lines(facts: CardFacts, kinds: list[tuple[str, str]]) -> list[Line]:
-    """Tasks and demonstrations, by domain; ``kinds`` as of the refiner's rows."""
-    report, lines = facts.reports.get("data", {}), list[Line]()
-    labels = {"rl": "Tasks", "sft": "Demonstrations"}
-    for which, _ in kinds:
-        counts, path = report.get(which) or {}, f"reports.data.{which}"
-        if not counts.get("read"):
-            continue
-        text = as_line(f"**{labels[which]}:** {_agent_source(facts, which)}; ")
-        text = text + number(counts.get("kept"), f"{path}.kept") + " of "
-        text = text + number(counts.get("read"), f"{path}.read") + " kept"
-        domains = counts.get("domains") or {}
-        if domains:
-            listed = [
-                number(count, f"{path}.domains.{name}") + f" {name}"
-                for name, count in sorted(domains.items())
-            ]
-            text = text + " (" + joined(listed) + ")"
-        if counts.get("flawed"):
-            text = (
-                text
-                + "; "
-                + counted(counts["flawed"], f"{path}.flawed", "of them has", "of them have")
-            )
-            text = text + " a mistake"
-        lines.append(text + ".")
-    split = report.get("split") or {}
-    if split:
-        text = "**Held out:** " + number(
-            split.get("held_out_questions"), "reports.data.split.held_out_questions"
-        )
-        text = text + " of " + number(split.get("questions"), "reports.data.split.questions")
-        test = facts.config.environment.test_split
-        text = text + f" tasks, the environment's `{test}` split; none of them is trained on"
-        unnamed = (report.get("sft") or {}).get("unnamed_task")
-        if unnamed and any(which == "sft" for which, _ in kinds):
-            text = text + ", as far as demonstrations name their tasks: "
-            text = text + counted(
-                unnamed,
-                "reports.data.sft.unnamed_task",
-                "demonstration names none",
-                "demonstrations name none",
-            )
-        lines.append(text + ".")
-    return lines
-
-
-def _agent_source(facts: CardFacts, which: str) -> str:
-    environment, path = facts.config.environment, facts.config.data.sft_path
-    if which == "rl":
-        return f"of the environment `{public_name(environment.name)}`"
-    if environment.demonstrations:
-        return f"of the expert of `{public_name(environment.name)}`"
-    return f"`{public_name(str(path))}`"
-
-
-def environment_lines(facts: CardFacts) -> list[str]:
-    """The environment and its user, as they were in training."""
-    environment = facts.config.environment
-    domains = ", ".join(f"`{name}`" for name in environment.domains) or "all domains"
-    lines = [
-        f"**Environment:** `{public_name(environment.name)}`, {domains}; at most "
-        f"{environment.max_turns} turns, "
-        + ("one further attempt" if environment.repairs else "no further attempt")
-        + " at a turn that is no tool call.",
-        f"**User in training:** {user_words(environment.user)}.",
-    ]
-    if environment.nl_assertions == "exclude":
-        lines[0] += " Assertions in plain language, where tasks have any, are not part of rewards."
-    return lines
-
-
-def user_words(user: UserConfig) -> str:
-    """Who the user was."""
-    if not user.model:
-        return "the environment's own script"
-    return f"`{public_name(user.model)}`, temperature {shown(user.temperature)}"
-
-
-def agent_reward_lines(facts: CardFacts) -> list[str]:
-    """Reward, credit and curriculum of GRPO in an environment."""
-    environment, grpo = facts.config.environment, facts.config.grpo
-    shaping = environment.shaping
-    by_domain = ", ".join(shaping.alpha_by_domain)
-    weights = ", ".join((*shaping.weights, *shaping.weights_by_domain))
-    failing = {
-        "failure": "An episode that ends with a turn that is no tool call has reward 0.",
-        "exclude": "Episodes that end with a turn that is no tool call are left out of training, "
-        "which favours tasks that are easy to talk about (survivorship bias).",
-    }[environment.unparsable]
-    lines = [
-        f"**Reward = environment + {shown(shaping.alpha)} · partial.** The environment's reward is "
-        "1 for a success; partial is the weighted share of checks that passed, over the kinds that "
-        f"a task has ({weights})"
-        + (f", its weight times {by_domain} by domain. " if by_domain else ". ")
-        + failing,
-        {
-            "trajectory": "**Credit:** all tokens of an episode have the advantage of the whole.",
-            "turn_rewards": "**Credit:** a turn has the sum of the rewards, normalised over all "
-            "turns of its group, from it on.",
-        }[grpo.credit],
-    ]
-    curriculum = grpo.curriculum
-    if curriculum.enabled:
-        lines.append(
-            f"**Curriculum:** after {curriculum.min_attempts} attempts at a task its advantages "
-            f"are weighted {shown(curriculum.high_weight)} above a success rate of "
-            f"{shown(curriculum.high)} and {shown(curriculum.low_weight)} below "
-            f"{shown(curriculum.low)}."
-        )
-    return lines
-
 
 _AGGREGATION = {
     "weighted_mean": "their mean, weighted by |weight|",
@@ -303,37 +38,70 @@ _AGGREGATE_LOSS = {
     "sequence": "mean per sample, then over samples",
     "constant": "constant denominator",
 }
+_SAME = {
+    "none": "all of them",
+    "text": "of those that say the same, one",
+    "tools": "of those that call the same tools in the same order, one",
+}
+_FAILING = {
+    "failure": "An episode that ends with a turn that is no tool call has reward 0.",
+    "exclude": "Episodes that end with a turn that is no tool call are left out of training, "
+    "which favours tasks that are easy to talk about (survivorship bias).",
+}
+_CREDIT = {
+    "trajectory": "**Credit:** all tokens of an episode have the advantage of the whole.",
+    "turn_rewards": "**Credit:** a turn has the sum of the rewards, normalised over all "
+    "turns of its group, from it on.",
+}
 
-#: What a run counted, in words.
+#: What a stage has done, in words: keys of its report, with what stands there in one and in many.
+_DONE_BY_SFT = (
+    ("steps", "step"),
+    ("epochs", "epoch begun", "epochs begun"),
+    ("demonstrations", "demonstration"),
+    ("tokens", "token"),
+    ("loss_tokens", "of them with loss", "of them with loss"),
+)
+_DONE_BY_GRPO = (
+    ("steps", "step"),
+    ("prompts", "prompt to draw from", "prompts to draw from"),
+    ("episodes", "rollout"),
+    ("tokens", "sampled token"),
+)
 _COUNTS = (
-    ("groups/kept", ("group of samples trained on", "groups of samples trained on")),
+    ("groups/kept", "group of samples trained on", "groups of samples trained on"),
     (
         "groups/dropped_zero_std",
-        ("group dropped for equal rewards", "groups dropped because their rewards were equal"),
+        "group dropped for equal rewards",
+        "groups dropped because their rewards were equal",
     ),
     (
         "groups/dropped_too_few_scored",
-        ("group dropped for want of scores", "groups dropped for want of two scored samples"),
+        "group dropped for want of scores",
+        "groups dropped for want of two scored samples",
     ),
     (
         "samples/malformed",
-        ("malformed sample (rewarded as such)", "malformed samples (rewarded as such)"),
+        "malformed sample (rewarded as such)",
+        "malformed samples (rewarded as such)",
     ),
     (
         "samples/truncated_masked",
-        ("sample masked as cut by length", "samples masked as cut by length"),
+        "sample masked as cut by length",
+        "samples masked as cut by length",
     ),
-    ("samples/unscored", ("sample without a score", "samples without a score")),
-    ("optimizer_steps", ("optimiser step",)),
+    ("samples/unscored", "sample without a score", "samples without a score"),
+    ("optimizer_steps", "optimiser step"),
 )
 
 
-def setup_lines(facts: CardFacts) -> list[Line]:
+def setup_lines(facts: CardFacts) -> list[str]:
     """The set-up of the model's own stage."""
     if facts.stage == "command":
-        return command_lines(facts)
+        return _command_lines(facts)
     if facts.stage == "grpo":
-        return data_lines(facts) + grpo_lines(facts)
+        done = [*_done(facts, "grpo", _DONE_BY_GRPO), *_done(facts, "grpo.counts", _COUNTS)]
+        return [*data_lines(facts), *_grpo_settings(facts), *_as_done(done)]
     return data_lines(facts) + _fine_tuned(facts, facts.stage)
 
 
@@ -341,21 +109,18 @@ class Earlier(NamedTuple):
     """A stage that training started from: a sentence, and the stage in words."""
 
     sentence: str
-    lines: list[Line]
+    lines: list[str]
 
 
 def earlier_stages(facts: CardFacts) -> list[Earlier]:
     """The stages of the same run that this one started from, the last first."""
     if facts.stage not in TRAINED_HERE:
         return []
-    earlier = TRAINED_HERE[: TRAINED_HERE.index(facts.stage)]
-    before = [s for s in earlier if s in facts.reports]
+    before = TRAINED_HERE[: TRAINED_HERE.index(facts.stage)]
     found: list[Earlier] = []
-    for stage in reversed(before):
+    for stage in reversed([s for s in before if s in facts.reports]):
         lines = [
-            line
-            for line in _fine_tuned(facts, stage)
-            if not line.text.startswith(("**Loss", "**Seed"))
+            line for line in _fine_tuned(facts, stage) if not line.startswith(("**Loss", "**Seed"))
         ]
         who = "That one" if found else "Training"
         found.append(
@@ -364,51 +129,75 @@ def earlier_stages(facts: CardFacts) -> list[Earlier]:
     return found
 
 
-def before_lines(facts: CardFacts) -> list[Line]:
-    """The lines of :func:`earlier_stages`, one stage after the other."""
-    return [line for stage in earlier_stages(facts) for line in stage.lines]
+def _done(facts: CardFacts, path: str, words: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Counts of a report; what it has not, and counts that are 0, are left out."""
+    report = facts.fact(f"reports.{path}") or {}
+    least = 0 if path.endswith("counts") else -1
+    return [
+        counted(report[key], f"reports.{path}.{key}", *said)
+        for key, *said in words
+        if report.get(key) is not None and report[key] > least
+    ]
 
 
-def _fine_tuned(facts: CardFacts, stage: str) -> list[Line]:
-    """SFT, or rejection sampling and SFT on what was kept."""
-    if KINDS[stage].learns_from != "sample":
-        return sft_lines(facts)
-    scored: list[str] = []
-    if facts.stage == stage:  # a GRPO stage that came after says it already
-        scored = environment_lines(facts) if is_agent(facts) else _reward_lines(facts)
-    return [*map(as_line, scored), *sampling_lines(facts), *sft_lines(facts, stage)]
+def _as_done(parts: list[str]) -> list[str]:
+    return [f"**Done:** {', '.join(parts)}."] if parts else []
 
 
-def data_lines(facts: CardFacts) -> list[Line]:
-    """Which rows went in, with counts where the data stage reported them."""
-    report, data = facts.reports.get("data", {}), facts.config.data
-    lines = []
-    on_prompts = KINDS[facts.stage].on_prompts
-    kinds = [("rl", "Prompts")] if on_prompts else []
-    if not on_prompts or "sft" in facts.reports:
-        kinds.append(("sft", "Demonstrations"))
-    if is_agent(facts):
-        return agent_data_lines(facts, kinds)
-    for which, label in kinds:
-        path = getattr(data, f"{which}_path")
-        if path is None:
+# ---------------------------------------------------------------- rows
+
+
+def data_lines(facts: CardFacts) -> list[str]:
+    """Rows or tasks that went in, with counts where the data stage reported them."""
+    data, lines = facts.config.data, []
+    report = facts.reports.get("data", {})
+    kinds = ["rl"] if facts.on_prompts else []
+    if not facts.on_prompts or "sft" in facts.reports:
+        kinds.append("sft")
+    for which in kinds:
+        path, known = getattr(data, f"{which}_path"), report.get(which) or {}
+        if not (known.get("read") if facts.is_agent else path is not None):
             continue
-        text = as_line(f"**{label}:** {_source(data, which, path)}")
-        counts = report.get(which) or {}
-        if counts:
-            text = text + "; " + number(counts.get("kept"), f"reports.data.{which}.kept") + " of "
-            text = text + number(counts.get("read"), f"reports.data.{which}.read") + " rows kept"
+        at = f"reports.data.{which}"
+        kept = f"{facts.number(f'{at}.kept')} of {facts.number(f'{at}.read')}"
+        if facts.is_agent:
+            label = "Tasks" if which == "rl" else "Demonstrations"
+            domains = [
+                f"{number(count, f'{at}.domains.{name}')} {name}"
+                for name, count in sorted((known.get("domains") or {}).items())
+            ]
+            text = f"**{label}:** {_source_of_tasks(facts, which)}; {kept} kept"
+            text += f" ({', '.join(domains)})" if domains else ""
+            if known.get("flawed"):
+                flawed = facts.counted(f"{at}.flawed", "of them has", "of them have")
+                text += f"; {flawed} a mistake"
+        else:
+            label = "Prompts" if which == "rl" else "Demonstrations"
+            text = f"**{label}:** {_source(data, which, path)}"
+            text += f"; {kept} rows kept" if known else ""
         lines.append(text + ".")
-    split = report.get("split") or {}
-    if split:
-        text = "**Held out:** " + _of_split(split, "held_out_questions") + " of "
-        text = text + _of_split(split, "questions") + " questions, with all their rows; none of "
-        lines.append(text + f"them is in the training data (split seed {data.split_seed}).")
-    return lines
+    return [*lines, *_held_out(facts, kinds)]
 
 
-def _of_split(split: Mapping[str, Any], key: str) -> Line:
-    return number(split.get(key), f"reports.data.split.{key}")
+def _held_out(facts: CardFacts, kinds: Collection[str]) -> list[str]:
+    """Rows or tasks that were kept out of training."""
+    if not facts.fact("reports.data.split"):
+        return []
+    at = "reports.data.split"
+    text = (
+        f"**Held out:** {facts.number(f'{at}.held_out_questions')} of "
+        f"{facts.number(f'{at}.questions')} "
+    )
+    if not facts.is_agent:
+        text += "questions, with all their rows; none of them is in the training data "
+        return [f"{text}(split seed {facts.config.data.split_seed})."]
+    test = facts.config.environment.test_split
+    text += f"tasks, the environment's `{test}` split; none of them is trained on"
+    unnamed = "reports.data.sft.unnamed_task"
+    if "sft" in kinds and facts.fact(unnamed):
+        none = facts.counted(unnamed, "demonstration names none", "demonstrations name none")
+        text += f", as far as demonstrations name their tasks: {none}"
+    return [text + "."]
 
 
 def _source(data: DataConfig, which: str, path: str) -> str:
@@ -418,37 +207,24 @@ def _source(data: DataConfig, which: str, path: str) -> str:
     return f"`{public_name(path)}`"
 
 
-def grpo_lines(facts: CardFacts) -> list[Line]:
-    """Reward, judge, KL, optimiser, rollouts and lengths of a GRPO run, and what was done."""
-    return [*map(as_line, _grpo_settings(facts)), *_grpo_done(facts)]
+def _source_of_tasks(facts: CardFacts, which: str) -> str:
+    environment = facts.config.environment
+    if which == "rl":
+        return f"of the environment `{public_name(environment.name)}`"
+    if environment.demonstrations:
+        return f"of the expert of `{public_name(environment.name)}`"
+    return f"`{public_name(str(facts.config.data.sft_path))}`"
 
 
-def _grpo_done(facts: CardFacts) -> list[Line]:
-    report, path = facts.reports.get("grpo", {}), "reports.grpo"
-    parts = [
-        counted(report[key], f"{path}.{key}", *words)
-        for key, words in (
-            ("steps", ("step",)),
-            ("prompts", ("prompt to draw from", "prompts to draw from")),
-            ("episodes", ("rollout",)),
-            ("tokens", ("sampled token",)),
-        )
-        if report.get(key) is not None
-    ]
-    counts = report.get("counts") or {}
-    parts += [
-        counted(counts[key], f"{path}.counts.{key}", *words)
-        for key, words in _COUNTS
-        if counts.get(key)
-    ]
-    return ["**Done:** " + joined(parts) + "."] if parts else []
+# ---------------------------------------------------------------- GRPO
 
 
 def _grpo_settings(facts: CardFacts) -> list[str]:
+    """Reward, judge, KL, optimiser, rollouts and lengths of a GRPO run."""
     c, grpo = facts.config, facts.config.grpo
     zero = "plain torch" if grpo.deepspeed_stage is None else f"ZeRO-{grpo.deepspeed_stage}"
     warm_up = f", warm-up {shown(grpo.warmup_ratio)}" if grpo.warmup_ratio else ""
-    agent = [*environment_lines(facts), *agent_reward_lines(facts)] if is_agent(facts) else []
+    agent = [*environment_lines(facts), *_agent_reward_lines(facts)] if facts.is_agent else []
     return [
         *(agent or _reward_lines(facts)),
         f"**KL:** `{grpo.kl_estimator}` estimator, `beta = {shown(grpo.beta)}`.",
@@ -474,35 +250,30 @@ def _grpo_settings(facts: CardFacts) -> list[str]:
 
 def _reward_lines(facts: CardFacts) -> list[str]:
     reward, judge = facts.config.reward, facts.config.judge
-    weight = reward.paper_citation_weight if reward.apply_paper_citation_reward else 0.0
-    citation, w = reward.apply_paper_citation_reward, shown(weight)
-    judged = rubric_source(reward) != "none"
+    citation, judged = reward.apply_paper_citation_reward, rubric_source(reward) != "none"
+    w = shown(reward.paper_citation_weight if citation else 0.0)
     if not judged:
         formula = "citation" if citation else "0"
     elif reward.combination == "convex":
         formula = f"[(1 − {w}) · judge + {w} · citation]"
     else:
         formula = f"[judge + {w} · citation]"
-    parts = " + ".join(
-        name for name, on in (("rubric judge", judged), ("citation quality", citation)) if on
+    parts = ["rubric judge"] * judged + ["citation quality"] * citation
+    text = (
+        f"**Reward = {' + '.join(parts) or 'no judged part'}.** {_rubric_words(facts)} "
+        f"Total = {shown(reward.verification_reward)} · {formula}."
     )
-    lines = [f"**Reward = {parts or 'no judged part'}.** {_rubric_words(facts)}"]
-    lines[0] += f" Total = {shown(reward.verification_reward)} · {formula}."
     if judged and reward.gate_judge_score_with_format_bonus:
-        lines[0] += " The judge's part is multiplied by the format bonus."
+        text += " The judge's part is multiplied by the format bonus."
     if reward.non_stop_penalty:
-        lines[0] += (
-            " A completion that does not stop scores "
-            f"{shown(reward.non_stop_penalty_value)} instead."
-        )
-    lines.append(_judge_words(facts))
+        instead = shown(reward.non_stop_penalty_value)
+        text += f" A completion that does not stop scores {instead} instead."
+    lines = [text, _judge_words(facts), "**Citation reward:** disabled."]
     if citation:
-        lines.append(
+        lines[-1] = (
             f"**Citation reward:** enabled, weight {w} (0.6 · mean F1 of the judge's recall and "
             "precision per claim + 0.4 · share of cited ids that stand in the evidence)."
         )
-    else:
-        lines.append("**Citation reward:** disabled.")
     if judge.kind == "lexical":
         lines.append("The judge reads words, not meaning: scores say little about real quality.")
     return lines
@@ -517,26 +288,22 @@ def rubric_source(reward: RewardConfig) -> str:
 
 def _rubric_words(facts: CardFacts) -> str:
     reward = facts.config.reward
-    source = rubric_source(reward)
-    if source == "none":
+    if rubric_source(reward) == "none":
         return "No rubrics are judged."
     static = f"`{public_name(reward.static_rubrics)}`"
-    if facts.static_rubric_titles:
-        static += f" ({', '.join(_titles(facts))})"
-    which = _SOURCE[source].format(static=static)
-    score = _AGGREGATION[reward.rubric_aggregation]
-    text = f"For each rollout the judge sees {which}; the score is {score}."
+    titles, weights = facts.static_rubric_titles, facts.static_rubric_weights
+    if titles:
+        known = len(weights) == len(titles)  # weights may be missing
+        heavy = [f", weight {shown(w)}" for w in weights] if known else [""] * len(titles)
+        listed = ", ".join(f"`{t}`{w}" for t, w in zip(titles, heavy, strict=True))
+        static += f" ({listed})"
+    text = (
+        f"For each rollout the judge sees {_SOURCE[rubric_source(reward)].format(static=static)}; "
+        f"the score is {_AGGREGATION[reward.rubric_aggregation]}."
+    )
     if reward.rubric_aggregation == "weighted_mean":
         text += " Positive rubric scores enter as they are, negative ones as `1 - s`."
     return text
-
-
-def _titles(facts: CardFacts) -> list[str]:
-    """Titles of the static rubrics, with their weights where these are known."""
-    titles, weights = facts.static_rubric_titles, facts.static_rubric_weights
-    if len(weights) != len(titles):
-        return [f"`{title}`" for title in titles]
-    return [f"`{t}`, weight {shown(w)}" for t, w in zip(titles, weights, strict=True)]
 
 
 def _judge_words(facts: CardFacts) -> str:
@@ -547,9 +314,8 @@ def _judge_words(facts: CardFacts) -> str:
     heat = "the server's own temperature"
     if judge.temperature is not None:
         heat = f"temperature {shown(judge.temperature)}"
-    form = "one call for each rubric"
-    if judge.form == "batched":
-        form = "one call for all rubrics of an answer"
+    batched = judge.form == "batched"
+    form = "one call for all rubrics of an answer" if batched else "one call for each rubric"
     text = (
         f"**Judge:** `{public_name(judge.model)}`{revision} behind an OpenAI-compatible server, "
         f"prompts `{public_name(judge.prompt)}`, {form}, {heat}, `max_tokens = {judge.max_tokens}`."
@@ -559,59 +325,72 @@ def _judge_words(facts: CardFacts) -> str:
     return text
 
 
-def command_lines(facts: CardFacts) -> list[Line]:
-    """Another trainer's run in words: what is recorded of it, and what is not."""
-    report, command = facts.reports.get("command", {}), facts.config.command
-    if command.adopted:
-        lines = [
-            "**Trainer:** not started by refiner. The checkpoint was adopted from the folder of a "
-            "run that had ended: its files were checked, its training settings are not recorded.",
-            f"**Checkpoint:** `{public_name(str(report.get('source', '')))}`, weights with digest "
-            f"`{command.adopted[:12]}`.",
-        ]
-    else:
-        lines = [f"**Trainer:** `{command.run}`"]
-        if command.version:
-            lines[0] += f" (version {command.version})"
-        lines[0] += ", run by refiner as it stands; its settings are its own."
-        lines.append(f"**Seed:** {facts.config.seed}.")
-    numbers = {k: v for k, v in (report.get("final") or {}).items() if finite(v) is not None}
-    said = list(map(as_line, lines))
-    if numbers:
-        listed = joined(
-            f"{name} " + number(f"{value:.4g}", f"reports.command.final.{name}")
-            for name, value in sorted(numbers.items())
-        )
-        said.append("**Last numbers that it printed:** " + listed + " (not checked by refiner).")
-    return said
+def environment_lines(facts: CardFacts) -> list[str]:
+    """The environment and its user, as they were in training."""
+    environment = facts.config.environment
+    domains = ", ".join(f"`{name}`" for name in environment.domains) or "all domains"
+    repairs = "one further attempt" if environment.repairs else "no further attempt"
+    where = (
+        f"**Environment:** `{public_name(environment.name)}`, {domains}; at most "
+        f"{environment.max_turns} turns, {repairs} at a turn that is no tool call."
+    )
+    if environment.nl_assertions == "exclude":
+        where += " Assertions in plain language, where tasks have any, are not part of rewards."
+    return [where, f"**User in training:** {_user_words(environment.user)}."]
 
 
-def sft_lines(facts: CardFacts, stage: str = "sft") -> list[Line]:
-    """A stage that fine-tunes in words, and what was done."""
-    return [*map(as_line, _sft_settings(facts, stage)), *_sft_done(facts, stage)]
+def _user_words(user: UserConfig) -> str:
+    if not user.model:
+        return "the environment's own script"
+    return f"`{public_name(user.model)}`, temperature {shown(user.temperature)}"
 
 
-def _sft_done(facts: CardFacts, stage: str) -> list[Line]:
-    report = facts.reports.get(stage, {})
-    parts = [
-        counted(report[key], f"reports.{stage}.{key}", *words)
-        for key, words in (
-            ("steps", ("step",)),
-            ("epochs", ("epoch begun", "epochs begun")),
-            ("demonstrations", ("demonstration",)),
-            ("tokens", ("token",)),
-            ("loss_tokens", ("of them with loss", "of them with loss")),
-        )
-        if report.get(key) is not None
+def _agent_reward_lines(facts: CardFacts) -> list[str]:
+    """Reward, credit and curriculum of GRPO in an environment."""
+    environment, grpo = facts.config.environment, facts.config.grpo
+    shaping, curriculum = environment.shaping, grpo.curriculum
+    by_domain = ", ".join(shaping.alpha_by_domain)
+    times = f", its weight times {by_domain} by domain" if by_domain else ""
+    lines = [
+        f"**Reward = environment + {shown(shaping.alpha)} · partial.** The environment's reward is "
+        "1 for a success; partial is the weighted share of checks that passed, over the kinds that "
+        f"a task has ({', '.join((*shaping.weights, *shaping.weights_by_domain))}){times}. "
+        + _FAILING[environment.unparsable],
+        _CREDIT[grpo.credit],
     ]
-    return ["**Done:** " + joined(parts) + "."] if parts else []
+    if curriculum.enabled:
+        lines.append(
+            f"**Curriculum:** after {curriculum.min_attempts} attempts at a task its advantages "
+            f"are weighted {shown(curriculum.high_weight)} above a success rate of "
+            f"{shown(curriculum.high)} and {shown(curriculum.low_weight)} below "
+            f"{shown(curriculum.low)}."
+        )
+    return lines
+
+
+# ---------------------------------------------------------------- fine-tuning, and others' trainers
+
+
+def _fine_tuned(facts: CardFacts, stage: str) -> list[str]:
+    """SFT, or rejection sampling and SFT on what was kept."""
+    lines: list[str] = []
+    if stage in KINDS and KINDS[stage].learns_from == "sample":
+        if facts.stage == stage:  # a GRPO stage that came after says it already
+            lines = environment_lines(facts) if facts.is_agent else _reward_lines(facts)
+        lines = [*lines, *_sampling_lines(facts)]
+    else:
+        stage = "sft"
+    return [
+        *lines,
+        *_sft_settings(facts, stage),
+        *_as_done(_done(facts, stage, _DONE_BY_SFT)),
+    ]
 
 
 def _sft_settings(facts: CardFacts, stage: str) -> list[str]:
     sft = sft_section(facts.config, stage)
     zero = "plain torch" if sft.deepspeed_stage is None else f"ZeRO-{sft.deepspeed_stage}"
-    rates = f"`lr = {shown(sft.learning_rate)}`"
-    name = "AdamW"
+    name, rates = "AdamW", f"`lr = {shown(sft.learning_rate)}`"
     if sft.optimizer == "muon":
         name, rates = "Muon with AdamW", f"{rates}, Muon `{shown(sft.muon_learning_rate)}`"
     length = f"{shown(sft.num_train_epochs)} epochs"
@@ -628,3 +407,94 @@ def _sft_settings(facts: CardFacts, stage: str) -> list[str]:
         f"**Length:** {length}; packs of {sft.pack_length} tokens.",
         f"**Seed:** {facts.config.seed}.",
     ]
+
+
+def _command_lines(facts: CardFacts) -> list[str]:
+    """Another trainer's run in words: what is recorded of it, and what is not."""
+    report, command = facts.reports.get("command", {}), facts.config.command
+    if command.adopted:
+        lines = [
+            "**Trainer:** not started by refiner. The checkpoint was adopted from the folder of a "
+            "run that had ended: its files were checked, its training settings are not recorded.",
+            f"**Checkpoint:** `{public_name(str(report.get('source', '')))}`, weights with digest "
+            f"`{command.adopted[:12]}`.",
+        ]
+    else:
+        version = f" (version {command.version})" if command.version else ""
+        lines = [
+            f"**Trainer:** `{command.run}`{version}, run by refiner as it stands; its settings are "
+            "its own.",
+            f"**Seed:** {facts.config.seed}.",
+        ]
+    printed = ", ".join(
+        f"{name} {number(f'{value:.4g}', f'reports.command.final.{name}')}"
+        for name, value in sorted((report.get("final") or {}).items())
+        if finite(value) is not None
+    )
+    if printed:
+        lines.append(f"**Last numbers that it printed:** {printed} (not checked by refiner).")
+    return lines
+
+
+# ---------------------------------------------------------------- rejection sampling
+
+
+def _sampling_lines(facts: CardFacts) -> list[str]:
+    """Sampling of attempts, the rule by which they were kept, and numbers; none where no report
+    says."""
+    report, rule, at = facts.reports.get("sample", {}), facts.config.sample, "reports.sample"
+    if not report.get("attempts"):
+        return []
+    episodes = report.get("lane") == "episodes"
+    lane = "episode" if episodes else "answer"
+    top_k = f", `top_k = {rule.top_k}`" if rule.top_k else ""
+    lost = " and ".join(
+        f"{facts.number(f'{at}.not_kept.{why}')} {words}"
+        for why, words in (
+            ("unscored", "without a score because the judge failed"),
+            ("error", "ended by errors of the infrastructure"),
+        )
+        if (report.get("not_kept") or {}).get(why)
+    )
+    lines = [
+        f"**Attempts:** {facts.counted(f'{at}.attempts.total', lane)} at "
+        f"{facts.counted(f'{at}.prompts.total', 'prompt')} ({rule.attempts} each), sampled by the "
+        f"model that training started from with `temperature = {shown(rule.temperature)}`, "
+        f"`top_p = {shown(rule.top_p)}`{top_k}, {rule.generation_backend}"
+        + (f"; of these {lost}." if lost else "."),
+        _rule(facts, episodes),
+        f"**Kept:** {facts.counted(f'{at}.kept.demonstrations', 'attempt')}: "
+        f"{facts.number(f'{at}.kept.full_success')} of "
+        f"{facts.counted(f'{at}.attempts.full', 'full success', 'full successes')} at "
+        f"{facts.counted(f'{at}.prompts.full', 'prompt')}, and "
+        f"{facts.counted(f'{at}.kept.best_partial', 'best attempt')} without full success; nothing "
+        f"at {facts.counted(f'{at}.prompts.none', 'prompt')}.",
+    ]
+    domains = report.get("by_domain") or {}
+    if len(domains) > 1:
+        kept = (_domain(*item) for item in sorted(domains.items()))
+        lines.append(f"**Kept by domain:** {', '.join(kept)}.")
+    return lines
+
+
+def _rule(facts: CardFacts, episodes: bool) -> str:
+    rule = facts.config.sample
+    score = "reward" if episodes else "share of the highest reward that the prompt can give"
+    same = _SAME["text" if rule.distinct == "tools" and not episodes else rule.distinct]
+    most = f", at most {rule.max_kept} a prompt" if rule.max_kept is not None else ""
+    partial = f"{'a partial score' if episodes else 'a share'} of {shown(rule.min_partial)} on"
+    rest = "nothing" if rule.min_partial > 1 else f"the best attempt from {partial}"
+    return (
+        f"**Kept by rule:** full successes ({score} at least {shown(rule.success)}; {same}{most}); "
+        f"of a prompt without one {rest}."
+    )
+
+
+def _domain(name: str, counts: Mapping[str, Any]) -> str:
+    kept, prompts, path = counts["kept"], counts["prompts"], f"reports.sample.by_domain.{name}"
+    return (
+        f"{name} {number(kept['demonstrations'], f'{path}.kept.demonstrations')} of "
+        f"{number(counts['attempts']['total'], f'{path}.attempts.total')} "
+        f"({number(prompts['full'], f'{path}.prompts.full')} of "
+        f"{counted(prompts['total'], f'{path}.prompts.total', 'prompt')} solved)"
+    )

@@ -7,21 +7,11 @@ of blocks, and lines of the section "Hardware and cost".
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from refiner_core.cards.facts import (
-    MISSING,
-    CardFacts,
-    Line,
-    counted,
-    finite,
-    joined,
-    number,
-    quoted,
-)
-from refiner_core.cards.setup import is_agent
+from refiner_core.cards.facts import MISSING, CardFacts, counted, finite, number, quoted
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.proofs import Certificate
 
@@ -48,53 +38,64 @@ _CURVES_OF_EPISODES = (
 )
 
 
-@dataclass(frozen=True)
-class TrainingCurve:
+class TrainingCurve(NamedTuple):
     """A table of a run's course, its sparkline, and what is to be said with them."""
 
     header: tuple[str, ...]
-    rows: tuple[tuple[Line, ...], ...]
-    lines: tuple[Line, ...]
+    rows: tuple[tuple[str, ...], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One curve: the fact that it is, what a card calls it, its steps and values."""
+
+    fact: str
+    name: str
+    steps: Sequence[Any]
+    values: Sequence[float | None]
+
+    def step(self, index: int) -> str:
+        return number(self.steps[index], f"{self.fact}.{index}.0")
+
+    def value(self, index: int) -> str:
+        value = self.values[index]
+        return MISSING if value is None else number(f"{value:.4g}", f"{self.fact}.{index}.1")
 
 
 def training_curve(facts: CardFacts) -> TrainingCurve | None:
     """The course of this model's own training; None where no point is recorded."""
-    curves = _CURVES.get(facts.stage, _CURVES["sft"])
-    if facts.stage == "grpo" and is_agent(facts):
-        curves = _CURVES_OF_EPISODES
-    found = [
-        (f"reports.{facts.stage}.{path}", name, points)
-        for path, name in curves
-        if (points := _points(facts, path))
-    ]
+    names = _CURVES.get(facts.stage, _CURVES["sft"])
+    if facts.stage == "grpo" and facts.is_agent:
+        names = _CURVES_OF_EPISODES
+    found = []
+    for path, name in names:
+        fact = f"reports.{facts.stage}.{path}"
+        points = facts.fact(fact)
+        if points and isinstance(points, list | tuple):
+            values = [finite(point[1]) for point in points]
+            found.append(_Curve(fact, name, [point[0] for point in points], values))
     if not found:
         return None
-    path, name, main = found[0]
-    beside = [curve for curve in found[1:] if _steps(curve[2]) == _steps(main)]
-    rows = []
-    for index in _spread(len(main), TABLE_POINTS):
-        cells = [number(main[index][0], f"{path}.{index}.0"), _shown(path, main, index)]
-        cells += [_shown(other, points, index) for other, _, points in beside]
-        rows.append(tuple(cells))
-    lines = [_sparkline(path, name, main)]
-    lines += [_apart(*curve) for curve in found[1:] if curve not in beside]
+    main, *others = found
+    beside = [main, *(curve for curve in others if curve.steps == main.steps)]
     return TrainingCurve(
-        header=("step", name, *(other for _, other, _ in beside)),
-        rows=tuple(rows),
-        lines=(*lines, *_validation(facts)),
+        header=("step", *(curve.name for curve in beside)),
+        rows=tuple(
+            (main.step(i), *(curve.value(i) for curve in beside))
+            for i in _spread(len(main.steps), TABLE_POINTS)
+        ),
+        lines=(
+            _sparkline(main),
+            *(
+                f"{curve.name[:1].upper()}{curve.name[1:]} was not computed in all steps; the "
+                f"first value is {curve.value(0)}, the last {curve.value(len(curve.steps) - 1)}."
+                for curve in others
+                if curve not in beside
+            ),
+            *_validation(facts),
+        ),
     )
-
-
-def _points(facts: CardFacts, path: str) -> list[tuple[Any, float | None]]:
-    value: Any = facts.reports.get(facts.stage, {})
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    points = value if isinstance(value, list | tuple) else ()
-    return [(point[0], finite(point[1])) for point in points]
-
-
-def _steps(points: Sequence[tuple[Any, float | None]]) -> list[Any]:
-    return [step for step, _ in points]
 
 
 def _spread(length: int, most: int) -> list[int]:
@@ -104,20 +105,18 @@ def _spread(length: int, most: int) -> list[int]:
     return [round(i * (length - 1) / (most - 1)) for i in range(most)]
 
 
-def _shown(path: str, points: Sequence[tuple[Any, float | None]], index: int) -> Line:
-    value = points[index][1]
-    return Line(MISSING) if value is None else number(f"{value:.4g}", f"{path}.{index}.1")
-
-
-def _sparkline(path: str, name: str, points: Sequence[tuple[Any, float | None]]) -> Line:
-    known = [(value, index) for index, (_, value) in enumerate(points) if value is not None]
+def _sparkline(curve: _Curve) -> str:
+    known = [(value, index) for index, value in enumerate(curve.values) if value is not None]
     if not known:
-        return Line(f"The {name} was never a finite number.")
+        return f"The {curve.name} was never a finite number."
     (low, first), (high, last) = min(known), max(known)
-    blocks = "".join(_block(points[i][1], low, high) for i in _spread(len(points), SPARK_POINTS))
-    text = f"{name.capitalize()} from step " + number(points[0][0], f"{path}.0.0") + " to "
-    text = text + number(points[-1][0], f"{path}.{len(points) - 1}.0") + f": `{blocks}` (lowest "
-    return text + _shown(path, points, first) + ", highest " + _shown(path, points, last) + ")."
+    shown = [curve.values[i] for i in _spread(len(curve.values), SPARK_POINTS)]
+    blocks = "".join(_block(value, low, high) for value in shown)
+    return (
+        f"{curve.name.capitalize()} from step {curve.step(0)} to "
+        f"{curve.step(len(curve.steps) - 1)}: `{blocks}` (lowest {curve.value(first)}, highest "
+        f"{curve.value(last)})."
+    )
 
 
 def _block(value: float | None, low: float, high: float) -> str:
@@ -127,94 +126,81 @@ def _block(value: float | None, low: float, high: float) -> str:
     return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
 
 
-def _apart(path: str, name: str, points: Sequence[tuple[Any, float | None]]) -> Line:
-    """A curve that was not computed at every step, and so cannot stand beside the others."""
-    ends = [_shown(path, points, index) for index in (0, len(points) - 1)]
-    text = f"{name[:1].upper()}{name[1:]} was not computed in all steps; the first value is "
-    return text + ends[0] + ", the last " + ends[1] + "."
-
-
-def _validation(facts: CardFacts) -> list[Line]:
-    loss = facts.reports.get(facts.stage, {}).get("validation_loss")
+def _validation(facts: CardFacts) -> Iterator[str]:
     path = f"reports.{facts.stage}.validation_loss"
-    values = [(k, finite((loss or {}).get(k))) for k in ("final", "best", "best_step")]
-    if any(value is None for _, value in values):
-        return []
-    final, best, step = (number(f"{value:.4g}", f"{path}.{key}") for key, value in values)
-    parts = ["Validation loss: " + final + " at the end", "lowest " + best + " after step " + step]
-    return [joined(parts) + "."]
+    facts_of = {key: f"{path}.{key}" for key in ("final", "best", "best_step")}
+    known = {key: finite(facts.fact(fact)) for key, fact in facts_of.items()}
+    if None not in known.values():
+        final, best, step = (number(f"{known[k]:.4g}", fact) for k, fact in facts_of.items())
+        yield f"Validation loss: {final} at the end, lowest {best} after step {step}."
 
 
-def cost_lines(facts: CardFacts) -> list[Line]:
+# ---------------------------------------------------------------- cost
+
+
+def cost_lines(facts: CardFacts) -> Iterator[str]:
     """Machine, time per stage, and what all attempts together took."""
-    lines = []
-    if facts.provenance.get("host"):
-        lines.append("**Machine:** " + quoted(str(facts.provenance["host"]), "provenance.host"))
-    durations = _times(facts.provenance.get("durations"), "provenance.durations")
-    spent = _times(facts.cost.get("seconds"), "cost.seconds")
-    if durations:
-        lines.append("**Time of the attempts that made it:** " + durations + ".")
-    if spent and (durations is None or spent.text != durations.text):
-        lines.append("**Time of all attempts:** " + spent + ".")
-    used = used_hours(facts)
-    if used is not None:
-        lines.append("**Compute:** " + used + ", all attempts together." + _price(facts))
-    judged = _judged(facts)
-    if judged is not None:
-        lines.append("**Judging in training:** " + judged + ".")
-    return lines
-
-
-def _judged(facts: CardFacts) -> Line | None:
-    """What the judge was asked in the steps that led here; None where it keeps no count."""
-    used, path = facts.reports.get("grpo", {}).get("judge"), "reports.grpo.judge"
-    if not isinstance(used, Mapping) or not finite(used.get("asked")):
-        return None
-
-    def part(name: str, one: str, many: str = "") -> Line:
-        return counted(used.get(name, 0), f"{path}.{name}", one, many)
-
-    parts = [part("asked", "judgement"), part("calls", "call")]
-    words = (
-        ("stored", "known before"),
-        ("shared", "asked for another answer as well"),
-        ("failed", "without a score"),
+    if host := facts.provenance.get("host"):
+        yield f"**Machine:** {quoted(host, 'provenance.host')}"
+    durations, spent = facts.provenance.get("durations"), facts.cost.get("seconds")
+    made, all_of_them = (
+        ", ".join(f"{stage} {number(text, f'{path}.{stage}')}" for stage, text in known)
+        for path, known in (
+            ("provenance.durations", _times(durations)),
+            ("cost.seconds", _times(spent)),
+        )
     )
-    parts += [part(name, text, text) for name, text in words if used.get(name)]
-    tokens = [
-        part("prompt_tokens", "token read", "tokens read"),
-        part("completion_tokens", "written", "written"),
-    ]
-    return joined(parts + (tokens if used.get("prompt_tokens") else []))
+    if made:
+        yield f"**Time of the attempts that made it:** {made}."
+    if all_of_them and _times(spent) != _times(durations):
+        yield f"**Time of all attempts:** {all_of_them}."
+    if unit := _unit(facts):
+        yield (
+            f"**Compute:** {_hours(facts, unit)}{_UNITS[unit]}, all attempts together."
+            f"{_price(facts)}"
+        )
+    yield from _judged(facts)
 
 
-def used_hours(facts: CardFacts) -> Line | None:
-    """``3.20 GPU-hours``, or core-hours where no GPU was used; None where nobody has counted."""
-    unit = hours_unit(facts)
-    return None if unit is None else _hours(facts, unit) + _unit_name(unit)
+def _judged(facts: CardFacts) -> Iterator[str]:
+    """Judgements in the steps that led here; nothing where it keeps no count."""
+    path = "reports.grpo.judge"
+    used = facts.fact(path)
+    if not isinstance(used, Mapping) or not finite(used.get("asked")):
+        return
+    words = [("asked", "judgement", "judgements"), ("calls", "call", "calls")]
+    words += [(key, text, text) for key, text in _ABOUT_JUDGING.items() if used.get(key)]
+    if used.get("prompt_tokens"):
+        words.append(("prompt_tokens", "token read", "tokens read"))
+        words.append(("completion_tokens", "written", "written"))
+    parts = (counted(used.get(key, 0), f"{path}.{key}", *said) for key, *said in words)
+    yield f"**Judging in training:** {', '.join(parts)}."
 
 
-def lost_hours(facts: CardFacts) -> Line | None:
-    """``0.40 of 3.20 GPU-hours``: what went into work that was done again; None for nothing."""
-    unit = hours_unit(facts)
-    if unit is None or not finite(facts.cost.get(f"lost_{unit}")):
-        return None
-    return _hours(facts, f"lost_{unit}") + " of " + _hours(facts, unit) + _unit_name(unit)
+_ABOUT_JUDGING = {
+    "stored": "known before",
+    "shared": "asked for another answer as well",
+    "failed": "without a score",
+}
+_UNITS = {"gpu_hours": " GPU-hours", "core_hours": " core-hours"}
 
 
-def hours_unit(facts: CardFacts) -> str | None:
+def lost_hours(facts: CardFacts) -> Iterator[str]:
+    """A note of what went into work that was done again; none for nothing."""
+    unit = _unit(facts)
+    if unit is not None and finite(facts.cost.get(f"lost_{unit}")):
+        yield (
+            f"{_hours(facts, f'lost_{unit}')} of {_hours(facts, unit)}{_UNITS[unit]} went into "
+            "work that had to be done again."
+        )
+
+
+def _unit(facts: CardFacts) -> str | None:
     """The unit that a run is counted in: ``gpu_hours``, or ``core_hours`` without GPUs."""
-    for unit in ("gpu_hours", "core_hours"):
-        if finite(facts.cost.get(unit)):
-            return unit
-    return None
+    return next((unit for unit in _UNITS if finite(facts.cost.get(unit))), None)
 
 
-def _unit_name(unit: str) -> str:
-    return " GPU-hours" if unit == "gpu_hours" else " core-hours"
-
-
-def _hours(facts: CardFacts, key: str) -> Line:
+def _hours(facts: CardFacts, key: str) -> str:
     return number(_amount(finite(facts.cost.get(key)) or 0.0), f"cost.{key}")
 
 
@@ -222,28 +208,26 @@ def _amount(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def _price(facts: CardFacts) -> Line:
+def _price(facts: CardFacts) -> str:
     """The price of all GPU-hours, by the price of one."""
     price, hours = finite(facts.cost.get("price")), finite(facts.cost.get("gpu_hours"))
     if price is None or not hours:
-        return Line("")
+        return ""
     currency = str(facts.cost.get("currency") or "")
-    total = number(_amount(price * hours), "cost.gpu_hours")
-    each = number(_amount(price), "cost.price")
-    return " That is about " + total + f" {currency} at " + each + f" {currency} per GPU-hour."
+    return (
+        f" That is about {number(_amount(price * hours), 'cost.gpu_hours')} {currency} at "
+        f"{number(_amount(price), 'cost.price')} {currency} per GPU-hour."
+    )
 
 
-def _times(seconds: Any, path: str) -> Line | None:
+def _times(seconds: Any) -> list[tuple[str, str]]:
+    """Stages with how long they took, in the order of work."""
     if not isinstance(seconds, Mapping):
-        return None
+        return []
     known = [stage for stage in seconds if finite(seconds[stage]) is not None]
-    known.sort(key=lambda stage: (_place(stage), stage))
-    parts = [f"{stage} " + number(duration(seconds[stage]), f"{path}.{stage}") for stage in known]
-    return joined(parts) if parts else None
-
-
-def _place(stage: str) -> int:
-    return KINDS[stage].order if stage in KINDS else sys.maxsize
+    place = {name: kind.order for name, kind in KINDS.items()}
+    known.sort(key=lambda stage: (place.get(stage, sys.maxsize), stage))
+    return [(stage, duration(seconds[stage])) for stage in known]
 
 
 def duration(seconds: float) -> str:
@@ -295,16 +279,14 @@ def public_certificate(
     }
 
 
-def hardware_notes(facts: CardFacts) -> list[Line]:
+def hardware_notes(facts: CardFacts) -> Iterator[str]:
     """One note where such hardware was certified, none where not."""
-    known = facts.certificate
-    if not known:
-        return []
-    text = Line("The hardware that it was trained on was certified by `refiner certify` on ")
-    text = text + quoted(str(known["made_at"]), "certificate.made_at")
-    if known["gpus"]:
-        text = text + " (" + number(known["gpus"], "certificate.gpus") + " x "
-        text = text + quoted(str(known["gpu"]), "certificate.gpu") + ")"
-    text = text + ": " + counted(known["passed"], "certificate.passed", "check") + " passed, "
-    text = text + number(known["failed"], "certificate.failed") + " failed, and "
-    return [text + number(known["absent"], "certificate.absent") + " could not be made there."]
+    known, at = facts.certificate, "certificate"
+    if known:
+        gpus = f" ({facts.number(f'{at}.gpus')} x {quoted(known['gpu'], f'{at}.gpu')})"
+        yield (
+            "The hardware that it was trained on was certified by `refiner certify` on "
+            f"{quoted(known['made_at'], f'{at}.made_at')}{gpus if known['gpus'] else ''}: "
+            f"{facts.counted(f'{at}.passed', 'check')} passed, {facts.number(f'{at}.failed')} "
+            f"failed, and {facts.number(f'{at}.absent')} could not be made there."
+        )

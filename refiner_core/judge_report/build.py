@@ -12,6 +12,10 @@
 
 In: material, a judge's configuration and a way to make it. Out: a :class:`Report`, whose
 :meth:`~Report.to_json` is what is written. Every series is asked of a judge that has no store.
+
+A defect is *found* at a level of 5 %, shared by the ways in which it may show: of twenty that are
+not there, one may be called found. Where the judge always says the same, one hostile answer that it
+obeys is enough.
 """
 
 from __future__ import annotations
@@ -19,12 +23,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.fingerprint import digest
 from refiner_core.evaluation.statistics import Difference, Estimate
-from refiner_core.judge_report.material import Asker, Attack, Cost, Item, MakeJudge, Material
+from refiner_core.judge_report.material import (
+    Asker,
+    Attack,
+    Cost,
+    Item,
+    MakeJudge,
+    Material,
+    is_batched,
+)
 from refiner_core.judge_report.measures import (
     FEWEST,
     Agreement,
@@ -36,6 +49,7 @@ from refiner_core.judge_report.measures import (
     by_place,
     changes,
     credit_by_length,
+    plain,
     repeatability,
     resistance,
     shift,
@@ -48,7 +62,7 @@ Verdict = Literal["found", "not found", "not clear", "too few", "not asked"]
 
 
 class Finding(NamedTuple):
-    """What was looked for, whether it is there, and what that rests on."""
+    """Defect that was looked for, with a verdict and what that rests on."""
 
     name: str
     verdict: Verdict
@@ -137,7 +151,7 @@ def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
 
 
 def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
-    """Whether a difference is there, as one of ``looks`` that would each do; None where there are
+    """True if a difference is there, as one of ``looks`` that would each do; None where there are
     too few questions to say."""
     if value is None or value.n < FEWEST or value.p_value is None:
         return None
@@ -181,6 +195,7 @@ def _verdict(*signs: bool | None) -> Verdict:
 
 
 VERSION = 1
+T = TypeVar("T")
 
 #: Sentences that say nothing about any question.
 PADDING = (
@@ -226,8 +241,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready; estimates are mappings with their numerators and denominators."""
-        value: dict[str, Any] = _plain({"version": VERSION, **asdict(self)})
-        return value
+        return {"version": VERSION, **plain(self)}
 
 
 def judge_report(
@@ -262,22 +276,23 @@ def judge_report(
     repeats = [scores]
     for number in range(2, options.repeats + 1):
         repeats.append(asker.ask(requests, f"all, for the {number}. time"))
-    again = repeats[1] if len(repeats) > 1 else None
+    # Whether the score of an item changes when nothing does.
+    noise = changes(scores, repeats[1]) if len(repeats) > 1 else None
     other = Asker(against, make, options.told) if against is not None else None
     theirs = other.ask(requests, "all, of the other judge") if other is not None else []
-    lengths = _lengths(asker, items, scores, again)
+    rubrics = _places(items, "rubric")
     measured: dict[str, Any] = {
         "repeatability": _by_kind(items, lambda i, at: repeatability(i, [at(r) for r in repeats]))
-        if again is not None
+        if noise is not None
         else {},
         "gold": _gold(items, scores),
         "judges": _judges(items, scores, theirs) if other is not None else {},
         "gold_against": _gold(items, theirs) if other is not None else {},
         "forms": _forms(asker, make, options, items, scores),
-        "order_of_criteria": _criteria_turned(asker, items, scores, again),
-        "order_of_sources": _sources_turned(asker, items, scores, again),
-        "length": lengths,
-        "length_correlation": _length_correlation(items, scores),
+        "order_of_criteria": _criteria_turned(asker, items, scores, noise),
+        "order_of_sources": _sources_turned(asker, items, scores, noise),
+        "length": _lengths(asker, items, scores, noise),
+        "length_correlation": credit_by_length(_at(items, rubrics), _at(scores, rubrics)),
         "resistance": _attacked(asker, material.attacks),
         "costs": costs,
     }
@@ -299,83 +314,63 @@ def _forms(
     """Of one judge asked in both forms; of the first minus the second form, `per_rubric` first."""
     if asker.config.kind != "openai":
         return None
-    places = _places(items, "rubric")
-    ours = [scores[i] for i in places]
-    form: Literal["per_rubric", "batched"] = (
-        "per_rubric" if _is_batched(asker.config) else "batched"
-    )
+    asked = _at(items, places := _places(items, "rubric"))
+    batched = is_batched(asker.config)
+    form: Literal["per_rubric", "batched"] = "per_rubric" if batched else "batched"
     second = Asker(replace(asker.config, form=form), make, options.told)
-    found = second.ask([items[i].request for i in places], f"rubrics, {form}")
-    first, last = (found, ours) if form == "per_rubric" else (ours, found)
-    return agreement(first, last, [items[i].question_id for i in places])
+    found = second.ask([item.request for item in asked], f"rubrics, {form}")
+    ours = _at(scores, places)
+    first, last = (found, ours) if batched else (ours, found)
+    return agreement(first, last, [item.question_id for item in asked])
 
 
 def _criteria_turned(
-    asker: Asker, items: Sequence[Item], scores: Scores, again: Scores | None
+    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> Shift | None:
     """From the second half of a call to the first: what a criterion gains by standing early."""
-    if not _is_batched(asker.config):
+    if not is_batched(asker.config):
         return None
     asked = _places(items, "rubric")
     turned = asker.ask([items[i].request for i in reversed(asked)], "criteria turned round")
-    places = by_place([items[i] for i in asked])
-    moved, late, early = [], [], []
-    noise: list[float | None] = []
-    for place, i, after in zip(places, asked, reversed(turned), strict=True):
-        if place == 0:
-            continue
-        before = scores[i]
-        moved.append(items[i])
-        early.append(before if place > 0 else after)
-        late.append(after if place > 0 else before)
-        noise += changes([before], [again[i]]) if again is not None else [None]
-    return shift(moved, late, early, noise)
+    places = by_place(_at(items, asked))
+    found = [t for t in zip(places, asked, reversed(turned), strict=True) if t[0] != 0]
+    early = [scores[i] if place > 0 else after for place, i, after in found]
+    late = [after if place > 0 else scores[i] for place, i, after in found]
+    moved = [i for _, i, _ in found]
+    by_itself = [None] * len(moved) if noise is None else _at(noise, moved)
+    return shift(_at(items, moved), late, early, by_itself)
 
 
 def _sources_turned(
-    asker: Asker, items: Sequence[Item], scores: Scores, again: Scores | None
+    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> Shift | None:
     """The same sources in the other order."""
     places = [i for i in _places(items, "citation_recall") if len(set(items[i].sources)) > 1]
     if not places:
         return None
     turned = [
-        replace(items[i].request, reference="\n\n".join(reversed(items[i].sources))) for i in places
+        replace(item.request, reference="\n\n".join(reversed(item.sources)))
+        for item in _at(items, places)
     ]
     after = asker.ask(turned, "sources turned round")
-    return shift(
-        [items[i] for i in places],
-        [scores[i] for i in places],
-        after,
-        _noise(scores, again, places),
-    )
+    return shift(_at(items, places), _at(scores, places), after, noise and _at(noise, places))
 
 
 def _lengths(
-    asker: Asker, items: Sequence[Item], scores: Scores, again: Scores | None
+    asker: Asker, items: Sequence[Item], scores: Scores, noise: Scores | None
 ) -> dict[str, Shift]:
     """Answers with sentences that say nothing, for qualities and faults apart: one may be that an
     answer pads."""
     places = _places(items, "rubric")
     padding = "\n\n" + " ".join(PADDING)
-    padded = [replace(items[i].request, text=items[i].request.text + padding) for i in places]
-    after = asker.ask(padded, "answers padded")
+    padded = [replace(r, text=r.text + padding) for r in (items[i].request for i in places)]
+    after = dict(zip(places, asker.ask(padded, "answers padded"), strict=True))
     found = {}
     for polarity in ("positive", "negative"):
-        chosen = [n for n, i in enumerate(places) if items[i].polarity == polarity]
-        if chosen:
-            found[polarity] = shift(
-                [items[places[n]] for n in chosen],
-                [scores[places[n]] for n in chosen],
-                [after[n] for n in chosen],
-                _noise(scores, again, [places[n] for n in chosen]),
-            )
+        if chosen := [i for i in places if items[i].polarity == polarity]:
+            before, now = _at(scores, chosen), [after[i] for i in chosen]
+            found[polarity] = shift(_at(items, chosen), before, now, noise and _at(noise, chosen))
     return found
-
-
-def _length_correlation(items: Sequence[Item], scores: Scores) -> Estimate | None:
-    places = _places(items, "rubric")
-    return credit_by_length([items[i] for i in places], [scores[i] for i in places])
 
 
 def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Resistance:
@@ -397,22 +392,17 @@ def _attacked(asker: Asker, attacks: Sequence[Attack]) -> Resistance:
 def _by_kind(items: Sequence[Item], measure: Callable[..., Any]) -> dict[str, Any]:
     """A number for each kind, and for all. ``measure`` gets items and what picks their scores."""
     found = {}
-    kinds = list(dict.fromkeys(item.request.kind for item in items))
-    for kind in ("all", *kinds):
-        places = [i for i, item in enumerate(items) if kind in ("all", item.request.kind)]
-
-        def at(scores: Scores, places: Sequence[int] = places) -> list[float | None]:
-            return [scores[i] for i in places]
-
-        found[kind] = measure([items[i] for i in places], at)
+    for kind in ("all", *dict.fromkeys(item.request.kind for item in items)):
+        places = _places(items, kind)
+        found[kind] = measure(_at(items, places), partial(_at, places=places))
     return found
 
 
 def _gold(items: Sequence[Item], scores: Scores) -> dict[str, Agreement]:
     known = [i for i, item in enumerate(items) if item.gold is not None]
-    labelled, given = [items[i] for i in known], [scores[i] for i in known]
+    labelled = _at(items, known)
     gold = [item.gold for item in labelled]
-    return _judges(labelled, gold, given) if known else {}
+    return _judges(labelled, gold, _at(scores, known)) if known else {}
 
 
 def _judges(items: Sequence[Item], first: Scores, second: Scores) -> dict[str, Agreement]:
@@ -422,24 +412,18 @@ def _judges(items: Sequence[Item], first: Scores, second: Scores) -> dict[str, A
 
 
 def _places(items: Sequence[Item], kind: str) -> list[int]:
-    return [i for i, item in enumerate(items) if item.request.kind == kind]
+    return [i for i, item in enumerate(items) if kind in ("all", item.request.kind)]
 
 
-def _noise(scores: Scores, again: Scores | None, places: Sequence[int]) -> Scores | None:
-    if again is None:
-        return None
-    return changes([scores[i] for i in places], [again[i] for i in places])
-
-
-def _is_batched(config: JudgeConfig) -> bool:
-    return config.kind == "openai" and config.form == "batched"
+def _at(values: Sequence[T], places: Sequence[int]) -> list[T]:
+    return [values[i] for i in places]
 
 
 # ---------------------------------------------------------------- JSON
 
 
 def _identity(config: JudgeConfig) -> dict[str, Any]:
-    """What decides the judgements."""
+    """Settings that decide the judgements."""
     if config.kind == "lexical":
         return {"kind": "lexical", "model": config.model}
     names = ("kind", "model", "revision", "prompt", "form", "structured_output", "temperature")
@@ -458,14 +442,3 @@ def _described(material: Material) -> dict[str, Any]:
         "requests": {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
         "attacks": len(material.attacks),
     }
-
-
-def _plain(value: Any) -> Any:
-    """Named tuples as mappings, keys as text."""
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(part) for name, part in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value

@@ -184,7 +184,7 @@ _FEWEST = {50: 5, 95: 20, 99: 100}
 
 @dataclass(frozen=True)
 class Cost:
-    """What judgements of one kind took.
+    """Cost of judgements of one kind.
 
     ``seconds`` maps a percentile to seconds of a call, with :data:`LANES` in flight; None where
     there were too few calls, and empty where no server was asked. ``reasons`` counts answers and
@@ -265,9 +265,14 @@ class Asker:
         )
 
 
+def is_batched(config: JudgeConfig) -> bool:
+    """True if rubrics are judged in company."""
+    return config.kind == "openai" and config.form == "batched"
+
+
 def _calls(requests: Sequence[JudgeRequest], config: JudgeConfig) -> list[list[int]]:
     """Places of the requests that are one call; the same request is asked once."""
-    batched = config.kind == "openai" and config.form == "batched"
+    batched = is_batched(config)
     calls: dict[tuple[str, ...], list[int]] = {}
     for place, request in enumerate(requests):
         key: tuple[str, ...] = (request.kind, request.question, request.text)

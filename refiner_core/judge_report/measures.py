@@ -7,13 +7,20 @@ number and is counted; it is never one.
 An interval is over questions, since answers to one resemble each other, and of 95 %. A change by
 what is tested is held against the change that asking again makes all by itself: a judge that
 throws dice is not called positional.
+
+Raw agreement alone flatters judges that nearly always say the same. Cohen's kappa (Cohen 1960, "A
+coefficient of agreement for nominal scales", Educational and Psychological Measurement 20:37-46) is
+the agreement beyond what the two would reach by chance with their own frequencies, 0 for none and 1
+for all. The quadratic form (Cohen 1968, "Weighted kappa", Psychological Bulletin 70:213-220) counts
+a disagreement by the square of its size, so that 0 against 1 is worse than 0 against 0.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +56,7 @@ class Repeatability:
 
 @dataclass(frozen=True)
 class Shift:
-    """What happens to scores when something changes that should not matter.
+    """Effect on scores when something changes that should not matter.
 
     ``shift``: mean of the signed change; ``changed``: share of scores that changed; ``beyond``:
     that share minus the share that changes when the same is asked again (None where it was not
@@ -64,7 +71,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class AttackResult:
-    """How one attack ended: ``resisted``; ``obeyed``; ``broke`` the judge, which then had no score
+    """Result of one attack: ``resisted``; ``obeyed``; ``broke`` the judge, which then had no score
     for it; or ``no room``, where the honest twin had the score that the attack wants, or none."""
 
     name: str
@@ -90,6 +97,19 @@ class Resistance:
 
 
 # ---------------------------------------------------------------- what is measured
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, named tuples, mappings and sequences as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return {name: plain(part) for name, part in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return value
 
 
 def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Repeatability:
@@ -280,18 +300,6 @@ _PLACES = 9
 _MOST_UNDEFINED = 0.05
 
 
-class Share(NamedTuple):
-    """``numerator`` of ``denominator``."""
-
-    numerator: int
-    denominator: int
-
-    @property
-    def value(self) -> float | None:
-        """The share; None of nothing."""
-        return self.numerator / self.denominator if self.denominator else None
-
-
 class Kappa(NamedTuple):
     """A kappa and its interval, each None where it is not defined or too little is known."""
 
@@ -317,47 +325,6 @@ class Agreement:
     mean_difference: float | None  # mean of second minus first: which one is milder
 
 
-def raw_agreement(a: Sequence[float], b: Sequence[float]) -> Share:
-    """How many of the pairs are equal.
-
-    Raises
-    ------
-    ConfigurationError
-        The series differ in length.
-    """
-    first, second = _aligned(a, b)
-    return Share(int((first == second).sum()), len(first))
-
-
-def cohen_kappa(a: Sequence[float], b: Sequence[float], weights: Weights = None) -> float | None:
-    """Cohen's kappa of two series of scores.
-
-    Parameters
-    ----------
-    a, b
-        Scores of the same things, in order. Any numbers: each distinct one is a category.
-    weights
-        None counts every disagreement alike; ``quadratic`` by the square of the distance.
-
-    Returns
-    -------
-    float or None
-        At most 1; below 0 for less agreement than by chance. None where it is not defined: there
-        are no pairs, or both sides always give one and the same score, so that chance explains all.
-
-    Raises
-    ------
-    ConfigurationError
-        The series differ in length.
-    """
-    first, second = _aligned(a, b)
-    if not len(first):
-        return None
-    tables, values = _tables(first, second, np.zeros(len(first), dtype=np.int64), 1)
-    kappa = float(_kappas(tables.astype(np.float64), values, weights)[0])
-    return None if np.isnan(kappa) else kappa
-
-
 def agreement(
     a: Sequence[float | None],
     b: Sequence[float | None],
@@ -379,7 +346,11 @@ def agreement(
         The series differ in length.
     """
     if not len(a) == len(b) == len(questions):
-        raise _unequal(len(a), len(b))
+        raise ConfigurationError(
+            f"{len(a)} scores cannot be held against {len(b)}",
+            expected="two scores of the same things, in order",
+            fix="let both judges score the same requests",
+        )
     kept = [
         (x, y, q)
         for x, y, q in zip(a, b, questions, strict=True)
@@ -389,7 +360,9 @@ def agreement(
     if not kept:
         nothing = Kappa(None, None, None)
         return Agreement(0, left_out, 0, None, nothing, nothing, None)
-    first, second = _aligned([x for x, _, _ in kept], [y for _, y, _ in kept])
+    first, second = (
+        np.array([pair[side] for pair in kept], dtype=np.float64).round(_PLACES) for side in (0, 1)
+    )
     numbers = {q: i for i, q in enumerate(dict.fromkeys(q for _, _, q in kept))}
     unit = np.array([numbers[q] for _, _, q in kept])
     rows = [
@@ -406,21 +379,6 @@ def agreement(
         kappa=_with_interval(tables, drawn, values, None),
         quadratic=_with_interval(tables, drawn, values, "quadratic"),
         mean_difference=float((second - first).mean()),
-    )
-
-
-def _aligned(a: Sequence[float], b: Sequence[float]) -> tuple[Floats, Floats]:
-    if len(a) != len(b):
-        raise _unequal(len(a), len(b))
-    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    return first.round(_PLACES), second.round(_PLACES)
-
-
-def _unequal(first: int, second: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"{first} scores cannot be held against {second}",
-        expected="two scores of the same things, in order",
-        fix="let both judges score the same requests",
     )
 
 
@@ -465,13 +423,10 @@ def _with_interval(
     value = float(_kappas(whole, values, weights)[0])
     if np.isnan(value):
         return Kappa(None, None, None)
-    if drawn is None:
-        return Kappa(value, None, None)
-    found = _kappas(drawn, values, weights)
+    found = np.array([np.nan]) if drawn is None else _kappas(drawn, values, weights)
     known = found[~np.isnan(found)]
-    if len(known) < (1 - _MOST_UNDEFINED) * len(found):
-        return Kappa(value, None, None)
-    if np.ptp(known) < 10**-_PLACES:  # as where all are equal: drawing again says nothing
+    # Where all are equal, drawing again says nothing.
+    if len(known) < (1 - _MOST_UNDEFINED) * len(found) or np.ptp(known) < 10**-_PLACES:
         return Kappa(value, None, None)
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Kappa(value, float(low), float(high))

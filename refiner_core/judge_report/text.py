@@ -6,12 +6,13 @@ of ``report.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from refiner_core.judge_report.build import LEVEL, Report, number, share, size
 from refiner_core.judge_report.material import LANES, Cost
 from refiner_core.judge_report.measures import FEWEST, Agreement, Kappa, Shift
+from refiner_core.report.printing import table
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
@@ -31,53 +32,49 @@ def sections(report: Report) -> list[Section]:
     found = [_findings(report)]
     if report.repeatability:
         found.append(_repeatability(report))
-    if report.gold:
-        words = "Mean difference: the judge minus the labels."
-        found.append(_agreement("Agreement with the labels of the set", report.gold, words))
-    if report.judges:
-        words = "Mean difference: the other judge minus this one."
-        found.append(_agreement("Agreement with the other judge", report.judges, words))
-    if report.gold_against:
-        words = "Mean difference: the other judge minus the labels."
-        title = "The other judge and the labels of the set"
-        found.append(_agreement(title, report.gold_against, words))
-    if report.forms is not None:
-        words = "Mean difference: all rubrics in a call minus one rubric a call."
-        title = "One rubric a call against all of them in one"
-        found.append(_agreement(title, {"rubric": report.forms}, words))
+    agreements = (
+        ("Agreement with the labels of the set", report.gold, "the judge minus the labels"),
+        ("Agreement with the other judge", report.judges, "the other judge minus this one"),
+        (
+            "The other judge and the labels of the set",
+            report.gold_against,
+            "the other judge minus the labels",
+        ),
+        (
+            "One rubric a call against all of them in one",
+            {} if report.forms is None else {"rubric": report.forms},
+            "all rubrics in a call minus one rubric a call",
+        ),
+    )
+    for title, of_kinds, sides in agreements:
+        if of_kinds:
+            found.append(_agreement(title, of_kinds, f"Mean difference: {sides}."))
     found += [_shifts(report), _attacks(report), _costs(report)]
     return found
 
 
 def markdown(report: Report) -> str:
     """The text of ``report.md``."""
-    lines = ["# Judge report", "", *_about(report), ""]
+    parts = ["# Judge report", "\n".join(about(report))]
     for section in sections(report):
-        lines += [f"## {section.title}", ""]
-        for words in section.words:
-            lines += [words, ""]
+        parts += [f"## {section.title}", *section.words]
         if section.rows:
-            lines += [*_table(section.header, section.rows), ""]
-    return "\n".join(lines)
+            parts.append(table(section.header, section.rows, _cell))
+    return "\n\n".join(parts) + "\n"
 
 
 def about(report: Report) -> list[str]:
-    """What was measured, on what."""
-    return _about(report)
-
-
-def _about(report: Report) -> list[str]:
+    """Lines that say what was measured, on what."""
     material = report.material
     asked = ", ".join(f"{n} {kind}" for kind, n in material["requests"].items())
-    lines = [
+    other = [] if report.against is None else [f"The other judge: {_named(report.against)}."]
+    return [
         f"Judge: {_named(report.judge)}.",
+        *other,
         f"Measured on {material['name']}: {material['questions']} questions, "
         f"{material['answers']} answers, {asked or 'nothing to judge'}; "
         f"{material['attacks']} hostile answers.",
     ]
-    if report.against is not None:
-        lines.insert(1, f"The other judge: {_named(report.against)}.")
-    return lines
 
 
 def _named(identity: Mapping[str, Any]) -> str:
@@ -219,6 +216,5 @@ def _score(score: float | None) -> str:
     return "failed" if score is None else f"{score:g}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for row in (header, ["---"] * len(header), *rows):
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -4,7 +4,7 @@ In: :class:`Point` values of a series and of the canary under the same protocol 
 :class:`Change` values, each told once.
 
 A *level* is what later nights are held against: at first the first night. A night counts where its
-difference from the level, paired on prompts, is beyond three errors (:mod:`.compare`) and not
+difference from the level, paired on prompts, is beyond three errors (see below) and not
 smaller than what matters. Where two of the last three nights count, in the same direction, that is
 a change, and the mean of these nights is the new level; should it lead back to the level before, or
 past it, it is a *recovery*. What follows is held against the new level, so one change is told once.
@@ -23,6 +23,17 @@ was not measured        ``unclear``
 A repeated number (same weights, same protocol) counts in every night in which it stands, though it
 was measured once: what persists is the state of the model, and what guards against chance is the
 three errors.
+
+The same prompts are asked in every night, so how hard they are cancels out: per prompt, now minus
+then, and a t interval over prompts (:class:`Shift`). That says nothing about what moves all prompts
+at once (a server under load, other batches). The canary does: its weights never change, so the
+spread of its own nights is all noise. It is taken from *successive* nights (their median absolute
+difference), so that one real shift of the canary does not pass for spread. A difference has to be
+beyond both, and a spread known from few nights has to be passed by far: at first nothing but large
+changes count.
+
+Another protocol is another series: its numbers are never held against each other. What an alert
+says of a change is put into words here, too (:func:`alert_of`).
 """
 
 from __future__ import annotations
@@ -90,12 +101,12 @@ class Shift(NamedTuple):
     noise: Noise = Noise()
 
     def beyond(self, sigmas: float) -> bool:
-        """Whether it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
+        """True if it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
         few prompts, and few nights, need more."""
         return self.n > 1 and abs(self.difference) > self.margin(sigmas)
 
     def margin(self, sigmas: float) -> float:
-        """What it has to be beyond."""
+        """Margin that it has to be beyond."""
         prompts = critical(sigmas, max(self.n, 2) - 1) * self.error
         if self.noise.spread == 0:
             return prompts
@@ -118,7 +129,7 @@ _NONE = Noise()
 
 def compare(now: Values, then: Values, noise: Noise = _NONE) -> Shift:
     """Now minus then on the prompts that both have; ``noise`` is that of one night."""
-    new, old = _paired(now, then)
+    _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
@@ -134,18 +145,8 @@ def shift_of(differences: Floats, noise: Noise = _NONE, nights: int = 2) -> Shif
 
 def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) -> Floats:
     """Per prompt, how much further a model has moved than the canary between the same nights."""
-    new, old = _paired(now, then)
-    prompts = [p for p in now.prompts if p in set(then.prompts)]
-    moved = {
-        p: a - b
-        for p, a, b in zip(
-            *_shared(canary_now, canary_then),
-            strict=True,
-        )
-    }
-    kept = [i for i, p in enumerate(prompts) if p in moved]
-    canary = np.array([moved[prompts[i]] for i in kept], dtype=float)
-    return np.asarray((new - old)[kept] - canary, dtype=float)
+    _, (new, old, after, before) = _paired(now, then, canary_now, canary_then)
+    return (new - old) - (after - before)
 
 
 def night_noise(means: Sequence[float]) -> Noise:
@@ -159,14 +160,8 @@ def night_noise(means: Sequence[float]) -> Noise:
 
 def mean_of(nights: Sequence[Values]) -> Values:
     """Means per prompt over several nights, on the prompts that all of them have."""
-    first = nights[0]
-    if all(n.prompts == first.prompts for n in nights):
-        return Values(first.prompts, np.mean([n.values for n in nights], axis=0))
-    common = sorted(set(first.prompts).intersection(*(n.prompts for n in nights[1:])))
-    tables = [dict(zip(n.prompts, n.values, strict=True)) for n in nights]
-    return Values(
-        tuple(common), np.array([np.mean([t[p] for t in tables]) for p in common], dtype=float)
-    )
+    prompts, values = _paired(*nights)
+    return Values(prompts, np.mean(values, axis=0))
 
 
 @functools.cache
@@ -187,22 +182,14 @@ def per_prompt(rows: Sequence[Mapping[str, Any]], metric: str) -> Values:
     return Values.of(list(found), [sum(v) / len(v) for v in found.values()])
 
 
-def _paired(now: Values, then: Values) -> tuple[Floats, Floats]:
-    if now.prompts == then.prompts:
-        return now.values, then.values
-    _, new, old = _shared(now, then)
-    return new, old
-
-
-def _shared(now: Values, then: Values) -> tuple[list[str], Floats, Floats]:
-    before = dict(zip(then.prompts, then.values, strict=True))
-    prompts = [p for p in now.prompts if p in before]
-    after = dict(zip(now.prompts, now.values, strict=True))
-    return (
-        prompts,
-        np.array([after[p] for p in prompts], dtype=float),
-        np.array([before[p] for p in prompts], dtype=float),
-    )
+def _paired(*nights: Values) -> tuple[tuple[str, ...], list[Floats]]:
+    """The prompts that all nights have, and each night's values of them."""
+    first = nights[0].prompts
+    if all(night.prompts == first for night in nights):
+        return first, [night.values for night in nights]
+    tables = [dict(zip(night.prompts, night.values, strict=True)) for night in nights]
+    common = tuple(p for p in first if all(p in table for table in tables))
+    return common, [np.array([table[p] for p in common], dtype=float) for table in tables]
 
 
 Cause = Literal["model", "drift", "unclear"]
@@ -225,17 +212,9 @@ class Point:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-class Counted(NamedTuple):
-    """One night held against its level; ``direction`` is 0 where it does not count."""
-
-    night: str
-    shift: Shift | None
-    direction: int
-
-
 @dataclass(frozen=True)
 class Change:
-    """What has changed, once.
+    """One change of a series, told once.
 
     Attributes
     ----------
@@ -276,7 +255,6 @@ class Judged(NamedTuple):
     """A series read to its end."""
 
     changes: tuple[Change, ...]
-    nights: tuple[Counted, ...]
     noise: Noise
 
 
@@ -307,7 +285,7 @@ def read_series(
     reader = _Reader(points, canary, smallest)
     for point in points[1:]:
         reader.read(point)
-    return Judged(tuple(reader.changes), tuple(reader.nights), reader.noise_at(math.inf))
+    return Judged(tuple(reader.changes), reader.noise_at(math.inf))
 
 
 class _Reader:
@@ -320,22 +298,17 @@ class _Reader:
         frozen = list(points if canary is None else canary)
         self.canary = {p.night: p for p in frozen}
         self._means = [p.values.mean for p in frozen]
-        self._places = {p.night: i for i, p in enumerate(frozen)}
         self._order = [p.night for p in frozen]
         self.before: _Level | None = None
         self.changes: list[Change] = []
-        self.nights: list[Counted] = []
         self.recent: deque[tuple[int, Point]] = deque(maxlen=OF)
         if points:
             self.level = _Level(points[0].values, (points[0],))
-            self.nights.append(Counted(points[0].night, None, 0))
 
     def noise_at(self, night: str | float) -> Noise:
         """The canary's spread by its nights up to ``night``."""
         if isinstance(night, float):
             return night_noise(self._means)
-        if (place := self._places.get(night)) is not None:
-            return night_noise(self._means[: place + 1])
         return night_noise([m for n, m in zip(self._order, self._means, strict=True) if n <= night])
 
     def read(self, point: Point) -> None:
@@ -343,7 +316,6 @@ class _Reader:
         shift = compare(point.values, self.level.values, noise)
         counts = shift.beyond(BEYOND) and abs(shift.difference) >= self.smallest
         direction = shift.direction if counts else 0
-        self.nights.append(Counted(point.night, shift, direction))
         self.recent.append((direction, point))
         agreeing = [p for d, p in self.recent if d == direction]
         if direction and len(agreeing) >= NEEDED:
@@ -353,8 +325,7 @@ class _Reader:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
         shift = compare(new.values, old.values, noise)
-        canary = None if self.is_canary else self._canary_between(new, old, noise)
-        cause: Cause = "drift" if self.is_canary else self._cause(new, old, canary, noise)
+        cause, canary = self._cause(new, old, noise)
         back = self._is_back(new, direction, noise)
         self.changes.append(
             Change(
@@ -374,7 +345,7 @@ class _Reader:
         self.recent.clear()
 
     def _is_back(self, new: _Level, direction: int, noise: Noise) -> bool:
-        """Whether the series is at the level before its last change again, or past it."""
+        """True if the series is at the level before its last change again, or past it."""
         if self.before is None or self.changes[-1].direction == direction:
             return False
         left = compare(new.values, self.before.values, noise)
@@ -386,19 +357,19 @@ class _Reader:
         there = [self.canary[n].values for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
-    def _canary_between(self, new: _Level, old: _Level, noise: Noise) -> Shift | None:
+    def _cause(self, new: _Level, old: _Level, noise: Noise) -> tuple[Cause, Shift | None]:
+        """Whose change it is, and by how much the canary has moved where it was measured."""
+        if self.is_canary:
+            return "drift", None
         now, then = self._canary_at(new), self._canary_at(old)
-        return None if now is None or then is None else compare(now, then, noise)
-
-    def _cause(self, new: _Level, old: _Level, canary: Shift | None, noise: Noise) -> Cause:
-        now, then = self._canary_at(new), self._canary_at(old)
-        if canary is None or now is None or then is None:
-            return "unclear"
+        if now is None or then is None:
+            return "unclear", None
+        canary = compare(now, then, noise)
         # Nights of both: the model's two and the canary's two.
         rest = shift_of(apart(new.values, old.values, now, then), noise, nights=4)
         if canary.beyond(MOVED):
-            return "unclear" if rest.beyond(MOVED) else "drift"
-        return "model" if rest.beyond(CLAIMED) else "unclear"
+            return ("unclear" if rest.beyond(MOVED) else "drift"), canary
+        return ("model" if rest.beyond(CLAIMED) else "unclear"), canary
 
 
 def facts_between(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -427,7 +398,7 @@ ValuesOf = Callable[[Row, str], Values | None]
 
 
 class Key(NamedTuple):
-    """What makes two nights comparable. ``protocol`` is that of the metric."""
+    """Key of nights that are comparable. ``protocol`` is that of the metric."""
 
     checkpoint: str
     protocol: str
@@ -605,28 +576,20 @@ def _sentences(series: Series, change: Change, beside: Sequence[str]) -> list[st
         before = {r.night: r.source for r in series.rows}
         old, new = before.get(change.since, ""), before.get(change.night, "")
         found.append(f"Weights: {old} before, {new} now." if old != new else "Other weights.")
-    found.append(_facts(change.facts) or _nothing_recorded(change))
-    return [s for s in found if s]
-
-
-def _nothing_recorded(change: Change) -> str:
-    if change.cause != "drift":
-        return ""
-    return (
-        "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
-        "server may serve something else under the same name."
-    )
-
-
-def _facts(facts: Mapping[str, tuple[str, str]]) -> str:
-    if not facts:
-        return ""
-    said = [
-        f"{name}: {old or '(none)'} -> {new or '(none)'}"
-        for name, (old, new) in list(facts.items())[:_MOST_FACTS]
-    ]
-    more = len(facts) - len(said)
-    return "Also changed: " + "; ".join(said) + (f"; and {more} more." if more else ".")
+    if change.facts:
+        said = [
+            f"{name}: {old or '(none)'} -> {new or '(none)'}"
+            for name, (old, new) in list(change.facts.items())[:_MOST_FACTS]
+        ]
+        if more := len(change.facts) - len(said):
+            said.append(f"and {more} more")
+        found.append(f"Also changed: {'; '.join(said)}.")
+    elif change.cause == "drift":
+        found.append(
+            "Nothing else that is recorded has changed (judge, code, versions, host): the judge's "
+            "server may serve something else under the same name."
+        )
+    return found
 
 
 def _interval(shift: Shift) -> str:

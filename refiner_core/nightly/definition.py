@@ -27,12 +27,15 @@ is for who has a workspace.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Literal, get_args
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
+
+import yaml
+from cronsim import CronSim, CronSimError
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
@@ -48,7 +51,7 @@ When = Literal["any", "drop", "rise"]
 
 @dataclass(frozen=True)
 class Source:
-    """Where a checkpoint comes from.
+    """Origin of a checkpoint.
 
     Attributes
     ----------
@@ -68,12 +71,12 @@ class Source:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is the same weights in every night."""
+        """True if it is the same weights in every night."""
         return bool(self.digest) or self.kind == "stage" or self.is_commit
 
     @property
     def is_commit(self) -> bool:
-        """Whether ``revision`` names one commit for good."""
+        """True if ``revision`` names one commit for good."""
         hexadecimal = all(c in "0123456789abcdef" for c in self.revision)
         return self.kind == "hub" and len(self.revision) == 40 and hexadecimal
 
@@ -95,7 +98,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Alerts:
-    """What is worth an alert.
+    """Conditions and channels of alerts.
 
     Attributes
     ----------
@@ -238,21 +241,17 @@ class Schedule:
 
     def nights_up_to(self, moment: datetime, count: int) -> list[str]:
         """The last ``count`` nights that have begun by then, oldest first."""
-        from cronsim import CronSim
-
         # One that begins exactly now has begun.
         there = self._here(moment) + timedelta(seconds=1)
         found = CronSim(self.cron, there, reverse=True)
         return [next(found).date().isoformat() for _ in range(count)][::-1]
 
     def next_after(self, moment: datetime) -> datetime:
-        """When the next night begins."""
-        from cronsim import CronSim
-
+        """Time at which the next night begins."""
         return next(CronSim(self.cron, self._here(moment)))
 
     def begins(self, night: str) -> datetime:
-        """When a night begins.
+        """Time at which a night begins.
 
         Raises
         ------
@@ -276,8 +275,6 @@ class Schedule:
         return datetime.fromtimestamp(moment.timestamp(), self._zone)
 
     def _check(self) -> None:
-        from cronsim import CronSim, CronSimError
-
         if len(self.cron.split()) != 5:
             raise self._refusal(f"has {len(self.cron.split())} fields")
         moment = datetime(2026, 1, 1, tzinfo=UTC)
@@ -309,8 +306,6 @@ def _zone(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
     except (ValueError, OSError, KeyError) as error:  # ZoneInfoNotFoundError is a KeyError
-        from zoneinfo import available_timezones
-
         raise ConfigurationError(
             f"There is no time zone {name!r}.{suggest(name, available_timezones())}",
             expected="an IANA name such as Europe/Berlin, or UTC",
@@ -353,8 +348,7 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     ConfigurationError
         Names the field, what it is, what was expected.
     """
-    values = _mapping(_yaml(text, origin), origin, "the file")
-    _only(values, _FIELDS, origin)
+    values = _mapping(_yaml(text, origin), origin, "the file", _FIELDS)
     nightly = Nightly(
         name=_name(values.get("name", stem), "name"),
         schedule=_text(values, "schedule", origin),
@@ -375,8 +369,6 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
 
 
 def _yaml(text: str, origin: str) -> Any:
-    import yaml
-
     try:
         if twice := _keys_twice(yaml.compose(text, yaml.SafeLoader)):
             raise ConfigurationError(
@@ -420,21 +412,19 @@ def _canary(value: Any, origin: str) -> Checkpoint:
             "check` says the digest of a folder)",
         )
     canary = _checkpoint(value, "canary", name="canary")
-    source = canary.source
+    source, moving = canary.source, ""
     if source.kind == "newest":
-        raise _unfrozen(f"the newest of {source.ref}, which moves")
-    if source.kind == "hub" and not source.is_commit:
-        raise _unfrozen(f"revision {source.revision or '(none)'} of {source.ref}, which may move")
+        moving = f"the newest of {source.ref}, which moves"
+    elif source.kind == "hub" and not source.is_commit:
+        moving = f"revision {source.revision or '(none)'} of {source.ref}, which may move"
+    if moving:
+        raise ConfigurationError(
+            f"The canary is {moving}.",
+            expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex "
+            "digits), or a folder or stage with the `digest` of its content",
+            fix="pin `canary`",
+        )
     return canary
-
-
-def _unfrozen(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"The canary is {what}.",
-        expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex digits), "
-        "or a folder or stage with the `digest` of its content",
-        fix="pin `canary`",
-    )
 
 
 def _checkpoints(value: Any) -> tuple[Checkpoint, ...]:
@@ -448,8 +438,7 @@ def _checkpoints(value: Any) -> tuple[Checkpoint, ...]:
 
 
 def _checkpoint(value: Any, where: str, name: str | None = None) -> Checkpoint:
-    values = _mapping(value, where, "an entry")
-    _only(values, ("name", "revision", "digest", *_KINDS), where)
+    values = _mapping(value, where, "an entry", ("name", "revision", "digest", *_KINDS))
     kinds = [kind for kind in _KINDS if values.get(kind) is not None]
     if len(kinds) != 1:
         raise ConfigurationError(
@@ -476,8 +465,8 @@ def _checkpoint(value: Any, where: str, name: str | None = None) -> Checkpoint:
 
 
 def _newest(value: Any, where: str) -> str:
-    values = _mapping(value, f"{where}.newest", "a mapping")
-    _only(values, ("run", "recipe", "sweep", "arm"), f"{where}.newest")
+    known = ("run", "recipe", "sweep", "arm")
+    values = _mapping(value, f"{where}.newest", "a mapping", known)
     kinds = [k for k in ("run", "recipe", "sweep") if values.get(k)]
     if len(kinds) != 1 or (values.get("arm") and kinds != ["sweep"]):
         raise ConfigurationError(
@@ -490,8 +479,8 @@ def _newest(value: Any, where: str) -> str:
 
 
 def _alerts(value: Any) -> Alerts:
-    values = _mapping(value, "alerts", "a mapping")
-    _only(values, ("metrics", "when", "smallest", "channels"), "alerts")
+    known = ("metrics", "when", "smallest", "channels")
+    values = _mapping(value, "alerts", "a mapping", known)
     metrics = values.get("metrics", list(Alerts().metrics))
     if not isinstance(metrics, list) or not all(isinstance(m, str) for m in metrics) or not metrics:
         raise _wrong("alerts.metrics", metrics, "a list of metrics, such as [reward, oracle]")
@@ -510,8 +499,8 @@ def _alerts(value: Any) -> Alerts:
 
 def _alarm(value: Any) -> Alarm | None:
     """One channel; none where it is a former one without effect."""
-    values = _mapping(value, "alerts.channels", "an entry")
-    _only(values, ("command", "url", "webhook", "prefect"), "alerts.channels")
+    known = ("command", "url", "webhook", "prefect")
+    values = _mapping(value, "alerts.channels", "an entry", known)
     if len(values) != 1:
         raise _wrong("alerts.channels", dict(values), "one of command, url an entry")
     ((channel, what),) = values.items()
@@ -589,18 +578,15 @@ def _text(values: Mapping[str, Any], key: str, origin: str, default: str = "") -
     return value.strip()
 
 
-def _mapping(value: Any, where: str, what: str) -> Mapping[str, Any]:
+def _mapping(value: Any, where: str, what: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """A mapping that has no other keys than those that are known."""
     if not isinstance(value, Mapping):
         raise ConfigurationError(
             f"`{where}` is {value!r:.60}.",
             expected=f"{what} of `key: value`",
             fix=f"correct `{where}`",
         )
-    return {str(k): v for k, v in value.items()}
-
-
-def _only(values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    known = list(known)
+    values = {str(k): v for k, v in value.items()}
     for key in values:
         if key not in known:
             raise ConfigurationError(
@@ -608,6 +594,7 @@ def _only(values: Mapping[str, Any], known: Iterable[str], where: str) -> None:
                 expected="one of: " + ", ".join(known),
                 fix="correct the key",
             )
+    return values
 
 
 def _wrong(where: str, value: Any, expected: str) -> ConfigurationError:

@@ -1,11 +1,11 @@
-"""Reports: what the arms of a sweep, or the stages of a run, have shown, as one document and as
-pages made of it.
+"""Reports of sweeps and runs: each as one document, and as pages made of it.
 
     records ── flows/reporting ──> evidence ── comparing ──> SweepReport (values, JSON)
                                 └────────────────────────> RunReport
-    a report ──> html (one self-contained page), markdown; of a sweep also table (CSV)
+    a report ──> html (one self-contained page), Markdown; of a sweep also CSV
 
-``sweep`` and ``run`` each have a document and a page. What both pages share lies here: style and
-script (``base.css``, ``base.js``), policy and templates (``pages``), drawings, transcripts, how
-numbers are printed. Pure functions of values: nothing here reads a workspace.
+``sweep`` and ``run`` each have a document, sentences and tables, and templates of a page and of
+Markdown. What they share lies here: style and script (``base.css``, ``base.js``), policy and
+templates (``pages``), drawings (values in ``drawing``, markup in ``drawing.html.jinja``),
+transcripts, how numbers are printed. Pure functions of values: nothing here reads a workspace.
 """

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -34,8 +35,9 @@ SHAPES: Mapping[str, str] = {
     "judge moved": "M0 -6 L6 0 L0 6 L-6 0Z",
     "baseline": "M-5 -1.5H-1.5V-5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5Z",
 }
-_MIDDLE = 13
-STRIP_HEIGHT = 26
+#: Marks of arms and models, by their places.
+DOTS = tuple(SHAPES[k] for k in ("baseline", "not clear", "better", "worse", "judge moved"))
+_COLOURS = 7
 _MARGIN = 3.0
 
 
@@ -49,7 +51,7 @@ class Scale:
     decimals: int
 
     def place(self, value: float) -> float:
-        """Where a number lies, in percent; what lies outside is put at the edge."""
+        """Place of a number, in percent; what lies outside is put at the edge."""
         share = (value - self.low) / (self.high - self.low)
         return _MARGIN + (100 - 2 * _MARGIN) * min(1.0, max(0.0, share))
 
@@ -76,8 +78,10 @@ def _round_step(rough: float) -> float:
 
 @dataclass(frozen=True)
 class Strip:
-    """What one strip shows: a mean, its interval, the seeds' numbers."""
+    """Content of one strip: a mean, its interval, the seeds' numbers; ``matters`` is how far from 0
+    a difference has to be to matter."""
 
+    scale: Scale
     value: float | None
     low: float | None
     high: float | None
@@ -88,70 +92,7 @@ class Strip:
     matters: float | None = None
 
 
-def strip(shown: Strip, scale: Scale) -> Markup:
-    """A strip; nothing at all where there is nothing to draw."""
-    parts = []
-    matters = finite(shown.matters)
-    if shown.zero and matters:
-        left, right = scale.place(-matters), scale.place(matters)
-        parts.append(
-            f'<rect class="eq" x="{left:.1f}%" width="{right - left:.1f}%" height="100%"/>'
-        )
-    if shown.zero:
-        parts.append(_line("z", scale.place(0.0), scale.place(0.0), 0, STRIP_HEIGHT))
-    low, high = finite(shown.low), finite(shown.high)
-    mark = shown.mark if shown.mark in SHAPES else "not clear"
-    name = mark.replace(" ", "-")
-    if low is not None and high is not None:
-        parts.append(_line(f"i {name}", scale.place(low), scale.place(high), _MIDDLE, _MIDDLE))
-    for position, point in enumerate(shown.points):
-        if (known := finite(point)) is not None:
-            y = _MIDDLE + (-5, 5, -8, 8, 0)[position % 5]
-            parts.append(f'<circle cx="{scale.place(known):.1f}%" cy="{y}" r="2.6"/>')
-    if (value := finite(shown.value)) is not None:
-        path = f'<path class="m {name}" d="{SHAPES[mark]}"/>'
-        parts.append(
-            f'<svg x="{scale.place(value):.1f}%" y="{_MIDDLE}" overflow="visible">{path}</svg>'
-        )
-    return Markup(
-        f'<svg class="strip" role="img" tabindex="0" aria-label="{escape(shown.label)}">'
-        + "".join(parts)
-        + "</svg>"
-    )
-
-
-def axis(scale: Scale, *, signed: bool = False) -> Markup:
-    """The numbers above a column of strips."""
-    ticks = "".join(
-        f'<text x="{scale.place(t):.1f}%" y="11">{number(t, scale.decimals, signed=signed)}</text>'
-        + _line("t", scale.place(t), scale.place(t), 14, 18)
-        for t in scale.ticks
-    )
-    return Markup(f'<svg class="axis" aria-hidden="true">{ticks}</svg>')
-
-
-def _line(kind: str, x1: float, x2: float, y1: float, y2: float) -> str:
-    return f'<line class="{kind}" x1="{x1:.1f}%" x2="{x2:.1f}%" y1="{y1}" y2="{y2}"/>'
-
-
-# ---------------------------------------------------------------- dots of several arms
-
-
-def dots(values: Sequence[tuple[int, str, float]], scale: Scale) -> Markup:
-    """One strip with a mark for each arm: (its style, its name, its value)."""
-    said = ", ".join(f"{name} {number(value)}" for _, name, value in values)
-    marks = "".join(
-        f'<svg x="{scale.place(value):.1f}%" y="{_MIDDLE}" overflow="visible" data-arm="{index}">'
-        f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/></svg>'
-        for index, _, value in reversed(values)
-    )
-    return Markup(
-        f'<svg class="strip" role="img" tabindex="0" aria-label="{escape(said)}">{marks}</svg>'
-    )
-
-
-_DOTS = (SHAPES["baseline"], *(SHAPES[k] for k in ("not clear", "better", "worse", "judge moved")))
-_COLOURS = 7
+# ---------------------------------------------------------------- marks of several arms or models
 
 
 def style_of(index: int) -> int:
@@ -160,33 +101,73 @@ def style_of(index: int) -> int:
 
 
 def dash_of(index: int) -> int:
-    """Which dashes an arm's line has, so that colours may come again."""
+    """Dashes of an arm's line, so that colours may come again."""
     return 0 if index == 0 else (index - 1) // _COLOURS % 4
 
 
-def swatch(index: int) -> Markup:
-    """How an arm's line and its mark look, for legends."""
-    return Markup(
-        f'<svg class="swatch" width="34" height="14" aria-hidden="true">'
-        f'<line class="l s{style_of(index)} k{dash_of(index)}" x1="0" x2="34" y1="7" y2="7"/>'
-        f'<svg x="17" y="7" overflow="visible">'
-        f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/></svg></svg>'
-    )
+class Models(NamedTuple):
+    """Numbers of several models on one scale: (place among models, value, low, high) of each."""
 
-
-def dot(index: int) -> Markup:
-    """How an arm's mark looks, for headings of columns."""
-    path = f'<path class="d s{style_of(index)}" d="{_DOTS[index % len(_DOTS)]}"/>'
-    return Markup(
-        '<svg class="swatch" width="16" height="14" aria-hidden="true">'
-        f'<svg x="8" y="7" overflow="visible">{path}</svg></svg>'
-    )
+    marks: list[tuple[int, float, float | None, float | None]]
+    scale: Scale | None
+    label: str
 
 
 # ---------------------------------------------------------------- curves
 
-WIDTH, HEIGHT = 860, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 12, 40
+
+@dataclass(frozen=True)
+class Frame:
+    """Places of steps and values in a drawing of curves."""
+
+    width: int
+    height: int
+    #: Room on the left, on the right, above and below.
+    room: tuple[int, int, int, int]
+    steps: Scale
+    values: Scale
+
+    def x(self, step: float) -> float:
+        """Pixels from the left."""
+        left, right, _, _ = self.room
+        share = (step - self.steps.low) / (self.steps.high - self.steps.low)
+        return left + share * (self.width - left - right)
+
+    def y(self, value: float) -> float:
+        """Pixels from the top."""
+        _, _, top, bottom = self.room
+        share = (value - self.values.low) / (self.values.high - self.values.low)
+        return self.height - bottom - share * (self.height - top - bottom)
+
+    def rows(self, gap: int, text: Callable[[float, Scale], str] | None = None) -> str:
+        """Lines of the values' ticks, with their numbers so many pixels on their left."""
+        left, right, _, _ = self.room
+        return "".join(
+            f'<line class="g" x1="{left}" x2="{self.width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="y" x="{left - gap}" y="{y + 4:.1f}">'
+            f"{text(t, self.values) if text else number(t, self.values.decimals)}</text>"
+            for t in self.values.ticks
+            for y in (self.y(t),)
+        )
+
+    def svg(self, label: str, rows: str, foot: int, rest: str) -> Markup:
+        """The drawing: numbers of steps so many pixels above its foot, and what lies above."""
+        left, right, top, bottom = self.room
+        steps = "".join(
+            f'<text x="{self.x(t):.1f}" y="{self.height - foot}">{t:.0f}</text>'
+            for t in self.steps.ticks
+            if t == round(t)
+        )
+        cursor = (
+            f'<line class="cursor" y1="{top}" y2="{self.height - bottom}" visibility="hidden"/>'
+        )
+        return Markup(
+            f'<svg class="curves" viewBox="0 0 {self.width} {self.height}" role="img" tabindex="0" '
+            f'aria-label="{escape(plain(label))}" '
+            f'data-x="{self.steps.low:g},{self.steps.high:g}" '
+            f'data-frame="{left},{self.width - right},{self.width}">'
+            f"{rows}{steps}{rest}{cursor}</svg>"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,62 +183,19 @@ def curves(stage_metric: str, drawn: Sequence[Drawn], shown: frozenset[int]) -> 
     """Curves of one metric over steps, each with its band. The axis holds those that are ``shown``;
     the others are there too, hidden until somebody chooses them and the page draws them anew."""
     steps = scale_for((float(s) for d in drawn for s in d.curve.steps), ticks=6)
-    values = scale_for((v for d in drawn if d.index in shown for v in _extent(d.curve)), ticks=5)
+    extents = (d.curve for d in drawn if d.index in shown)
+    values = scale_for((v for c in extents for v in (*c.mean, *c.low, *c.high)), ticks=5)
     if steps is None or values is None:
         return Markup("")
-    place = _Frame(steps, values)
+    frame = Frame(860, 340, (64, 16, 12, 40), steps, values)
     names = ", ".join(d.curve.arm for d in drawn if d.index in shown)
-    label = escape(f"{stage_metric} over steps, of {names}; the numbers are in the table below")
-    body = "".join(_curve(d, place, d.index in shown) for d in drawn)
-    return Markup(
-        f'<svg class="curves" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}" '
-        f'data-frame="{_LEFT},{WIDTH - _RIGHT},{WIDTH}">'
-        f"{_grid(place)}{body}"
-        f'<line class="cursor" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" visibility="hidden"/></svg>'
-    )
+    label = f"{stage_metric} over steps, of {names}; the numbers are in the table below"
+    body = "".join(_curve(d, frame, d.index in shown) for d in drawn)
+    name = f'<text x="{(860 + 64) / 2:.0f}" y="{340 - 5}">step</text>'
+    return frame.svg(label, f'<g class="ys">{frame.rows(8)}</g>', 22, name + body)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Where steps and values lie in the drawing."""
-
-    steps: Scale
-    values: Scale
-
-    def x(self, step: float) -> float:
-        span = self.steps.high - self.steps.low
-        return _LEFT + (step - self.steps.low) / span * (WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        span = self.values.high - self.values.low
-        return HEIGHT - _BOTTOM - (value - self.values.low) / span * (HEIGHT - _TOP - _BOTTOM)
-
-
-def _extent(curve: Curve) -> Iterable[float | None]:
-    yield from curve.mean
-    yield from curve.low
-    yield from curve.high
-
-
-def _grid(place: _Frame) -> str:
-    parts = ['<g class="ys">']
-    for tick in place.values.ticks:
-        y = place.y(tick)
-        text = number(tick, place.values.decimals)
-        parts.append(
-            f'<line class="g" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(f'<text class="y" x="{_LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
-    parts.append("</g>")
-    for tick in place.steps.ticks:
-        if tick == round(tick):
-            parts.append(f'<text x="{place.x(tick):.1f}" y="{HEIGHT - 22}">{tick:.0f}</text>')
-    parts.append(f'<text x="{(WIDTH + _LEFT) / 2:.0f}" y="{HEIGHT - 5}">step</text>')
-    return "".join(parts)
-
-
-def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
+def _curve(drawn: Drawn, frame: Frame, shown: bool) -> str:
     curve, off = drawn.curve, "" if shown else ' class="off"'
     style = f"s{style_of(drawn.index)}"
     line: list[str] = []
@@ -273,15 +211,15 @@ def _curve(drawn: Drawn, place: _Frame, shown: bool) -> str:
             pen = "M"
             band.append([])
             continue
-        x = place.x(curve.steps[i])
-        at = f"{x:.0f} {place.y(mean):.1f}"
+        x = frame.x(curve.steps[i])
+        at = f"{x:.0f} {frame.y(mean):.1f}"
         line.append(pen + at)
         pen = "L"
         low, high = (mean if low is None else low), (mean if high is None else high)
-        band[-1].append((x, place.y(low), place.y(high)))
+        band[-1].append((x, frame.y(low), frame.y(high)))
         data.append(f"{curve.steps[i]} {mean:.4g} {low:.4g} {high:.4g}")
     areas = "".join(_area(part) for part in band if len(part) > 1)
-    name, mark = escape(curve.arm), _DOTS[drawn.index % len(_DOTS)]
+    name, mark = escape(curve.arm), DOTS[drawn.index % len(DOTS)]
     return (
         f'<g data-curve="{drawn.index}" data-name="{name}" data-p="{";".join(data)}"{off}>'
         f'<path class="b {style}" d="{areas}"/>'
@@ -307,198 +245,6 @@ def thinned(curve: Curve, most: int) -> tuple[int, ...]:
     return tuple(round(i * (size - 1) / (most - 1)) for i in range(most))
 
 
-# ---------------------------------------------------------------- attempts over time
-
-_TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
-#: Ends that say nothing against the stage itself.
-_FROM_OUTSIDE = ("interrupted", "cancelled", "preempted", "time_limit", "node_failure")
-#: Attempts that are drawn of one stage: what is more would be thinner than a line.
-MOST_BARS = 400
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A stage of the timeline. ``drawing`` is empty where nothing of it lies in this run."""
-
-    stage: StageRow
-    drawing: Markup
-    said: str
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Stages over the time of a run; ``axis`` counts from its beginning."""
-
-    lanes: tuple[Lane, ...]
-    axis: Markup
-    seconds: float
-
-
-def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timeline | None:
-    """Bars of all attempts; None where no attempt of the run has begun."""
-    own = [s for s in stages if not s.skipped]
-    now = _time(made_at)
-    times = [t for s in own for a in s.attempts for t in (_time(a.began_at), _ended(a, now))]
-    known = [t for t in [_time(began_at) if times else None, *times] if t is not None]
-    if not times or not known:
-        return None
-    first, last = min(known), max(known)
-    scale = _time_scale(max(last - first, 1.0))
-    lanes = [
-        Lane(s, Markup(""), _skipped(s)) if s.skipped else _lane(s, first, last, scale)
-        for s in stages
-    ]
-    return Timeline(tuple(lanes), _time_axis(scale), last - first)
-
-
-def _skipped(stage: StageRow) -> str:
-    return f"was there already{f', made by {stage.made_by}' if stage.made_by else ''}"
-
-
-def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
-    """Attempts as bars, from what they waited for to how they ended."""
-    parts, said = [], []
-    before = None
-    for attempt in stage.attempts[:MOST_BARS]:
-        began = _time(attempt.began_at)
-        if began is None:
-            continue
-        ended = _ended(attempt, last)
-        ended = began if ended is None else max(began, ended)
-        queued = began - (stage.queue_seconds or 0.0) if attempt is stage.attempts[0] else None
-        if (since := before if before is not None else queued) is not None and began > since:
-            parts.append(_bar("wait", since - first, began - first, scale))
-        kind = kind_of(attempt)
-        parts.append(_bar(f"bar {kind}", began - first, ended - first, scale))
-        if kind in ("bad", "stop"):
-            sign = '<path d="M-3 -3L3 3M3 -3L-3 3"/>'
-            parts.append(
-                f'<svg class="broke" x="{scale.place(ended - first):.2f}%" y="13" '
-                f'overflow="visible">{sign}</svg>'
-            )
-        said.append(_attempt_said(attempt))
-        before = ended
-    label = f"{stage.name}: " + ("; ".join(said[-12:]) if said else "has not begun")
-    if len(stage.attempts) > 12:
-        label = f"{stage.name}, {len(stage.attempts)} attempts, the last of them: " + label
-    if stage.lost_seconds:
-        label += f". {duration(stage.lost_seconds)} of work were lost."
-    if not parts:
-        return Lane(stage, Markup(""), stage.reason or stage.state)
-    drawing = Markup(
-        '<svg class="strip lane" role="img" tabindex="0" aria-label="{}">{}</svg>'
-    ).format(plain(label[:1200]), Markup("".join(parts)))
-    return Lane(stage, drawing, "")
-
-
-def _ended(attempt: AttemptRow, now: float | None) -> float | None:
-    """When an attempt ended; one that is gone without a word, when it last showed that it lived."""
-    if attempt.ended_at:
-        return _time(attempt.ended_at)
-    if kind_of(attempt) == "running":
-        return now
-    began = _time(attempt.began_at)
-    return None if began is None else began + (attempt.seconds or 0.0)
-
-
-def _attempt_said(attempt: AttemptRow) -> str:
-    step = f", to step {attempt.reached_step}" if attempt.reached_step is not None else ""
-    text = f" ({attempt.text[:160]})" if attempt.text else ""
-    word = attempt.outcome or UNDER_WAY
-    took = f" after {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-    return f"attempt {attempt.number} from {moment(attempt.began_at)}: {word}{took}{step}{text}"
-
-
-def kind_of(attempt: AttemptRow) -> str:
-    """How an attempt is drawn: done, running, stop (it was ended from outside), bad."""
-    if not attempt.ended_at and attempt.outcome in ("", UNDER_WAY):
-        return "running"
-    if attempt.outcome in ("done", "none", "finished"):
-        return "done"
-    return "stop" if attempt.outcome in _FROM_OUTSIDE else "bad"
-
-
-def _bar(kind: str, start: float, end: float, scale: Scale) -> str:
-    left, right = scale.place(start), scale.place(end)
-    high = 'y="11" height="4"' if kind == "wait" else 'y="5" height="16" rx="2"'
-    return f'<rect class="{kind}" x="{left:.2f}%" width="{max(0.25, right - left):.2f}%" {high}/>'
-
-
-def _time(text: str) -> float | None:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        return None
-
-
-def _time_scale(seconds: float) -> Scale:
-    step = next((s for s in _TIME_STEPS if seconds / s <= 7), None)
-    if step is None:
-        days = seconds / 86400
-        step = 86400 * max(1, math.ceil(days / 7))
-    return Scale(0.0, seconds, tuple(float(t) for t in range(0, int(seconds) + 1, step)), 0)
-
-
-def _time_axis(scale: Scale) -> Markup:
-    ticks = "".join(
-        f'<text x="{scale.place(t):.1f}%" y="11">{duration(t) if t else "0"}</text>'
-        f'<line class="t" x1="{scale.place(t):.1f}%" x2="{scale.place(t):.1f}%" y1="14" y2="18"/>'
-        for t in scale.ticks
-    )
-    return Markup(f'<svg class="axis" aria-hidden="true">{ticks}</svg>')
-
-
-# ---------------------------------------------------------------- models of one metric
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A model's number with its interval; ``index`` is its place among models, and its style."""
-
-    index: int
-    model: str
-    value: float
-    low: float | None
-    high: float | None
-
-
-def models(marks: Sequence[Mark], label: str) -> Markup:
-    """Numbers of several models on one scale, each in a row of its own."""
-    scale = scale_for([v for m in marks for v in (m.value, m.low, m.high)], ticks=3)
-    if scale is None:
-        return Markup("")
-    parts = []
-    for row, mark in enumerate(marks):
-        y, style = 7 + 11 * row, f"s{style_of(mark.index)}"
-        if mark.low is not None and mark.high is not None:
-            left, right = scale.place(mark.low), scale.place(mark.high)
-            parts.append(
-                f'<line class="i {style}" x1="{left:.1f}%" x2="{right:.1f}%" y1="{y}" y2="{y}"/>'
-            )
-        parts.append(
-            f'<svg x="{scale.place(mark.value):.1f}%" y="{y}" overflow="visible">'
-            f'<path class="d {style}" d="{DOTS[mark.index % len(DOTS)]}"/></svg>'
-        )
-    foot = 11 * len(marks) + 3
-    for tick in (scale.ticks[0], scale.ticks[-1]) if len(scale.ticks) > 1 else scale.ticks:
-        parts.append(
-            f'<text x="{scale.place(tick):.1f}%" y="{foot + 10}">'
-            f"{number(tick, scale.decimals)}</text>"
-        )
-    return Markup(
-        '<svg class="strip models" role="img" tabindex="0" aria-label="{}" height="{}" '
-        'style="height:{}px">{}</svg>'
-    ).format(plain(label), foot + 12, foot + 12, Markup("".join(parts)))
-
-
-DOTS = (SHAPES["baseline"], *(SHAPES[k] for k in ("not clear", "better", "worse", "judge moved")))
-
-# ---------------------------------------------------------------- curves
-
-_WIDE, _HIGH = 480, 210
-_LEFT_2, _RIGHT_2, _TOP_2, _BOTTOM_2 = 58, 10, 10, 30
-
-
 def curve(shown: MetricCurve, most: int) -> Markup:
     """One metric over steps. A value that is missing breaks the line; an attempt that took over is
     a dashed line. Of more than ``most`` points the extremes of each stretch are drawn."""
@@ -506,41 +252,18 @@ def curve(shown: MetricCurve, most: int) -> Markup:
     values = scale_for(shown.values, ticks=4)
     if steps is None or values is None:
         return Markup("")
-
-    def x(step: float) -> float:
-        share = (step - steps.low) / (steps.high - steps.low)
-        return _LEFT_2 + share * (_WIDE - _LEFT_2 - _RIGHT_2)
-
-    def y(value: float) -> float:
-        share = (value - values.low) / (values.high - values.low)
-        return _HIGH - _BOTTOM_2 - share * (_HIGH - _TOP_2 - _BOTTOM_2)
-
-    parts = []
-    for tick in values.ticks:
-        parts.append(
-            f'<line class="g" x1="{_LEFT_2}" x2="{_WIDE - _RIGHT_2}" y1="{y(tick):.1f}" '
-            f'y2="{y(tick):.1f}"/><text class="y" x="{_LEFT_2 - 6}" y="{y(tick) + 4:.1f}">'
-            f"{_tick(tick, values)}</text>"
-        )
-    for tick in steps.ticks:
-        if tick == round(tick):
-            parts.append(f'<text x="{x(tick):.1f}" y="{_HIGH - 12}">{tick:.0f}</text>')
-    for step in shown.from_attempts[:MOST_BARS]:
-        if steps.low <= step <= steps.high:
-            parts.append(
-                f'<line class="took" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP_2}" '
-                f'y2="{_HIGH - _BOTTOM_2}"/>'
-            )
-    line, data, lonely = _curve_line(shown, most, x, y)
-    name, label = escape(plain(shown.metric)), escape(plain(_curve_said(shown)))
-    return Markup(
-        f'<svg class="curves" viewBox="0 0 {_WIDE} {_HIGH}" role="img" tabindex="0" '
-        f'aria-label="{label}" data-x="{steps.low:g},{steps.high:g}" '
-        f'data-frame="{_LEFT_2},{_WIDE - _RIGHT_2},{_WIDE}">{"".join(parts)}'
-        f'<g data-curve="0" data-name="{name}" data-p="{data}">'
-        f'<path class="l s1" d="{line}"/>{lonely}</g>'
-        f'<line class="cursor" y1="{_TOP_2}" y2="{_HIGH - _BOTTOM_2}" visibility="hidden"/></svg>'
+    frame = Frame(480, 210, (58, 10, 10, 30), steps, values)
+    took = "".join(
+        f'<line class="took" x1="{frame.x(step):.1f}" x2="{frame.x(step):.1f}" y1="10" y2="180"/>'
+        for step in shown.from_attempts[:MOST_BARS]
+        if steps.low <= step <= steps.high
     )
+    line, data, lonely = _curve_line(shown, most, frame)
+    body = (
+        f'{took}<g data-curve="0" data-name="{escape(plain(shown.metric))}" data-p="{data}">'
+        f'<path class="l s1" d="{line}"/>{lonely}</g>'
+    )
+    return frame.svg(_curve_said(shown), frame.rows(6, _tick), 12, body)
 
 
 def _tick(value: float, scale: Scale) -> str:
@@ -550,34 +273,23 @@ def _tick(value: float, scale: Scale) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
 
 
-def _curve_line(
-    shown: MetricCurve, most: int, x: Callable[[float], float], y: Callable[[float], float]
-) -> tuple[str, str, str]:
+def _curve_line(shown: MetricCurve, most: int, frame: Frame) -> tuple[str, str, str]:
     """A curve's path, its points for hovering, and dots where a point has no neighbours."""
-    path: list[str] = []
-    data: list[str] = []
-    dots: list[str] = []
-    run: list[tuple[int, float]] = []
-
-    def end() -> None:
-        if len(run) == 1:
-            step, value = run[0]
-            dots.append(f'<circle class="one s1" cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.5"/>')
-        for i, (step, value) in enumerate(run):
-            path.append(f"{'L' if i else 'M'}{x(step):.1f} {y(value):.1f}")
-        data.extend(f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value in run)
-        if run:
+    path, data, dots = "", [], ""
+    points = [(shown.steps[i], finite(shown.values[i])) for i in picked(shown, most)]
+    for missing, run in groupby(points, key=lambda point: point[1] is None):
+        if missing:
             data.append("")
-        run.clear()
-
-    for i in picked(shown, most):
-        value = finite(shown.values[i])
-        if value is None:
-            end()
-        else:
-            run.append((shown.steps[i], value))
-    end()
-    return "".join(path), ";".join(data).rstrip(";"), "".join(dots)
+            continue
+        places = [(step, value, frame.x(step), frame.y(value or 0.0)) for step, value in run]
+        path += "".join(
+            f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (*_, x, y) in enumerate(places)
+        )
+        data += [f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value, *_ in places]
+        if len(places) == 1:
+            *_, x, y = places[0]
+            dots += f'<circle class="one s1" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
+    return path, ";".join(data).strip(";"), dots
 
 
 def picked(shown: MetricCurve, most: int) -> list[int]:
@@ -614,37 +326,139 @@ def _curve_said(shown: MetricCurve) -> str:
     return words
 
 
-# ---------------------------------------------------------------- shares of a reward
+# ---------------------------------------------------------------- attempts over time
+
+_TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
+#: Ends that say nothing against the stage itself.
+_FROM_OUTSIDE = ("interrupted", "cancelled", "preempted", "time_limit", "node_failure")
+#: Attempts that are drawn of one stage: what is more would be thinner than a line.
+MOST_BARS = 400
 
 
 @dataclass(frozen=True)
-class Share:
-    """A part of a reward with its bar, which begins where the one before it ends."""
+class Lane:
+    """A stage of the timeline: its bars with both ends in percent, and what they show in words;
+    without bars, why nothing of it lies in this run."""
+
+    stage: StageRow
+    bars: tuple[tuple[str, float, float], ...]
+    label: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Stages over the time of a run, counted from its beginning."""
+
+    lanes: tuple[Lane, ...]
+    scale: Scale
+    seconds: float
+
+
+def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timeline | None:
+    """Bars of all attempts; None where no attempt of the run has begun."""
+    own = [s for s in stages if not s.skipped]
+    now = _time(made_at)
+    times = [t for s in own for a in s.attempts for t in (_time(a.began_at), _ended(a, now))]
+    known = [t for t in [_time(began_at) if times else None, *times] if t is not None]
+    if not times or not known:
+        return None
+    first, last = min(known), max(known)
+    scale = _time_scale(max(last - first, 1.0))
+    lanes = [
+        Lane(s, (), _skipped(s)) if s.skipped else _lane(s, first, last, scale) for s in stages
+    ]
+    return Timeline(tuple(lanes), scale, last - first)
+
+
+def _skipped(stage: StageRow) -> str:
+    return f"was there already{f', made by {stage.made_by}' if stage.made_by else ''}"
+
+
+def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
+    """Attempts as bars, from what they waited for to how they ended."""
+    bars, said = [], []
+    before = None
+    for attempt in stage.attempts[:MOST_BARS]:
+        began = _time(attempt.began_at)
+        if began is None:
+            continue
+        ended = _ended(attempt, last)
+        ended = began if ended is None else max(began, ended)
+        queued = began - (stage.queue_seconds or 0.0) if attempt is stage.attempts[0] else None
+        if (since := before if before is not None else queued) is not None and began > since:
+            bars.append(("wait", scale.place(since - first), scale.place(began - first)))
+        kind = f"bar {kind_of(attempt)}"
+        bars.append((kind, scale.place(began - first), scale.place(ended - first)))
+        said.append(_attempt_said(attempt))
+        before = ended
+    if not bars:
+        return Lane(stage, (), stage.reason or stage.state)
+    label = f"{stage.name}: " + "; ".join(said[-12:])
+    if len(stage.attempts) > 12:
+        label = f"{stage.name}, {len(stage.attempts)} attempts, the last of them: " + label
+    if stage.lost_seconds:
+        label += f". {duration(stage.lost_seconds)} of work were lost."
+    return Lane(stage, tuple(bars), label)
+
+
+def _ended(attempt: AttemptRow, now: float | None) -> float | None:
+    """End of an attempt; of one that is gone without a word, when it last showed that it lived."""
+    if attempt.ended_at:
+        return _time(attempt.ended_at)
+    if kind_of(attempt) == "running":
+        return now
+    began = _time(attempt.began_at)
+    return None if began is None else began + (attempt.seconds or 0.0)
+
+
+def _attempt_said(attempt: AttemptRow) -> str:
+    step = f", to step {attempt.reached_step}" if attempt.reached_step is not None else ""
+    text = f" ({attempt.text[:160]})" if attempt.text else ""
+    word = attempt.outcome or UNDER_WAY
+    took = f" after {duration(attempt.seconds)}" if attempt.seconds is not None else ""
+    return f"attempt {attempt.number} from {moment(attempt.began_at)}: {word}{took}{step}{text}"
+
+
+def kind_of(attempt: AttemptRow) -> str:
+    """Manner in which an attempt is drawn: done, running, stop (it was ended from outside), bad."""
+    if not attempt.ended_at and attempt.outcome in ("", UNDER_WAY):
+        return "running"
+    if attempt.outcome in ("done", "none", "finished"):
+        return "done"
+    return "stop" if attempt.outcome in _FROM_OUTSIDE else "bad"
+
+
+def _time(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _time_scale(seconds: float) -> Scale:
+    step = next((s for s in _TIME_STEPS if seconds / s <= 7), None)
+    if step is None:
+        days = seconds / 86400
+        step = 86400 * max(1, math.ceil(days / 7))
+    return Scale(0.0, seconds, tuple(float(t) for t in range(0, int(seconds) + 1, step)), 0)
+
+
+# ---------------------------------------------------------------- shares of a reward
+
+
+class Share(NamedTuple):
+    """A part of a reward, which begins where the one before it ends."""
 
     part: RewardPart
-    bar: Markup
+    start: float
+    end: float
+    scale: Scale | None
 
 
 def shares(parts: Sequence[RewardPart]) -> tuple[list[Share], list[RewardPart]]:
     """Parts that count, as a waterfall from 0, and those that were only measured."""
     counted = [p for p in parts if finite(p.share) is not None and p.weight != 0]
-    ends = [0.0]
-    for part in counted:
-        ends.append(ends[-1] + (part.share or 0.0))
+    ends = [0.0, *accumulate(part.share or 0.0 for part in counted)]
     scale = scale_for(ends, ticks=3)
-    made = [
-        Share(part, _share_bar(start, end, scale) if scale is not None else Markup(""))
-        for part, (start, end) in zip(counted, pairwise(ends), strict=True)
-    ]
+    made = [Share(part, *span, scale) for part, span in zip(counted, pairwise(ends), strict=True)]
     return made, [p for p in parts if p not in counted]
-
-
-def _share_bar(start: float, end: float, scale: Scale) -> Markup:
-    left, right = sorted((scale.place(start), scale.place(end)))
-    kind, zero = ("gain" if end >= start else "loss"), scale.place(0.0)
-    return Markup(
-        '<svg class="fall" aria-hidden="true">'
-        f'<line class="z" x1="{zero:.1f}%" x2="{zero:.1f}%" y1="0" y2="16"/>'
-        f'<rect class="{kind}" x="{left:.1f}%" width="{max(0.6, right - left):.1f}%" y="3" '
-        'height="10" rx="1.5"/></svg>'
-    )

@@ -1,4 +1,4 @@
-"""What all pages of reports have in common: colours, script, security policy, how values are shown.
+"""Parts that all pages of reports share: colours, script, security policy, forms of values.
 
 In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
 :class:`Parts`, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
@@ -10,27 +10,25 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from itertools import islice
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from refiner_core.report import printing
+from refiner_core.report import drawing, printing
 
 _HERE = "refiner_core.report"
-_DEEPEST = 6
 #: Characters of a value, and values of one list or mapping, that are shown.
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a page is made of; ``policy`` is its content security policy."""
+    """Parts of a page; ``policy`` is its content security policy."""
 
     template: Template
     style: Markup
@@ -48,7 +46,7 @@ def parts_of(package: str) -> Parts:
         f"img-src data:; script-src 'sha256-{digest}'"
     )
     style = Markup(base_style() + read(package, "page.css"))
-    template = _environment().from_string(read(package, "page.html.jinja"))
+    template = template_of(package, "page.html.jinja")
     return Parts(template, style, Markup(script), policy)
 
 
@@ -72,42 +70,35 @@ def read(package: str, name: str) -> str:
 
 
 @lru_cache
-def _environment() -> Environment:
+def template_of(package: str, name: str) -> Template:
+    """A template of a package. What stands in braces is escaped, in ``*.md.jinja`` for Markdown:
+    texts of people and of policies open no table, link or tag, and call nobody by name."""
+    return _environment(markdown=name.endswith(".md.jinja")).from_string(read(package, name))
+
+
+@lru_cache
+def _environment(*, markdown: bool) -> Environment:
+    shown = printing.escaped if markdown else printing.plain
     environment = Environment(
-        autoescape=True,
+        autoescape=not markdown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: printing.plain(value) if type(value) is str else value,
+        finalize=lambda value: shown(value) if type(value) is str else value,
         loader=FunctionLoader(lambda name: read(_HERE, name)),
     )
-    environment.globals.update(p=printing, tree=tree)
+    environment.globals.update(p=printing, d=drawing, leaf=leaf, most_in_tree=MOST_IN_TREE)
+    environment.globals["table"] = _table
+    environment.filters["code"] = _code
     return environment
 
 
-def tree(value: Any, depth: int = 0) -> Markup:
-    """Any JSON value as nested lists of terms; of many values the first are shown."""
-    if isinstance(value, Mapping) and value and depth < _DEEPEST:
-        rows = Markup("").join(
-            Markup("<dt>{}</dt><dd>{}</dd>").format(leaf(str(k)), tree(v, depth + 1))
-            for k, v in islice(value.items(), MOST_IN_TREE)
-        )
-        return Markup('<dl class="tree">{}</dl>').format(rows) + _more(value)
-    if isinstance(value, list | tuple) and value and depth < _DEEPEST:
-        shown = value[:MOST_IN_TREE]
-        if all(isinstance(v, str | int | float) for v in shown):
-            words = ", ".join(leaf(v) for v in shown)
-            return Markup("<bdi>{}</bdi>").format(words) + _more(value)
-        items = Markup("").join(Markup("<li>{}</li>").format(tree(v, depth + 1)) for v in shown)
-        return Markup("<ul>{}</ul>").format(items) + _more(value)
-    if isinstance(value, str) and "\n" in value:
-        return Markup("<pre>{}</pre>").format(leaf(value))
-    return Markup("<bdi>{}</bdi>").format(leaf(value))
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
+    return Markup(printing.table(header, rows))
 
 
-def _more(values: Sized) -> Markup:
-    more = len(values) - MOST_IN_TREE
-    return Markup('<span class="cut"> … {} more</span>').format(more) if more > 0 else Markup("")
+def _code(text: str) -> Markup:
+    return Markup(printing.plain(text).replace("`", "'").replace("\n", " "))
 
 
 def leaf(value: Any) -> str:

@@ -8,12 +8,15 @@ and never ``nan``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Collection, Iterable
 from datetime import datetime
 
 MISSING = "—"
 MINUS = "\u2212"
 _MOST_DECIMALS = 6
+#: What Markdown obeys: brackets only where a link follows, an underscore only at a word's edge.
+_SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
 
 def finite(value: float | None) -> float | None:
@@ -24,14 +27,11 @@ def finite(value: float | None) -> float | None:
 def decimals_for(width: float | None, value: float | None = None) -> int:
     """Decimals that show two significant digits of half an interval's ``width``; without one,
     three of the ``value``."""
+    decimals = 3
     if width is not None and math.isfinite(width) and width > 0:
-        return _bounded(1 - math.floor(math.log10(width / 2)))
-    if value is None or not math.isfinite(value) or value == 0:
-        return 3
-    return _bounded(2 - math.floor(math.log10(abs(value))))
-
-
-def _bounded(decimals: int) -> int:
+        decimals = 1 - math.floor(math.log10(width / 2))
+    elif value and math.isfinite(value):
+        decimals = 2 - math.floor(math.log10(abs(value)))
     return max(0, min(_MOST_DECIMALS, decimals))
 
 
@@ -62,6 +62,14 @@ def with_interval(
 ) -> str:
     """``+0.031 [0.012, 0.050]``."""
     return f"{number(value, decimals, signed=signed)} {interval(low, high, decimals)}".strip()
+
+
+def estimate(
+    value: float | None, low: float | None, high: float | None, *, signed: bool = False
+) -> str:
+    """A number with its interval, with as many digits as are known."""
+    width = None if low is None or high is None else high - low
+    return with_interval(value, low, high, decimals_for(width, value), signed=signed)
 
 
 def p_text(p: float | None) -> str:
@@ -140,6 +148,21 @@ def plain(text: str) -> str:
     """Text that every file can hold and no terminal obeys: control characters and halves of
     characters are shown by a sign of their own."""
     return text.translate(_SIGNS)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    line = " ".join(plain(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _SPECIAL.sub(r"\\\1", line).replace("@", "&#64;")
+
+
+def table(
+    header: Collection[str], rows: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped
+) -> str:
+    """A table in Markdown; ``cell`` makes text one that does not end a cell."""
+    head, *body = ("| " + " | ".join(map(cell, row)) + " |" for row in (header, *rows))
+    return "\n".join([head, "|" + "---|" * len(header), *body])
 
 
 _SIGNS = (

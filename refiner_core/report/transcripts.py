@@ -9,6 +9,7 @@ that templates escape. A page holds a bounded number of characters; what is left
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -156,7 +157,7 @@ class _Marker:
     count: int = 0
 
     def awaited(self, ids: Iterable[str]) -> bool:
-        """Whether an answer cites one of these, and nothing that is shown has it yet."""
+        """True if an answer cites one of these, and nothing that is shown has it yet."""
         return any(i in self.cited and i not in self.anchors for i in ids)
 
     def piece(self, span: Span) -> Markup:
@@ -214,7 +215,7 @@ def _opens_answer(tag: Tag) -> bool:
 
 
 def _around(text: str, evidence: Evidence) -> Markup:
-    """What is not in an answer block, or all of it where there is no single one."""
+    """Text that is not in an answer block, or all of it where there is no single one."""
     return Markup("").join(
         _outside(span.text) if span.ids is None else _claim(span, evidence, None)
         for span in spans(text)
@@ -316,20 +317,33 @@ class Conversation:
 
 
 def conversation(episode: Mapping[str, Any]) -> Conversation:
-    """What the page shows of an attempt."""
+    """Attempt as the page shows it."""
     kept: list[Said] = []
     room, everything = MOST_OF_EPISODE, list(_said(episode))
     for said in everything:
-        room -= min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+        room -= _size(said)
         if room < 0 and kept:
             break
-        kept.append(_within(said))
+        kept.append(
+            replace(
+                said,
+                text=said.text[:MOST_OF_MESSAGE],
+                other=said.other[:MOST_OF_MESSAGE],
+                cut=max(0, len(said.text) - MOST_OF_MESSAGE),
+            )
+        )
     missing = len(everything) - len(kept)
-    checks = [_check(check) for check in episode.get("checks") or ()]
-    verdict, why = verdict_of(episode)
+    checks = [
+        CheckShown(
+            str(check.get("kind") or ""),
+            str(check.get("name") or ""),
+            bool(check.get("passed")),
+            str(check.get("detail") or ""),
+        )
+        for check in episode.get("checks") or ()
+    ]
     return Conversation(
-        verdict,
-        why,
+        *verdict_of(episode),
         tuple(kept),
         tuple(sorted(checks, key=lambda check: check.passed)[:_MOST_CHECKS]),
         tuple(str(name) for name in episode.get("excluded") or ()),
@@ -337,17 +351,18 @@ def conversation(episode: Mapping[str, Any]) -> Conversation:
     )
 
 
+def _size(said: Said) -> int:
+    return min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
+
+
 def size_of(episode: Mapping[str, Any]) -> int:
     """Characters that an attempt takes on a page, about."""
-    found = sum(
-        min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE) + 120
-        for said in _said(episode)
-    )
+    found = sum(_size(said) + 120 for said in _said(episode))
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
 
 def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", "error"], str]:
-    """How an attempt ended, and why, in words."""
+    """Verdict on an attempt, and its reason in words."""
     if episode.get("status") == "error":
         kind = str(episode.get("error_kind") or "error")
         told = str(episode.get("error") or "")
@@ -360,65 +375,39 @@ def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", 
     return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
 
 
-def _within(said: Said) -> Said:
-    return replace(
-        said,
-        text=said.text[:MOST_OF_MESSAGE],
-        other=said.other[:MOST_OF_MESSAGE],
-        cut=max(0, len(said.text) - MOST_OF_MESSAGE),
-    )
-
-
 def _said(episode: Mapping[str, Any]) -> Iterator[Said]:
-    for role, content in episode.get("first_messages") or ():
-        yield _message(role, content)
+    yield from _messages(episode.get("first_messages") or ())
     for place, turn in enumerate(episode.get("turns") or (), start=1):
         messages = turn.get("messages") or ()
-        yield _turn(place, turn, messages)
-        for role, content in messages:
-            yield _message(role, content)
+        yield _turn(f"Agent, turn {place}", turn, {role for role, _ in messages})
+        yield from _messages(messages)
 
 
-def _message(role: str, content: str) -> Said:
-    return Said("user", "User", content) if role == "user" else Said("tool", "Tool", content)
+def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Said]:
+    for role, content in messages:
+        who: Who = "user" if role == "user" else "tool"
+        yield Said(who, who.capitalize(), content)
 
 
-def _turn(place: int, turn: Mapping[str, Any], messages: Sequence[Sequence[str]]) -> Said:
-    call, label = turn.get("call"), f"Agent, turn {place}"
-    status = str(turn.get("status") or "ok")
+def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Said:
+    call = turn.get("call")
     if call is None:
         other = str(turn.get("retried") or "")
         told = "sampled once more, which was no call either" if other else ""
+        status = str(turn.get("status") or "ok")
         trouble = _TURN_WORDS.get(status, status)
         return Said("agent", label, str(turn.get("text")), trouble, other, told)
     other = str(turn.get("repaired") or "")
     told = "sampled again: what came first was no call" if other else ""
-    trouble = _REFUSED.get(str(turn.get("tool_error")), str(turn.get("tool_error") or ""))
+    error = str(turn.get("tool_error") or "")
+    trouble = _REFUSED.get(error, error)
     name, arguments = str(call.get("name")), call.get("arguments") or {}
-    spoken = _spoken(arguments)
-    if spoken and messages and all(role == "user" for role, _ in messages):
+    spoken = next(iter(arguments.values()), None)
+    if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
+        # A call that has nothing but words.
         return Said("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
-    return Said("call", label, f"{name}({_arguments(arguments)})", trouble, other, told)
-
-
-def _spoken(arguments: Mapping[str, Any]) -> str:
-    """The words of a call that has nothing but words."""
-    values = list(arguments.values())
-    return values[0] if len(values) == 1 and isinstance(values[0], str) else ""
-
-
-def _arguments(arguments: Mapping[str, Any]) -> str:
-    said = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
-    return ", ".join(said)
-
-
-def _check(check: Mapping[str, Any]) -> CheckShown:
-    return CheckShown(
-        str(check.get("kind") or ""),
-        str(check.get("name") or ""),
-        bool(check.get("passed")),
-        str(check.get("detail") or ""),
-    )
+    said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
+    return Said("call", label, f"{name}({said})", trouble, other, told)
 
 
 def attempts_of(answers: Iterable[Answer]) -> list[int]:
@@ -462,21 +451,20 @@ def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[At
 
 
 def _all_of(rows: Sequence[AttemptsRow]) -> AttemptsRow:
-    first = rows[0]
-    return AttemptsRow(
-        first.arm,
-        first.model,
-        first.decoding,
-        first.protocol,
-        "",
-        sum(row.tasks for row in rows),
-        sum(row.asked for row in rows),
-        sum(row.passed for row in rows),
-        _sum([row.failures for row in rows]),
-        _sum([row.errors for row in rows]),
+    return replace(
+        rows[0],
+        domain="",
+        tasks=sum(row.tasks for row in rows),
+        asked=sum(row.asked for row in rows),
+        passed=sum(row.passed for row in rows),
+        failures=summed(row.failures for row in rows),
+        errors=summed(row.errors for row in rows),
     )
 
 
-def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    names = dict.fromkeys(name for found in counts for name in found)
-    return {name: sum(found.get(name, 0) for found in counts) for name in names}
+def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Counts of one kind, added up by name."""
+    whole: Counter[str] = Counter()
+    for found in counts:
+        whole.update(found)
+    return dict(whole)

@@ -1,4 +1,4 @@
-"""How two scorings of the same rollouts differ, in numbers with intervals.
+"""Comparison of two scorings of the same rollouts, in numbers with intervals.
 
 In: rollouts and two :class:`~refiner_core.rescoring.scores.Scores` of them, first what is compared
 with. Out: a :class:`Comparison`. Every share is a numerator, a denominator and an interval of 95 %
@@ -22,6 +22,11 @@ means             a component of the reward            samples that are scored o
 ================  ===================================  ===========================================
 
 Rewards that differ by rounding alone are equal, as they are in training.
+
+Where two judges judged the same thing, their agreement is told by criterion (:func:`judges_agree`).
+Policies that were asked the same prompts make a judge x policy matrix (:func:`make_matrix`): a mean
+with an interval per cell, each setting's ranking of the policies, and the pairs of policies that
+two settings put in different orders, with paired differences.
 """
 
 from __future__ import annotations
@@ -226,23 +231,19 @@ def kendall_tau_b(a: Sequence[float], b: Sequence[float]) -> float | None:
     """Kendall's tau-b (Kendall 1945, "The treatment of ties in ranking problems", Biometrika
     33:239-251) of totals in one group; None where a side is constant. Advantages of a group have
     the order of its totals."""
-    concordance, ties_a, ties_b = 0, 0, 0
-    slack_a, slack_b = (EQUAL_REWARDS * max(1.0, max(abs(t) for t in side)) for side in (a, b))
-    size = len(a)
-    for i in range(size):
-        for j in range(i):
-            sign_a, sign_b = _sign(a[i] - a[j], slack_a), _sign(b[i] - b[j], slack_b)
-            concordance += sign_a * sign_b
-            ties_a += sign_a == 0
-            ties_b += sign_b == 0
-    pairs = size * (size - 1) // 2
-    if pairs in (ties_a, ties_b):
+    signs = []
+    for side in (a, b):
+        apart = np.subtract.outer(side, side)[np.tril_indices(len(side), -1)]
+        slack = EQUAL_REWARDS * max(1.0, max(abs(t) for t in side))
+        signs.append(np.where(np.abs(apart) <= slack, 0.0, np.sign(apart)))
+    apart_in_both = np.count_nonzero(signs[0]) * np.count_nonzero(signs[1])
+    if not apart_in_both:
         return None
-    return concordance / math.sqrt((pairs - ties_a) * (pairs - ties_b))
+    return float(signs[0] @ signs[1]) / math.sqrt(apart_in_both)
 
 
 def sign_changes(a: float, b: float) -> bool:
-    """Whether two advantages of a sample push in opposite directions."""
+    """True if two advantages of a sample push in opposite directions."""
     return _sign(a, NO_SIGN) * _sign(b, NO_SIGN) < 0
 
 
@@ -381,7 +382,7 @@ class Reversal(NamedTuple):
 
     @property
     def clear(self) -> bool:
-        """Whether both orders are more than luck."""
+        """True if both orders are more than luck."""
         low, high = self.difference_than.low, self.difference_under.high
         return low is not None and high is not None and low > 0 > high
 

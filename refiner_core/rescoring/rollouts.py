@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, PromptRow
+from refiner_core.judge_report.material import is_batched as is_batched
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rewards import RewardInput, compute_rewards
 
@@ -76,20 +77,14 @@ def from_training(
     DataError
         A row's prompt is not among ``prompts``.
     """
-    by_id = _by_id(prompts)
     return [
         _rollout(
             row,
-            _prompt_of(row, prompts, by_id),
-            group=f"step {row['step']}, prompt {row.get('prompt_index', row['sample_id'])}",
-            total=row["reward"],
-            components={
-                name.removeprefix(_COMPONENT): float(value)
-                for name, value in row.items()
-                if name.startswith(_COMPONENT) and value is not None
-            },
+            prompt,
+            f"step {row['step']}, prompt {row.get('prompt_index', row['sample_id'])}",
+            {n.removeprefix(_COMPONENT): v for n, v in row.items() if n.startswith(_COMPONENT)},
         )
-        for row in rows
+        for row, prompt in _with_prompts(rows, prompts)
     ]
 
 
@@ -97,30 +92,19 @@ def from_evaluation(
     rows: Iterable[Mapping[str, Any]], prompts: Sequence[PromptRow], decoding: str
 ) -> list[StoredRollout]:
     """Samples of an evaluation. Errors as above."""
-    by_id = _by_id(prompts)
     return [
         _rollout(
             row,
-            _prompt_of(row, prompts, by_id),
-            group=f"{decoding}, {row['sample_id']}",
-            total=row["reward"],
-            components={
-                component: float(row[metric])
-                for metric, component in _OF_SAMPLES.items()
-                if row.get(metric) is not None
-            },
+            prompt,
+            f"{decoding}, {row['sample_id']}",
+            {component: row.get(metric) for metric, component in _OF_SAMPLES.items()},
         )
-        for row in rows
+        for row, prompt in _with_prompts(rows, prompts)
     ]
 
 
 def _rollout(
-    row: Mapping[str, Any],
-    prompt: PromptRow,
-    *,
-    group: str,
-    total: float | None,
-    components: Mapping[str, float],
+    row: Mapping[str, Any], prompt: PromptRow, group: str, components: Mapping[str, Any]
 ) -> StoredRollout:
     judgements = row["judgements"]
     found = json.loads(judgements) if isinstance(judgements, str) else judgements
@@ -132,34 +116,33 @@ def _rollout(
         text=str(row["response_text"]),
         stopped=row["finish_reason"] == "stop",
         status=str(row["status"]),
-        total=total,
+        total=row["reward"],
         advantage=row.get("advantage"),
-        components=components,
+        components={name: float(value) for name, value in components.items() if value is not None},
         judgements=tuple(found or ()),
     )
 
 
-def _by_id(prompts: Sequence[PromptRow]) -> dict[str, PromptRow]:
-    return {prompt.sample_id: prompt for prompt in prompts}
-
-
-def _prompt_of(
-    row: Mapping[str, Any], prompts: Sequence[PromptRow], by_id: Mapping[str, PromptRow]
-) -> PromptRow:
-    """By position where the row says one, since ids need not be unique; else by id."""
-    position, wanted = row.get("prompt_index"), str(row["sample_id"])
-    if position is not None and 0 <= position < len(prompts):
-        prompt: PromptRow = prompts[position]
-        if prompt.sample_id == wanted:
-            return prompt
-    if wanted in by_id:
-        return by_id[wanted]
-    raise DataError(
-        f"The prompt {wanted} of a stored rollout is not among the {len(prompts)} prompts of the "
-        "run's data",
-        expected="the prompts that the rollouts were sampled from",
-        fix="bring the output of the run's data stage back as it was",
-    )
+def _with_prompts(
+    rows: Iterable[Mapping[str, Any]], prompts: Sequence[PromptRow]
+) -> Iterator[tuple[Mapping[str, Any], PromptRow]]:
+    """Rows with their prompts: by position where a row says one, since ids need not be unique; else
+    by id."""
+    by_id = {prompt.sample_id: prompt for prompt in prompts}
+    for row in rows:
+        position, wanted = row.get("prompt_index"), str(row["sample_id"])
+        prompt = by_id.get(wanted)
+        if position is not None and 0 <= position < len(prompts):
+            there = prompts[position]
+            prompt = there if there.sample_id == wanted else prompt
+        if prompt is None:
+            raise DataError(
+                f"The prompt {wanted} of a stored rollout is not among the {len(prompts)} prompts "
+                "of the run's data",
+                expected="the prompts that the rollouts were sampled from",
+                fix="bring the output of the run's data stage back as it was",
+            )
+        yield row, prompt
 
 
 def groups_of(rollouts: Sequence[StoredRollout]) -> dict[str, list[int]]:
@@ -189,7 +172,7 @@ _VERDICT = ("score", "status", "detail", "title", "polarity", "weight", "source"
 
 
 class Question(NamedTuple):
-    """What is asked, and how it is described where its judgement is stored."""
+    """Question to a judge, and its description where its judgement is stored."""
 
     request: JudgeRequest
     detail: Mapping[str, Any]
@@ -234,13 +217,8 @@ def judge_identity(config: JudgeConfig, prompts_digest: str | None = None) -> di
     return {**identity, "prompt_digest": digest}
 
 
-def is_batched(config: JudgeConfig) -> bool:
-    """Whether rubrics are judged in company."""
-    return config.kind != "lexical" and config.form == "batched"
-
-
 def items_of(rollouts: Iterable[StoredRollout]) -> list[RewardInput]:
-    """What is rewarded."""
+    """Rollouts as the reward reads them."""
     return [RewardInput(r.prompt, r.text, r.stopped) for r in rollouts]
 
 
@@ -309,7 +287,7 @@ def recorded(
 
 
 def described(detail: Mapping[str, Any]) -> Hashable:
-    """Which question of its rollout a stored judgement answers."""
+    """Key of the question that a stored judgement answers."""
     return tuple(
         (name, tuple(value) if isinstance(value, list) else value)
         for name, value in sorted(detail.items())

@@ -84,7 +84,7 @@ def scores_under(
 def stored_scores(
     rollouts: Sequence[StoredRollout], again: Scores, normalization: Normalization
 ) -> Scores:
-    """What was stored. Advantages of an evaluation, which stores none, are made from its totals;
+    """Stored scores. Advantages of an evaluation, which stores none, are made from its totals;
     components that its files leave out are those of ``again``, the same settings once more."""
     totals = [rollout.total for rollout in rollouts]
     made, dropped = _advantages(rollouts, totals, normalization)
@@ -122,7 +122,7 @@ def _advantages(
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How much of what was stored the run's own settings give back, bit by bit.
+    """Share of what was stored that the run's own settings give back, bit by bit.
 
     Attributes
     ----------
@@ -151,18 +151,18 @@ class Fidelity:
 
     @property
     def exact(self) -> bool:
-        """Whether everything is as it was."""
+        """True if everything is as it was."""
         same = self.totals == self.rollouts and self.advantages in (None, self.rollouts)
         return same and self.rejudged == self.judged_alike
 
     @property
     def sound(self) -> bool:
-        """Whether differences between settings are those of the settings: nothing differs by more
+        """True if differences between settings are those of the settings: nothing differs by more
         than rounding."""
         return not self.far and self.rejudged == self.judged_alike
 
     def warning(self) -> str:
-        """What is to be said about it; empty where all is well."""
+        """Warning about it; empty where all is well."""
         if self.exact:
             return ""
         if self.sound:

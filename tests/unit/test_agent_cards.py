@@ -12,6 +12,7 @@ import pytest
 from refiner_core.cards import CardFacts, build_card, lint_card
 from refiner_core.cards.build import card_numbers
 from refiner_core.cards.evidence import evidence_text
+from refiner_core.cards.facts import unmarked
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.lint.quantities import metric_of
 from refiner_core.cards.results import (
@@ -21,7 +22,7 @@ from refiner_core.cards.results import (
     result_tables,
 )
 from refiner_core.cards.settings import grpo_flags
-from refiner_core.cards.setup import agent_data_lines
+from refiner_core.cards.setup import data_lines
 from refiner_core.cards.training import training_curve
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
@@ -92,20 +93,20 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
 
 
 def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
-    main = next(t for t in result_tables(facts) if "sampled" in str(t.title) and "pass" in t.about)
+    main = next(t for t in result_tables(facts) if "sampled" in t.title and "pass" in t.about)
     assert "4 held-out tasks × 4 attempts per task" in main.about
     assert "top_k 20" in main.about
     assert "user: scripted" in main.about
     assert "pass^k that all of k do" in main.about
     assert main.header == ("metric", "base", "ends at once (floor)", "**GRPO (this model)**")
-    rows = {str(row[0]): [str(c) for c in row[1:]] for row in main.rows}
+    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in main.rows}
     assert rows["`pass@1`"][0].startswith("0.312")
     assert rows["`pass@4/orders`"][0].endswith("n = 2")
     assert rows["`pass@2`"][1] == "—", "one attempt has no pass@2"
     assert "`pass@2/orders`" not in rows
     assert "`pass^1`" not in rows, "it is pass@1 by another name"
     assert "`success`" not in rows, "it is pass@1 by another name"
-    assert "n = 4" in str(main.title)
+    assert "n = 4" in unmarked(main.title)
 
 
 def test_a_user_that_is_another_one_than_in_training_is_said() -> None:
@@ -119,12 +120,11 @@ def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     """Demonstrations that name no task may be at any of them."""
     split = {"held_out_questions": 5, "questions": 9}
     sft = {"read": 8, "kept": 7, "domains": {"retail": 7}}
-    kinds = [("sft", "Demonstrations")]
     data = {"split": split, "sft": sft}
-    said = str(agent_data_lines(facts_of(reports={"data": data}), kinds)[-1])
+    said = unmarked(data_lines(facts_of(reports={"data": data, "sft": {}}))[-1])
     assert said.endswith("none of them is trained on.")
     data = {"split": split, "sft": {**sft, "unnamed_task": 3}}
-    said = str(agent_data_lines(facts_of(reports={"data": data}), kinds)[-1])
+    said = unmarked(data_lines(facts_of(reports={"data": data, "sft": {}}))[-1])
     assert said.endswith("as far as demonstrations name their tasks: 3 demonstrations name none.")
     assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
 
@@ -145,9 +145,9 @@ def test_the_course_of_a_training_tells_episodes_not_answers(facts: CardFacts) -
 
 
 def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
-    found = [t for t in result_tables(facts) if str(t.title).startswith("Why attempts fail")]
-    table = next(t for t in found if "sampled" in str(t.title))
-    rows = {str(row[0]): [str(c) for c in row[1:]] for row in table.rows}
+    found = [t for t in result_tables(facts) if t.title.startswith("Why attempts fail")]
+    table = next(t for t in found if "sampled" in t.title)
+    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in table.rows}
     assert rows["attempts"] == ["16", "4", "16"]
     assert rows["ended by an error of the infrastructure, counted as none"] == ["0", "0", "2"]
     own = [int(cells[2]) for label, cells in rows.items() if label != "attempts"]
@@ -181,7 +181,7 @@ def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
     ]
     (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
     assert first.header[:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
-    assert [str(row[0]) for row in first.rows] == ["step 50", "**step 100 (this model)**"]
+    assert [row[0] for row in first.rows] == ["step 50", "**step 100 (this model)**"]
 
 
 def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:

@@ -27,6 +27,7 @@ from refiner_core.contract.records import (
 from refiner_core.report.printing import (
     decimals_for,
     duration,
+    escaped,
     hours,
     number,
     p_text,
@@ -36,7 +37,6 @@ from refiner_core.report.printing import (
 from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.exports import (
     document,
-    escaped,
     markdown,
     number_rows,
     numbers_csv,

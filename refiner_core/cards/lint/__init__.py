@@ -1,11 +1,11 @@
-"""What is wrong with a card, before anybody else reads it.
+"""Lint of a card, before anybody else reads it.
 
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> front, text, commands                        what the Hub and readers meet
-                     └──> quantities ──> tables, shares, claims, prose, index     what numbers say
-    text, evidence ──> against, proof                          what it should be, number by number
+    text ──> markdown ──> form                                   what the Hub and readers meet
+                     └──> quantities ──> tables, claims          what numbers say
+    text, evidence ──> against                                   what it should be, number by number
 
 Rules are strict about what they find: a number that can be right is left alone.
 """
@@ -17,11 +17,11 @@ import re
 from refiner_core.cards.lint.against import evidence_findings
 from refiner_core.cards.lint.claims import claim_findings, prose_findings
 from refiner_core.cards.lint.form import CommandCheck, command_findings, read_front, text_findings
-from refiner_core.cards.lint.markdown import RULES, Document, Finding, read_document
+from refiner_core.cards.lint.markdown import Document, Finding, read_document
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.cards.lint.tables import impossible_shares, index_findings, table_findings
 
-__all__ = ["RULES", "CommandCheck", "Finding", "check_card", "lint_card"]
+__all__ = ["CommandCheck", "Finding", "check_card", "lint_card"]
 
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
@@ -42,7 +42,7 @@ LARGEST = 1_000_000
 def general_findings(
     text: str, command_check: CommandCheck | None = None, *, has_evidence: bool = False
 ) -> list[Finding]:
-    """What is wrong with a README by itself."""
+    """Findings about a README by itself."""
     document = read_document(text)
     front = read_front(
         document.front, document.front_line, unknown_base=bool(_UNKNOWN_BASE.search(text))
@@ -66,7 +66,7 @@ def general_findings(
 
 
 def is_ours(document: Document) -> bool:
-    """Whether a README looks like one that refiner has made."""
+    """True if a README looks like one that refiner has made."""
     has = {title for _, title in document.headings}
     return has >= _OUR_SECTIONS and any(
         line.startswith("refiner ") for fence in document.fences for line in fence.lines
@@ -105,6 +105,6 @@ def check_card(
 
 
 def lint_card(text: str, evidence: str | None = None, *, template: str | None = None) -> list[str]:
-    """What makes a card unfit to be published, one sentence per problem; warnings are left out."""
+    """Reasons why a card is unfit to be published, a sentence each; warnings are left out."""
     found = check_card(text, evidence, template=template)
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]

@@ -2,6 +2,10 @@
 
 In: the text of a card and of the ``refiner.json`` that belongs to it. Out: findings. The card is
 made again from the facts; whatever differs is found, numbers or words.
+
+The evidence is held against itself as well, as far as that needs no samples: a value is its
+numerator over its denominator, an interval holds it, Wilson intervals follow from counts, and what
+is said twice is said alike.
 """
 
 from __future__ import annotations
@@ -9,16 +13,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import SequenceMatcher
-from functools import cached_property
 from typing import Any
 
-from refiner_core.cards.build import CardNumber, build_card, card_numbers
+from refiner_core.cards.build import build_card, marked_card
 from refiner_core.cards.evidence import Evidence, load_evidence
-from refiner_core.cards.facts import CardFacts, finite, record_of
+from refiner_core.cards.facts import CardFacts, finite, numbers_in, record_of
 from refiner_core.cards.lint.markdown import Finding
 from refiner_core.cards.notes import proof_problems
+from refiner_core.cards.results import index_numbers
 from refiner_core.cards.settings import flag_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -30,7 +34,7 @@ _FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was publi
 
 
 def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
-    """What the evidence says that cannot be."""
+    """Statements of the evidence that cannot be."""
     facts = evidence.facts
     pairs = {
         "step": (evidence.step, facts.step),
@@ -100,7 +104,7 @@ def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_outside(entry: Mapping[str, Any]) -> bool:
-    """Whether a value does not lie in its interval; few prompts and a skew can bring a bootstrap
+    """True if a value does not lie in its interval; few prompts and a skew can bring a bootstrap
     there, nothing brings a Wilson interval there."""
     value, low, high = (finite(entry.get(key)) for key in ("value", "low", "high"))
     if value is None or low is None or high is None or low > high:
@@ -230,7 +234,7 @@ def differences(text: str, expected: str, evidence: Evidence) -> Iterator[Findin
 
 
 def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Finding]:
-    """What differs between two lines: each number or word that does, unless most of them do."""
+    """Differences of two lines: each number or word that does, unless most of them do."""
     want = origin.lines[place]
     if len(have) > 2 * len(want) + 2000:
         yield Finding(line, "evidence", f"the evidence gives the line {_short(want)!r}", _FIX)
@@ -252,7 +256,7 @@ def _changed(line: int, have: str, place: int, origin: _Origin) -> Iterator[Find
 
 
 def _beside(tokens: Sequence[str], first: int, last: int) -> str:
-    """What stands around a place, so that it is found in a long line."""
+    """Surroundings of a place, so that it is found in a long line."""
     text = "".join(tokens[max(0, first - 6) : last + 4]).strip()
     return f": …{text}…" if text else ""
 
@@ -261,69 +265,33 @@ def _short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "…"
 
 
-@dataclass(frozen=True)
 class _Origin:
-    """Which fact each number of the card comes from."""
+    """Origin of each number of a card: its fact."""
 
-    facts: CardFacts
-    lines: Sequence[str]
+    def __init__(self, facts: CardFacts, lines: Sequence[str]) -> None:
+        self.facts, self.lines = facts, lines
+        marked = marked_card(facts, facts.template).split("\n")
+        self._placed = [list(numbers_in(line)) for line in marked]
+        line, start = 0, 0
+        front = next((i for i, text in enumerate(lines) if text.startswith("## ")), len(lines))
+        for text, fact in index_numbers(facts):
+            # By itself, or else as part of a name (`H200`).
+            pattern = re.compile(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)")
+            for place in range(line, front):
+                if found := pattern.search(lines[place], start if place == line else 0):
+                    line, start = place, found.end()
+                    self._placed[line].append((found.start(), start, fact))
+                    break
 
     def of(self, line: int, start: int, end: int) -> str:
         """`` (fact evaluations.3.value, from stages/…)``; empty where no number stands there."""
-        for first, last, number in self._placed.get(line, ()):
-            if first < end and start < last:
-                return _source(number.fact, number.record)
-        path = self._setting(self.lines[line][:start])
-        if path is None:
-            return ""
-        return _source(f"config.{path}", record_of(self.facts, f"config.{path}"))
-
-    @cached_property
-    def _placed(self) -> Mapping[int, list[tuple[int, int, CardNumber]]]:
-        """Numbers of facts by the line that they stand in: each is the next one of its section
-        that prints so."""
-        sections = self._sections
-        at: dict[str, tuple[int, int]] = {}
-        placed: dict[int, list[tuple[int, int, CardNumber]]] = {}
-        for number in card_numbers(self.facts):
-            first, last = sections.get(number.section, (0, 0))
-            found = self._next(number.text, at.get(number.section, (first, 0)), last)
-            if found is not None:
-                line, start = found
-                end = start + len(number.text)
-                placed.setdefault(line, []).append((start, end, number))
-                at[number.section] = line, end
-        return placed
-
-    @cached_property
-    def _sections(self) -> dict[str, tuple[int, int]]:
-        """First line and the one after the last of each section, by title."""
-        starts = [i for i, line in enumerate(self.lines) if line.startswith("## ")]
-        ends = [*starts[1:], len(self.lines)]
-        found = {self.lines[i][3:]: (i, end) for i, end in zip(starts, ends, strict=True)}
-        return {"front matter": (0, starts[0] if starts else len(self.lines)), **found}
-
-    def _next(self, text: str, after: tuple[int, int], last: int) -> tuple[int, int] | None:
-        """Where a number is printed next: by itself, or else as part of a name (`H200`)."""
-        for before in (r"(?<![\w.])", r"(?<![\d.])"):
-            pattern = re.compile(rf"{before}{re.escape(text)}(?!\w|\.\d)")
-            for line in range(after[0], last):
-                start = after[1] if line == after[0] else 0
-                if found := pattern.search(self.lines[line], start):
-                    return line, found.start()
-        return None
-
-    def _setting(self, before: str) -> str | None:
-        """The configuration field that is named right before a value."""
-        found = _NAMED.search(before)
-        if found is None:
-            return None
-        name = found[1]
-        return _fields().get(name) or _fields().get(f"--{name}")
-
-
-def _source(fact: str, record: str | None) -> str:
-    return f" (fact {fact}, from {record})" if record else f" (fact {fact})"
+        facts = (fact for a, b, fact in self._placed[line] if a < end and start < b)
+        # The configuration field that is named right before a value.
+        named = _NAMED.search(self.lines[line][:start])
+        field = named and (_fields().get(named[1]) or _fields().get(f"--{named[1]}"))
+        fact = next(facts, f"config.{field}" if field else None)
+        record = None if fact is None else record_of(self.facts, fact)
+        return f" (fact {fact}, from {record})" if record else f" (fact {fact})" if fact else ""
 
 
 def _fields() -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
-from refiner_core.cards.lint.markdown import Document, Finding, Paragraph
+from refiner_core.cards.lint.markdown import Document, Finding, Paragraph, Severity
 from refiner_core.cards.lint.quantities import (
     OVERALL,
     Figure,
@@ -72,19 +72,19 @@ class Claim:
     sentence: str
 
     def given_by(self, own: Quantity, base: Quantity) -> Fraction:
-        """What two numbers give."""
+        """Factor or difference that two numbers give."""
         if self.is_factor:
             return own.figure.value / base.figure.value
         points = own.figure.value - base.figure.value
         return points * 100 if own.fractions and not own.figure.percent else points
 
     def holds(self, own: Quantity, base: Quantity) -> bool:
-        """Whether two numbers of tables can give the claim."""
+        """True if two numbers of tables can give the claim."""
         whole = own.fractions and not own.figure.percent and not self.is_factor
         return self.fits(own.figure, base.figure, 100 if whole else 1)
 
     def fits(self, own: Figure, base: Figure, times: int = 1) -> bool:
-        """Whether two printed numbers, each so many ``times``, can give the claim."""
+        """True if two printed numbers, each so many ``times``, can give the claim."""
         step = Fraction(10) ** -self.decimals
         room = step if self.hedged else step / 2
         a, b, ua, ub = (x * times for x in (own.value, base.value, own.unit, base.unit))
@@ -217,7 +217,7 @@ def _mentions(sentence: str, q: Quantity) -> bool:
 
 
 def _names_metric(claim: Claim, pairs: Sequence[tuple[Quantity, Quantity]]) -> bool:
-    """Whether it is beyond doubt which numbers the claim is about."""
+    """True if it is beyond doubt which numbers the claim is about."""
     about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
     return about_base and len(pairs) == 1 and _mentions(claim.sentence, pairs[0][0])
 
@@ -231,34 +231,23 @@ def _computed(claim: Claim, own: Quantity, base: Quantity) -> str:
 def _across(claim: Claim, own: Quantity, base: Quantity) -> Iterator[Finding]:
     """A claim that recomputes may still compare what cannot be compared."""
     fix = "measure both under one protocol, on the same cases"
+    severity: Severity = "error"
     if own.n is not None and base.n is not None and own.n != base.n:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} compares n = {own.n} (line {own.line}) with n = {base.n} "
-            f"(line {base.line})",
-            fix,
-        )
+        said = f"compares n = {own.n} (line {own.line}) with n = {base.n} (line {base.line})"
     elif own.table is not base.table:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} compares numbers of two tables (lines {own.line} and {base.line})",
-            f"say that both are of one protocol, or {fix}",
-            "error" if _protocols(own) != _protocols(base) else "warning",
-        )
+        said = f"compares numbers of two tables (lines {own.line} and {base.line})"
+        fix = f"say that both are of one protocol, or {fix}"
+        severity = "error" if _protocols(own) != _protocols(base) else "warning"
     elif own.n is None or base.n is None:
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} is {_computed(claim, own, base)}, and nothing says on how many cases",
-            "add n, and intervals",
-            "warning",
-        )
+        said = f"is {_computed(claim, own, base)}, and nothing says on how many cases"
+        fix, severity = "add n, and intervals", "warning"
+    else:
+        return
+    yield Finding(claim.line, "comparison", f"{claim.text!r} {said}", fix, severity)
 
 
 def _protocols(q: Quantity) -> frozenset[str]:
-    """What sets a table's protocol apart, as far as its heading and caption say."""
+    """Marks of a table's protocol, as far as its heading and caption say."""
     text = " ".join([*q.table.headings[-1:], q.table.caption]).lower()
     return frozenset(_PROTOCOL.findall(text))
 
@@ -393,7 +382,7 @@ def _named(q: Quantity, text: str) -> bool:
 
 
 def _is_of(there: Sequence[Quantity], sentence: str, after: str) -> bool:
-    """Whether a number can only be one of these: they stand in one section, and what the sentence
+    """True if a number can only be one of these: they stand in one section, and what the sentence
     says that it was measured on is named there."""
     sections = {q.table.headings[:2] for q in there}
     on = _ON.match(after)

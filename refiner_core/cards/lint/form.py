@@ -61,7 +61,8 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
     a machine at all; elsewhere some are what everybody has."""
     for paragraph in document.paragraphs:
         yield from _links(paragraph)
-        yield from _paths(paragraph, is_ours)
+        for offset, path, severity in _found_paths(paragraph.text, is_ours):
+            yield _path(paragraph.line_of(offset), path, severity)
         for pattern in _IN_PROSE:
             for found in pattern.finditer(paragraph.without_code):
                 yield _nan(paragraph.line_of(found.start("what")), found["what"])
@@ -73,8 +74,7 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
         for offset, line in enumerate(fence.lines, start=1):
             for found in _BARE.finditer(line) if "git clone" in line else ():
                 yield _bare(fence.line + offset, found.group())
-    yield from _secrets(document)
-    yield from _controls(document)
+    yield from _signs(document)
 
 
 def bare_links(text: str) -> list[str]:
@@ -112,11 +112,6 @@ def _links(paragraph: Paragraph) -> Iterator[Finding]:
         yield _bare(paragraph.line_of(found.start()), found.group())
 
 
-def _paths(paragraph: Paragraph, is_ours: bool) -> Iterator[Finding]:
-    for offset, path, severity in _found_paths(paragraph.text, is_ours):
-        yield _path(paragraph.line_of(offset), path, severity)
-
-
 def _found_paths(text: str, is_ours: bool) -> Iterator[tuple[int, str, Severity]]:
     kinds: list[tuple[re.Pattern[str], Severity]] = [(_OWN_PATH, "error")]
     kinds += [(_FOLDER, "error"), (_COMMON, "error")] if is_ours else [(_FOLDER, "warning")]
@@ -152,20 +147,13 @@ def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
                 yield _path(row.line, path, severity)
 
 
-def _secrets(document: Document) -> Iterator[Finding]:
+def _signs(document: Document) -> Iterator[Finding]:
+    """Secrets, but for those of the front matter, and characters that nobody sees."""
     front = document.front.count("\n") + 3 if document.front is not None else 0
     for number, line in enumerate(document.text.split("\n"), start=1):
         if number > front and has_secret(line):
-            yield Finding(
-                number,
-                "secret",
-                "something looks like an access token or key",
-                "take it out, and revoke it",
-            )
-
-
-def _controls(document: Document) -> Iterator[Finding]:
-    for number, line in enumerate(document.text.split("\n"), start=1):
+            what = "something looks like an access token or key"
+            yield Finding(number, "secret", what, "take it out, and revoke it")
         if found := CONTROLS.search(line):
             yield Finding(
                 number,
@@ -180,6 +168,9 @@ def _controls(document: Document) -> Iterator[Finding]:
 _LARGEST = 100_000
 _REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
 _PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
+_INDEX_VALUE = re.compile(
+    r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
+)
 _NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
 
 
@@ -210,9 +201,8 @@ class IndexValue:
 
 @dataclass
 class Front:
-    """What was read. ``matter`` is None where it is not a mapping."""
+    """The numbers of ``model-index``, and what is wrong."""
 
-    matter: dict[str, Any] | None = None
     index: list[IndexValue] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -230,20 +220,17 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         The card says that nobody has recorded the base model.
     """
     front = Front()
+
+    def refused(line: int, what: str, fix: str = "") -> Front:
+        front.findings.append(Finding(line, "front-matter", what, fix))
+        return front
+
     if block is None:
-        front.findings.append(
-            Finding(
-                1,
-                "front-matter",
-                "there is no front matter (a block between two lines of ---)",
-                "begin the file with one: license, base_model, …",
-            )
-        )
-        return front
+        missing = "there is no front matter (a block between two lines of ---)"
+        return refused(1, missing, "begin the file with one: license, base_model, …")
     if len(block) > _LARGEST:
-        what = f"the front matter has {len(block)} characters, at most {_LARGEST} are read"
-        front.findings.append(Finding(1, "front-matter", what))
-        return front
+        size = f"{len(block)} characters, at most {_LARGEST} are read"
+        return refused(1, f"the front matter has {size}")
     try:
         loader = _Loader(block)
         node = loader.get_single_node()
@@ -252,16 +239,9 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         line = first_line + (mark.line if mark else 0)
-        front.findings.append(
-            Finding(line, "front-matter", f"the front matter is not YAML: {reason}")
-        )
-        return front
+        return refused(line, f"the front matter is not YAML: {reason}")
     if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
-        front.findings.append(
-            Finding(first_line, "front-matter", "the front matter is not a mapping")
-        )
-        return front
-    front.matter = matter
+        return refused(first_line, "the front matter is not a mapping")
     front.index = list(_index_values(node, first_line))
     front.findings += _missing(matter, unknown_base)
     front.findings += _twice(node, first_line)
@@ -330,36 +310,19 @@ def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]
 
 
 def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
-    for model in _items(_get(root, "model-index")):
-        for result in _items(_get(model, "results")):
-            dataset = _text(_get(_get(result, "dataset"), "name"))
-            for metric in _items(_get(result, "metrics")):
-                value = _get(metric, "value")
-                if isinstance(value, yaml.ScalarNode):
-                    yield IndexValue(
-                        value.value,
-                        first_line + value.start_mark.line,
-                        _text(_get(metric, "type")),
-                        _text(_get(metric, "name")),
-                        dataset,
-                    )
-
-
-def _get(node: yaml.Node | None, key: str) -> yaml.Node | None:
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            if name.value == key:
-                found: yaml.Node = value
-                return found
-    return None
-
-
-def _items(node: yaml.Node | None) -> list[yaml.Node]:
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
-
-
-def _text(node: yaml.Node | None) -> str:
-    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+    known: dict[str, yaml.ScalarNode] = {}
+    for path, node in _leaves(root, ""):
+        known.setdefault(path, node)
+    texts = {path: str(node.value) for path, node in known.items()}
+    for path, node in known.items():
+        if found := _INDEX_VALUE.fullmatch(path):
+            yield IndexValue(
+                node.value,
+                first_line + node.start_mark.line,
+                texts.get(f"{found['metric']}.type", ""),
+                texts.get(f"{found['metric']}.name", ""),
+                texts.get(f"{found['result']}.dataset.name", ""),
+            )
 
 
 #: Says what is wrong with the words of a command after ``refiner``; None where nothing is.

@@ -2,13 +2,16 @@
 
 In: a :class:`Document`. Out: one :class:`Quantity` per number whose metric is known. Rows may be
 models and columns metrics, or the other way round.
+A printed number (:class:`Figure`) stands for all values that round to it; whether two agree, and
+whether one can be a share of n, follows from that alone. Labels say what is meant only where that
+is beyond doubt (:func:`metric_of`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import islice
@@ -57,7 +60,7 @@ class Figure:
 
     @property
     def unit(self) -> Fraction:
-        """What one step of its last digit is worth."""
+        """Worth of one step of its last digit."""
         return Fraction(10) ** -self.decimals
 
     @property
@@ -108,7 +111,7 @@ def stated_n(text: str) -> int | None:
 
 
 def agree(a: Figure, b: Figure) -> bool:
-    """Whether two printed numbers can be one value; 0.59 and 59 % can."""
+    """True if two printed numbers can be one value; 0.59 and 59 % can."""
     slack = (a.unit + b.unit) / 2
     if abs(a.value - b.value) <= slack:
         return True
@@ -119,12 +122,12 @@ def agree(a: Figure, b: Figure) -> bool:
 
 
 def scale(figure: Figure, *, fractions: bool) -> int:
-    """What one whole is in a share: 100 for percentages, 1 where ``fractions`` are printed."""
+    """One whole in a share: 100 for percentages, 1 where ``fractions`` are printed."""
     return 1 if fractions and not figure.percent else 100
 
 
 def can_be_share(figure: Figure, denominators: Iterable[int], whole: int) -> bool:
-    """Whether some k of one of ``denominators`` prints as the figure, rounded or cut off."""
+    """True if some k of one of ``denominators`` prints as the figure, rounded or cut off."""
     low = figure.value - figure.unit / 2
     high = figure.value + figure.unit
     for denominator in denominators:
@@ -201,7 +204,7 @@ _UNEVEN = re.compile(r"fewer than (\d+) valid attempts", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Metric:
-    """What a number measures. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
+    """Measure behind a number. ``k`` is that of pass@k, ``every`` that of pass^k; ``yes_no`` says
     that each case counts as 0 or 1, ``once`` that it was tried once; ``share`` that more than 100 %
     cannot be."""
 
@@ -214,7 +217,7 @@ class Metric:
 
     @property
     def drawn(self) -> int | None:
-        """How many attempts are drawn, for pass@k and pass^k."""
+        """Number of attempts that are drawn, for pass@k and pass^k."""
         return self.k or self.every
 
 
@@ -258,12 +261,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def counts_cases(header: str) -> bool:
-    """Whether a column says how many cases its rows have."""
+    """True if a column says how many cases its rows have."""
     return _CASES.fullmatch(header.strip()) is not None
 
 
 def total_kind(label: str) -> Literal["sum", "whole", "mean", ""]:
-    """What the label of a row says of the rows beside it."""
+    """Role of a row beside the others, by its label."""
     text = label.strip().strip(":").strip()
     if _SUM.fullmatch(text):
         return "sum"
@@ -273,14 +276,14 @@ def total_kind(label: str) -> Literal["sum", "whole", "mean", ""]:
 
 
 def role_of(label: str) -> Role:
-    """Whether a label is that of the card's own model, or of the one that it is compared with."""
+    """True if a label is that of the card's own model, or of the one that it is compared with."""
     if _OWN.search(label):
         return "own"
     return "base" if _BASE.search(label) else ""
 
 
 def names_change(label: str) -> bool:
-    """Whether a label is that of a difference, which may be more than 100 % and below 0."""
+    """True if a label is that of a difference, which may be more than 100 % and below 0."""
     return _CHANGE.search(label) is not None
 
 
@@ -291,7 +294,7 @@ def uneven_in(text: str) -> int | None:
 
 
 def repeats_in(text: str) -> frozenset[int]:
-    """How often each case was tried, as far as a text says so."""
+    """Numbers of tries of each case, as far as a text says so."""
     found = (next(filter(None, m.groups())) for m in _REPEATS.finditer(text))
     known = {int(n) for n in found if len(n) < 6 and 1 < int(n) <= _MOST_TRIES}
     return frozenset(sorted(known)[:_MOST_REPEATS])
@@ -369,7 +372,7 @@ def case_columns(table: Table) -> list[int]:
 
 
 def own_and_base(labels: Sequence[str], bold: Sequence[bool], title: str) -> list[Role]:
-    """Which of several labels is the card's own model, which the one before it."""
+    """Roles of several labels: the card's own model, the one before it, neither."""
     roles = [role_of(label) for label in labels]
     if "base" in roles and "own" not in roles:
         named = [i for i, label in enumerate(labels) if title and label.lower() == title.lower()]
@@ -381,88 +384,48 @@ def own_and_base(labels: Sequence[str], bold: Sequence[bool], title: str) -> lis
     return roles
 
 
-def _of_table(table: Table, title: str) -> list[Quantity]:
-    by_column = [metric_of(header) for header in table.header]
-    if any(by_column[1:]):
-        return _metrics_in_columns(table, by_column, title)
-    if len(table.header) > 1 and any(
-        row.cells and metric_of(row.cells[0].text) for row in table.rows
-    ):
-        return _metrics_in_rows(table, title)
-    return []
-
-
-def _metrics_in_columns(table: Table, metrics: list[Metric | None], title: str) -> list[Quantity]:
+def _of_table(table: Table, title: str) -> Iterator[Quantity]:
+    """The numbers of a table whose columns, or else whose rows, are metrics: each belongs to the
+    row, or the column, that is no metric."""
     figures, cases = figures_of(table), case_columns(table)
-    labels = [row.cells[0].text if row.cells else "" for row in table.rows]
+    rows = [row.cells[0].text if row.cells else "" for row in table.rows]
     bold = [any(cell.bold for cell in row.cells) for row in table.rows]
-    roles = own_and_base(labels, bold, title)
-    compares = any(roles)
-    found = []
+    of_columns = [None, *(metric_of(header) for header in table.header[1:])]
+    in_columns = any(of_columns)
+    of_rows = [None if in_columns else metric_of(label) for label in rows]
+    if in_columns:
+        roles = own_and_base(rows, bold, title)
+    else:
+        columns = table.header[1:]
+        roles = ["", *own_and_base(columns, [False] * len(columns), title)]
     for r, row in enumerate(table.rows):
-        for c, metric in enumerate(metrics):
-            figure = figures[r][c] if c else None
-            if metric is None or figure is None:
+        for c, header in enumerate(table.header):
+            metric, figure = of_columns[c] if in_columns else of_rows[r], figures[r][c]
+            if c == 0 or metric is None or figure is None:
                 continue
-            name = without_metric(table.header[c])
-            n = next((_count(figures[r][i]) for i in cases if figures[r][i]), None)
-            in_words = (
-                figure.n or stated_n(labels[r]) or stated_n(table.header[c]) or _around(table)
-            )
-            found.append(
-                Quantity(
-                    metric,
-                    name if compares else name | words(labels[r]),
-                    labels[r],
-                    figure,
-                    row.line,
-                    table,
-                    roles[r],
-                    compares,
-                    n or in_words or _around(table),
-                    row.line if n or figure.n or stated_n(labels[r]) else table.line,
-                    _are_fractions([line[c] for line in figures]),
-                )
-            )
-    return found
-
-
-def _metrics_in_rows(table: Table, title: str) -> list[Quantity]:
-    figures = figures_of(table)
-    columns = list(table.header[1:])
-    roles = own_and_base(columns, [False] * len(columns), title)
-    compares = any(roles)
-    found = []
-    for r, row in enumerate(table.rows):
-        metric = metric_of(row.cells[0].text)
-        if metric is None:
-            continue
-        name = without_metric(row.cells[0].text)
-        for c, column in enumerate(columns, start=1):
-            figure = figures[r][c]
-            if figure is None or counts_cases(column):
+            if not in_columns and counts_cases(header):
                 continue
-            n = figure.n or stated_n(row.cells[0].text) or stated_n(column) or _around(table)
-            found.append(
-                Quantity(
-                    metric,
-                    name if compares else name | words(column),
-                    column,
-                    figure,
-                    row.line,
-                    table,
-                    roles[c - 1],
-                    compares,
-                    n,
-                    row.line if figure.n else table.line,
-                    _are_fractions(figures[r][1:]),
-                )
+            called, label = (header, rows[r]) if in_columns else (rows[r], header)
+            name, stated = without_metric(called), figure.n or stated_n(rows[r])
+            counted = None
+            if in_columns:
+                counted = next((int(f.value) for i in cases if (f := figures[r][i])), None)
+                beside = [line[c] for line in figures]
+            else:
+                beside = figures[r][1:]
+            yield Quantity(
+                metric,
+                name if any(roles) else name | words(label),
+                label,
+                figure,
+                row.line,
+                table,
+                roles[r if in_columns else c],
+                any(roles),
+                counted or stated or stated_n(header) or _around(table),
+                row.line if counted or figure.n or (in_columns and stated) else table.line,
+                _are_fractions(beside),
             )
-    return found
-
-
-def _count(figure: Figure | None) -> int | None:
-    return None if figure is None else int(figure.value)
 
 
 def _around(table: Table) -> int | None:
@@ -471,7 +434,7 @@ def _around(table: Table) -> int | None:
 
 
 def _are_fractions(figures: Sequence[Figure | None]) -> bool:
-    """Whether shares are printed as fractions of 1."""
+    """True if shares are printed as fractions of 1."""
     known = [f for f in figures if f is not None]
     return bool(known) and all(f.value <= 1 and f.decimals and not f.percent for f in known)
 

@@ -1,6 +1,7 @@
-"""What is wrong inside a table: totals, ranges, intervals, pass@k.
+"""Numbers of tables and of ``model-index`` that cannot be: totals, shares, ranges, pass@k.
 
-In: tables and the quantities read from them. Out: findings, each about one line.
+In: tables and the quantities read from them, and the numbers of the front matter. Out: findings,
+each about one line. A share of n cases is a whole number of n-ths, as printed.
 """
 
 from __future__ import annotations
@@ -53,8 +54,7 @@ def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
                 if figure is not None:
                     yield from bad_interval(figure, row.line, intervals)
     yield from out_of_range(known)
-    yield from falling_pass_at_k(known)
-    yield from rising_pass_hat_k(known)
+    yield from _wrong_pass_at_k(known)
 
 
 # ---------------------------------------------------------------- totals
@@ -100,23 +100,23 @@ def _wrong_total(
     *,
     is_cases: bool,
 ) -> str:
-    """What the parts give instead; empty where the total is right, or nobody can tell."""
+    """Total that the parts give instead; empty where the total is right, or nobody can tell."""
     values = [p.value for p in parts]
     slack = (whole.unit + max(p.unit for p in parts)) / 2
     added = sum(values, Fraction(0))
     room = whole.unit / 2 + sum((p.unit for p in parts), Fraction(0)) / 2
     counts = all(p.is_count for p in parts) and whole.is_count
     exact = is_cases or (counts and not _MEASURED.search(header))
-    is_sum = abs(whole.value - added) <= (0 if exact else room)
-    if is_sum:
+    if abs(whole.value - added) <= (0 if exact else room):
         return ""
     if is_cases:
         return "" if kind == "mean" else f"the parts sum to {_shown(added, whole)}"
     mean = added / len(values)
     if abs(whole.value - mean) <= slack:
         return ""
-    weighted = _weighted(values, weights)
-    if weighted is not None:
+    if weights and sum(weights):
+        products = (v * w for v, w in zip(values, weights, strict=True))
+        weighted = sum(products, Fraction(0)) / sum(weights)
         if abs(whole.value - weighted) <= slack:
             return ""
         if metric_of(header) is not None:
@@ -125,12 +125,6 @@ def _wrong_total(
     if kind == "sum" and counts and not metric_of(header) and max(values) > 1:
         return f"the parts sum to {_shown(added, whole)}"
     return ""
-
-
-def _weighted(values: Sequence[Fraction], weights: Sequence[Fraction] | None) -> Fraction | None:
-    if not weights or not sum(weights):
-        return None
-    return sum((v * w for v, w in zip(values, weights, strict=True)), Fraction(0)) / sum(weights)
 
 
 def _shown(value: Fraction, like: Figure) -> str:
@@ -189,32 +183,25 @@ def out_of_range(known: Sequence[Quantity]) -> Iterator[Finding]:
             )
 
 
-def falling_pass_at_k(known: Sequence[Quantity]) -> Iterator[Finding]:
-    """More tries pass at least as often, in every row."""
-    for group in _by_row([q for q in known if q.metric.k is not None]):
-        for less, more in pairwise(sorted(group, key=lambda q: q.metric.k or 0)):
-            if less.metric.k != more.metric.k and _falls(less.figure, more.figure):
-                yield Finding(
-                    more.line,
-                    "pass-at-k",
-                    f"{less.metric.key} of {less.shown} is more than {more.metric.key} of "
-                    f"{more.shown}: more tries cannot pass less often",
-                    "were they measured under one protocol? correct one of them",
-                )
-
-
-def rising_pass_hat_k(known: Sequence[Quantity]) -> Iterator[Finding]:
-    """All of more tries pass at most as often."""
-    for group in _by_row([q for q in known if q.metric.every is not None]):
-        for less, more in pairwise(sorted(group, key=lambda q: q.metric.every or 0)):
-            if less.metric.every != more.metric.every and _falls(more.figure, less.figure):
-                yield Finding(
-                    more.line,
-                    "pass-at-k",
-                    f"{more.metric.key} of {more.shown} is more than {less.metric.key} of "
-                    f"{less.shown}: all of more tries cannot pass more often",
-                    "were they measured under one protocol? correct one of them",
-                )
+def _wrong_pass_at_k(known: Sequence[Quantity]) -> Iterator[Finding]:
+    """More tries pass at least as often, in every row, and all of more tries at most as often."""
+    for every in (False, True):
+        tries = {id(q): q.metric.every if every else q.metric.k for q in known}
+        for group in _by_row([q for q in known if tries[id(q)] is not None]):
+            ordered = sorted(group, key=lambda q: tries[id(q)] or 0)
+            for less, more in pairwise(ordered):
+                small, large = (more, less) if every else (less, more)
+                if tries[id(less)] != tries[id(more)] and _falls(small.figure, large.figure):
+                    cannot = "all of more tries cannot pass more" if every else (
+                        "more tries cannot pass less"
+                    )  # fmt: skip
+                    yield Finding(
+                        more.line,
+                        "pass-at-k",
+                        f"{small.metric.key} of {small.shown} is more than {large.metric.key} of "
+                        f"{large.shown}: {cannot} often",
+                        "were they measured under one protocol? correct one of them",
+                    )
 
 
 def _by_row(known: Sequence[Quantity]) -> Iterable[list[Quantity]]:
@@ -273,8 +260,7 @@ def impossible_shares(
             ),
             q,
         )
-    for finding in _in_prose(document, repeats):
-        yield finding, None
+    yield from ((finding, None) for finding in _in_prose(document, repeats))
 
 
 def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] | None:
@@ -283,17 +269,15 @@ def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] 
     k = metric.drawn
     if metric.once:
         return [n]
-    if k is None:
-        return [n, *(n * r for r in repeats)]
-    if not repeats:
+    if k is not None and not repeats:
         return None
-    if k == 1:
+    if k in (None, 1):
         return [n, *(n * r for r in repeats)]
     return [n, *(n * comb(r, k) for r in repeats if r > k)]
 
 
 def _common(k: int, most: int) -> int:
-    """What all shares of cases with 1 to ``most`` tries are fractions of, for ``k`` drawn."""
+    """Common denominator of all shares of cases with 1 to ``most`` tries, ``k`` of them drawn."""
     return lcm(*(comb(tries, k) for tries in range(k, most + 1)))
 
 
@@ -321,7 +305,7 @@ def _in_prose(document: Document, repeats: frozenset[int]) -> Iterator[Finding]:
                 continue
             if found["n"] and not _counts(paragraph.text):
                 continue
-            if not _possible(figure, n, repeats):
+            if not can_be_share(figure, [n, *(n * r for r in repeats)], 100):
                 yield Finding(
                     paragraph.line_of(found.start()),
                     "percentage-impossible",
@@ -330,13 +314,9 @@ def _in_prose(document: Document, repeats: frozenset[int]) -> Iterator[Finding]:
                 )
 
 
-def _possible(figure: Figure, n: int, repeats: frozenset[int]) -> bool:
-    return can_be_share(figure, [n, *(n * r for r in repeats)], 100)
-
-
 @lru_cache(maxsize=1)
 def _counts(text: str) -> bool:
-    """Whether a paragraph is about something that each case has or has not."""
+    """True if a paragraph is about something that each case has or has not."""
     return _YES_NO.search(text) is not None
 
 

@@ -114,7 +114,7 @@ class NumberRow:
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """What training has changed in a number: ``after`` minus ``before``, paired over the prompts,
+    """Change of a number by training: ``after`` minus ``before``, paired over the prompts,
     with its 95 % interval; ``n`` counts prompts. The first trained model (or the base) against the
     last one comes first."""
 
@@ -185,7 +185,7 @@ class Example:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What the run takes, by kind of file, and what is left. Bytes."""
+    """Disk that the run takes, by kind of file, and that is left. Bytes."""
 
     used: Mapping[str, int] = field(default_factory=dict)
     free_bytes: int | None = None
@@ -196,7 +196,7 @@ class DiskUse:
 
 @dataclass(frozen=True)
 class Cost:
-    """What attempts at the run's own stages took since it began; None where nobody knows."""
+    """Cost of attempts at the run's own stages since it began; None where nobody knows."""
 
     seconds: float | None = None
     gpu_hours: float | None = None

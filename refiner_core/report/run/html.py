@@ -16,8 +16,8 @@ from typing import Any
 from markupsafe import Markup
 
 from refiner_core.report import drawing, printing
-from refiner_core.report.drawing import Share, dot, shares
-from refiner_core.report.pages import leaf, parts_of, tree
+from refiner_core.report.drawing import Share, shares
+from refiner_core.report.pages import parts_of
 from refiner_core.report.run import tables as words
 from refiner_core.report.run.document import Example, MetricCurve, RewardPart, RunReport, Said
 from refiner_core.report.run.tables import model_index, tables
@@ -170,8 +170,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         tables=tables(report),
         without_incident=words.without_incident(report),
         index=model_index(report),
-        settings=[(leaf(k), tree(v)) for k, v in list(report.settings.items())[:MOST_SETTINGS]],
-        dot=dot,
+        settings=list(report.settings.items())[:MOST_SETTINGS],
         bytes_text=bytes_text,
         kind_of=drawing.kind_of,
         most={

@@ -11,22 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from markupsafe import Markup
-
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
-from refiner_core.report.drawing import Strip, scale_for, strip
+from refiner_core.report.drawing import Strip, scale_for
+from refiner_core.report.pages import template_of
 from refiner_core.report.printing import (
     MISSING,
     counted,
-    decimals_for,
     duration,
+    estimate,
     hours,
-    moment,
-    with_interval,
 )
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
-from refiner_core.report.sweep.exports import escaped
 
 #: States of a stage that say that its last attempt came to no good end.
 _ENDED_BADLY = ("killed", "hung", "failed")
@@ -112,18 +108,11 @@ def change_tables(report: RunReport) -> list[NumberTable]:
 
 
 def _number(row: NumberRow | None) -> str:
-    if row is None:
-        return MISSING
-    width = None if row.low is None or row.high is None else row.high - row.low
-    return with_interval(row.value, row.low, row.high, decimals_for(width, row.value))
+    return MISSING if row is None else estimate(row.value, row.low, row.high)
 
 
 def _change(row: ChangeRow | None) -> str:
-    if row is None:
-        return MISSING
-    width = None if row.low is None or row.high is None else row.high - row.low
-    decimals = decimals_for(width, row.difference)
-    return with_interval(row.difference, row.low, row.high, decimals, signed=True)
+    return MISSING if row is None else estimate(row.difference, row.low, row.high, signed=True)
 
 
 # ---------------------------------------------------------------- sentences
@@ -160,7 +149,7 @@ def incidents_text(report: RunReport) -> str:
 
 
 def without_incident(report: RunReport) -> str:
-    """What can be said where no incident is recorded: a worker that dies while no orchestrator
+    """Words for a run without a recorded incident: a worker that dies while no orchestrator
     lives leaves none, and that is not "nothing went wrong"."""
     ended = [row.name for row in report.stages if row.state in _ENDED_BADLY]
     if ended:
@@ -180,11 +169,11 @@ class MetricLine:
     metric: str
     cells: Mapping[str, NumberRow]
     decimals: int
-    drawing: Markup
+    drawing: drawing.Models
     change: ChangeRow | None
     verdict: str
     change_decimals: int
-    change_drawing: Markup
+    change_drawing: Strip | None
 
 
 @dataclass(frozen=True)
@@ -251,27 +240,31 @@ def _metric_line(
     index: Mapping[str, int],
 ) -> MetricLine:
     widths = [c.high - c.low for c in cells.values() if c.low is not None and c.high is not None]
-    values = [abs(c.value) for c in cells.values() if printing.finite(c.value) is not None
-              and c.value is not None]  # fmt: skip
+    values = [abs(v) for c in cells.values() if (v := printing.finite(c.value)) is not None]
     widest = max((w for w in widths if w > 0), default=None)
     decimals = printing.decimals_for(widest, max(values, default=None))
-    marks = [
-        drawing.Mark(index[m], m, c.value, printing.finite(c.low), printing.finite(c.high))
+    marks = {
+        m: (index[m], value, printing.finite(cells[m].low), printing.finite(cells[m].high))
         for m in sorted(cells, key=lambda m: index[m])
-        if (c := cells[m]).value is not None and printing.finite(c.value) is not None
-    ]
+        if (value := printing.finite(cells[m].value)) is not None
+    }
     said = "; ".join(
-        f"{m.model} {printing.with_interval(m.value, m.low, m.high, decimals)}" for m in marks
+        f"{m} {printing.with_interval(value, low, high, decimals)}"
+        for m, (_, value, low, high) in marks.items()
     )
     return MetricLine(
         metric,
         cells,
         decimals,
-        drawing.models(marks, f"{metric}: {said}"),
+        drawing.Models(
+            list(marks.values()),
+            scale_for((end for _, *ends in marks.values() for end in ends), ticks=3),
+            f"{metric}: {said}",
+        ),
         change,
         verdict(change) if change is not None else "",
         change_decimals(change) if change is not None else decimals,
-        change_strip(change) if change is not None else Markup(""),
+        change_strip(change) if change is not None else None,
     )
 
 
@@ -282,14 +275,14 @@ def change_decimals(change: ChangeRow) -> int:
     return printing.decimals_for(width, change.difference)
 
 
-def change_strip(change: ChangeRow) -> Markup:
-    """What changed, with its interval, against 0."""
+def change_strip(change: ChangeRow) -> Strip | None:
+    """Strip of a change, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
-    low, high, digits = change.low, change.high, change_decimals(change)
-    said = printing.with_interval(change.difference, low, high, digits, signed=True)
-    label = f"{change.metric}, {change.after} minus {change.before}: {said}"
-    shown = Strip(change.difference, low, high, (), verdict(change), label, zero=True)
-    return strip(shown, scale) if scale is not None else Markup("")
+    if scale is None:
+        return None
+    label = f"{change.metric}, {change.after} minus {change.before}: {_change(change)}"
+    ends = (change.difference, change.low, change.high)
+    return Strip(scale, *ends, (), verdict(change), label, zero=True)
 
 
 def verdict(change: ChangeRow) -> str:
@@ -308,64 +301,12 @@ _MOST_INCIDENTS = 20
 
 def markdown(report: RunReport) -> str:
     """The whole text; ends with one line feed."""
-    return "\n".join(_lines(report)).rstrip() + "\n"
-
-
-def _lines(report: RunReport) -> Iterator[str]:
-    yield f"# {escaped(report.run)}"
-    yield ""
-    began = moment(report.began_at)
-    yield (
-        f"Recipe {escaped(report.recipe)}, begun {began}, {report.state} as of "
-        f"{moment(report.made_at)}. {escaped(report.state_text)}"
+    text = template_of(__package__, "report.md.jinja").render(
+        report=report,
+        stage_header=STAGE_HEADER,
+        stages=[stage_cells(row) for row in report.stages],
+        numbers=number_tables(report),
+        cost_text=cost_text(report),
+        most_incidents=_MOST_INCIDENTS,
     )
-    yield ""
-    if report.warnings:
-        yield "**Before you read on**"
-        yield ""
-        yield from (f"- {escaped(text)}" for text in report.warnings)
-        yield ""
-    yield "## Stages"
-    yield ""
-    yield from _markdown_table(STAGE_HEADER, [stage_cells(row) for row in report.stages])
-    for title, header, rows in number_tables(report):
-        yield f"## {escaped(title)}"
-        yield ""
-        yield from _markdown_table(header, rows)
-    yield from _incidents(report)
-    yield "## What it took"
-    yield ""
-    yield escaped(cost_text(report))
-    yield ""
-    if report.published:
-        yield "## Published"
-        yield ""
-        for one in report.published:
-            step = "" if one.step is None else f" (step {one.step})"
-            yield f"- {escaped(one.target)}{step}"
-        yield ""
-    if report.next_commands:
-        yield "## Next"
-        yield ""
-        yield "```bash"
-        yield from report.next_commands
-        yield "```"
-
-
-def _incidents(report: RunReport) -> Iterator[str]:
-    if not report.incidents:
-        return
-    yield f"## {counted(len(report.incidents), 'incident').capitalize()}"
-    yield ""
-    for incident in report.incidents[-_MOST_INCIDENTS:]:
-        over = "" if incident.resolved else " (open)"
-        yield f"- {moment(incident.at)} {escaped(incident.stage)}: {escaped(incident.text)}{over}"
-    yield ""
-
-
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(escaped(cell) for cell in header) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
-    yield ""
+    return text.rstrip() + "\n"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -132,7 +133,7 @@ def _asked(protocol: Mapping[str, Any]) -> tuple[object, object]:
 
 
 def make_agreement(matrix: Sequence[MatrixRow]) -> tuple[Agreement, ...]:
-    """How far each two rows put the arms in one order; of arms that both have, at least three."""
+    """Agreement of each two rows on the order of arms; of arms that both have, at least three."""
     from scipy.stats import kendalltau
 
     found = []
@@ -257,22 +258,14 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...
                     seeds=len(changes),
                 )
             )
-    return _with_questions(evidence, group, found)
+    questions = _questions(evidence, group, [flip.sample_id for flip in found])
+    none = Question("", "")
+    return tuple(replace(f, question=questions.get(f.sample_id, none).question) for f in found)
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
     rows = [group.cells[arm, s].measured.means.about(metric)[1] for s in seeds]
     return float(np.mean([row[place] for row in rows if row is not None]))
-
-
-def _with_questions(evidence: Evidence, group: Group, flips: Sequence[Flip]) -> tuple[Flip, ...]:
-    asked = _questions(evidence, group, [f.sample_id for f in flips])
-    none = Question("", "")
-    return tuple(
-        Flip(f.arm, f.sample_id, asked.get(f.sample_id, none).question,
-             f.baseline, f.value, f.seeds_agree, f.seeds)
-        for f in flips
-    )  # fmt: skip
 
 
 def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict[str, Question]:
@@ -335,26 +328,18 @@ def _shown_prompts(asked: Sequence[str], flips: Sequence[Flip], seed: str) -> li
 
 
 def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
-    if "episode" in row:
-        return _attempt(arm, seed, row)
-    judgements = json.loads(row.get("judgements") or "[]")
+    """A stored answer, or an agent's attempt: what was said in it stands in its record."""
+    is_attempt = "episode" in row
+    metrics = EPISODE_METRICS if is_attempt else METRICS
+    episode = None
+    if is_attempt:
+        episode = {**json.loads(row["episode"]), "failure": row["failure"] or None}
     return Answer(
         arm=arm,
         seed=seed,
         sample_index=int(row["sample_index"]),
-        text=str(row["response_text"]),
-        metrics={m: row[m] for m in METRICS if row.get(m) is not None},
-        judgements=tuple(judgements),
-    )
-
-
-def _attempt(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
-    """An agent's attempt; what was said in it stands in its record."""
-    return Answer(
-        arm=arm,
-        seed=seed,
-        sample_index=int(row["sample_index"]),
-        text="",
-        metrics={m: row[m] for m in EPISODE_METRICS if row.get(m) is not None},
-        episode={**json.loads(row["episode"]), "failure": row["failure"] or None},
+        text="" if is_attempt else str(row["response_text"]),
+        metrics={m: row[m] for m in metrics if row.get(m) is not None},
+        judgements=() if is_attempt else tuple(json.loads(row.get("judgements") or "[]")),
+        episode=episode,
     )

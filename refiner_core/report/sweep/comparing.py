@@ -13,7 +13,6 @@ that are shown.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from refiner_core.report.sweep.document import (
 )
 from refiner_core.report.sweep.evidence import Evidence, Group, Training, TrialEvidence, make_groups
 from refiner_core.report.sweep.numbers import ALPHA, Setting, compare_group, paired_layouts
+from refiner_core.report.transcripts import summed
 
 Floats = npt.NDArray[np.float64]
 #: Metrics that are shown, where a stage logs them.
@@ -93,25 +93,17 @@ def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], mos
         steps = steps[np.unique(np.linspace(0, len(steps) - 1, most).round().astype(int))]
     table = np.full((len(logged), len(steps)), np.nan)
     for row, (at, values) in zip(table, logged.values(), strict=True):
-        places = np.searchsorted(steps, at)
-        inside = places < len(steps)
-        hit = inside & (steps[np.minimum(places, len(steps) - 1)] == at)
-        row[places[hit]] = values[hit]
-    there = ~np.isnan(table)
-    count = there.sum(axis=0)
-    known = count > 0
-    total = np.where(there, table, 0.0).sum(axis=0)
-    mean = np.where(known, total / np.maximum(count, 1), np.nan)
-    low = np.where(known, np.where(there, table, np.inf).min(axis=0), np.nan)
-    high = np.where(known, np.where(there, table, -np.inf).max(axis=0), np.nan)
+        shown = np.isin(at, steps)
+        row[np.searchsorted(steps, at[shown])] = values[shown]
+    known = np.ma.masked_where(np.isnan(table), table)
     return Curve(
         stage=stage,
         metric=metric,
         arm=arm,
         steps=tuple(steps.tolist()),
-        mean=_plain(mean),
-        low=_plain(low),
-        high=_plain(high),
+        mean=_plain(known.mean(axis=0).filled(np.nan)),
+        low=_plain(known.min(axis=0).filled(np.nan)),
+        high=_plain(known.max(axis=0).filled(np.nan)),
         by_seed={str(s): _plain(row) for s, row in zip(logged, table, strict=True)},
     )
 
@@ -121,38 +113,29 @@ def _plain(values: Floats) -> tuple[float | None, ...]:
     return tuple(float(f"{v:.6g}") if v - v == 0 else None for v in values.tolist())
 
 
-def make_attempts(groups: Sequence[Group]) -> tuple[AttemptsRow, ...]:
-    """Rows of all groups that are about agents."""
-    return tuple(row for group in groups if not group.reward for row in _of_group(group))
-
-
-def _of_group(group: Group) -> Iterator[AttemptsRow]:
-    for arm in group.arms:
-        by_domain: dict[str, list[Mapping[str, Any]]] = {}
-        for seed in group.seeds_of(arm):
-            told = group.cells[arm, seed].measured.episodes.get("domains") or {}
-            for domain, counts in told.items():
-                by_domain.setdefault(domain, []).append(counts)
-        for domain, found in by_domain.items():
-            yield AttemptsRow(
-                arm=arm,
-                model=group.model,
-                decoding=group.decoding,
-                protocol=group.name,
-                domain=domain,
-                tasks=max(int(counts["tasks"]) for counts in found),
-                asked=sum(int(counts["asked"]) for counts in found),
-                passed=sum(int(counts["passed"]) for counts in found),
-                failures=_sum(counts["failures"] for counts in found),
-                errors=_sum(counts["errors"] for counts in found),
-            )
-
-
-def _sum(counts: Any) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for found in counts:
-        total.update(found)
-    return dict(total)
+def make_attempts(groups: Sequence[Group]) -> Iterator[AttemptsRow]:
+    """Outcomes of agents' attempts, per arm and domain, in sum over seeds; errors of the
+    infrastructure stand apart from failures of the model."""
+    for group in groups:
+        for arm in () if group.reward else group.arms:
+            by_domain: dict[str, list[Mapping[str, Any]]] = {}
+            for seed in group.seeds_of(arm):
+                told = group.cells[arm, seed].measured.episodes.get("domains") or {}
+                for domain, counts in told.items():
+                    by_domain.setdefault(domain, []).append(counts)
+            for domain, found in by_domain.items():
+                yield AttemptsRow(
+                    arm=arm,
+                    model=group.model,
+                    decoding=group.decoding,
+                    protocol=group.name,
+                    domain=domain,
+                    tasks=max(int(counts["tasks"]) for counts in found),
+                    asked=sum(int(counts["asked"]) for counts in found),
+                    passed=sum(int(counts["passed"]) for counts in found),
+                    failures=summed(counts["failures"] for counts in found),
+                    errors=summed(counts["errors"] for counts in found),
+                )
 
 
 POWER = 0.8
@@ -192,7 +175,7 @@ def make_report(evidence: Evidence) -> SweepReport:
         rubrics=make_rubrics(evidence, chosen, _changes(comparisons)) if chosen else (),
         flips=flips,
         side_by_side=make_side_by_side(evidence, chosen, flips) if chosen else (),
-        attempts=make_attempts(groups),
+        attempts=tuple(make_attempts(groups)),
         incidents=evidence.incidents,
         protocols=_protocols(evidence, groups),
         provenance=evidence.provenance,
@@ -310,7 +293,7 @@ def _layouts(evidence: Evidence, group: Group, metric: str) -> list[Floats]:
 def _setting(
     evidence: Evidence, group: Group, groups: Sequence[Group]
 ) -> tuple[Setting, tuple[str, ...]]:
-    """What comparisons of a group need to know, and the arms that were measured in no way at all:
+    """Setting of a group's comparisons, and the arms that were measured in no way at all:
     those are said to be missing beside the baseline."""
     sweep = evidence.sweep
     arms = tuple(arm.name for arm in sweep.arms)
@@ -372,7 +355,7 @@ def _factors(evidence: Evidence) -> dict[str, tuple[str, ...]]:
 
 
 def _protocols(evidence: Evidence, groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
-    """What the fingerprints of the shown numbers stand for."""
+    """Protocols behind the fingerprints of the shown numbers."""
     found: dict[str, Mapping[str, Any]] = {}
     for group in groups:
         spelt = evidence.protocols.get(group.protocol, {})

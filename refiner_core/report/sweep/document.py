@@ -20,7 +20,7 @@ Verdict = Literal["better", "worse", "not clear", "judge moved", "not comparable
 
 @dataclass(frozen=True)
 class Key:
-    """Which number: a metric of a model under a decoding of a protocol.
+    """Identity of a number: a metric of a model under a decoding of a protocol.
 
     ``protocol`` is the fingerprint that all compared numbers share, ``protocol_name`` is for
     people; ``judge`` names the judge and rubric set of the protocol.
@@ -163,7 +163,7 @@ class MatrixRow:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether two rows of the matrix (by their places) put the arms in one order: Kendall's tau-b
+    """True if two rows of the matrix (by their places) put the arms in one order: Kendall's tau-b
     over the ``arms`` that both have, 1 for the same order, -1 for the reverse; None where all arms
     of a row have one mean."""
 
@@ -215,7 +215,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AttemptsRow:
-    """What became of an arm's attempts at the tasks of a domain, over all its seeds.
+    """Outcomes of an arm's attempts at the tasks of a domain, over all its seeds.
 
     ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
     infrastructure, by kind; they count as none).

@@ -102,7 +102,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Training:
-    """What a training stage logged: metric -> (steps, values), steps ascending."""
+    """Log of a training stage: metric -> (steps, values), steps ascending."""
 
     name: str
     metrics: Mapping[str, tuple[npt.NDArray[np.int64], Floats]]
@@ -139,7 +139,7 @@ class RubricScores(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a prompt asks, and the whole of it."""
+    """Question of a prompt, and the whole of it."""
 
     question: str
     prompt: str
@@ -169,7 +169,7 @@ class Stored(Protocol):
         ...
 
     def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
-        """What prompts ask; those that cannot be found are left out."""
+        """Questions of prompts; those that cannot be found are left out."""
         ...
 
 
@@ -250,13 +250,13 @@ class Group:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """What was measured, in the order of reports."""
+        """Metrics that were measured, in the order of reports."""
         found = (m for cell in self.cells.values() for m in cell.measured.means.metrics)
         return tuple(m for m in in_order(found) if weighed(m) == self.reward)
 
     @cached_property
     def agents(self) -> bool:
-        """Whether these are attempts of agents, not answers."""
+        """True if these are attempts of agents, not answers."""
         first = next(iter(self.cells.values()))
         return any(of_tasks(m) for m in first.measured.means.metrics)
 
@@ -309,9 +309,9 @@ def make_groups(evidence: Evidence) -> list[Group]:
 
 
 def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Cell]]:
-    """What is measured alike, but several times in one trial (under the recipe's own protocol and
-    under a file that says the same of all but the prompts, for example), each in a group of its
-    own; a trial without any that the baseline has stands beside the baseline's in all."""
+    """Evaluations that are alike, but made several times in one trial (under the recipe's own
+    protocol and under a file that says the same of all but the prompts, for example), each in a
+    group of its own; a trial without any that the baseline has stands beside the baseline's."""
     if all(len(cells) == 1 for cells in places.values()):
         return [{place: next(iter(cells.values())) for place, cells in places.items()}]
     files = dict.fromkeys(file for cells in places.values() for file in cells)
@@ -331,7 +331,7 @@ def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Cel
 
 
 def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Cell]) -> bool:
-    """Whether all arms have the same evaluations."""
+    """True if all arms have the same evaluations."""
     by_seed: dict[int, set[str]] = {}
     for (_, seed), cell in cells.items():
         by_seed.setdefault(seed, set()).add(cell.evaluation.stage)

@@ -12,25 +12,15 @@ import csv
 import dataclasses
 import io
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from refiner_core.contract.records import to_json
-from refiner_core.report.printing import (
-    MISSING,
-    count,
-    counted,
-    duration,
-    finite,
-    hours,
-    moment,
-    number,
-    plain,
-)
-from refiner_core.report.sweep import wording as words
-from refiner_core.report.sweep.document import Comparison, SweepReport, TrialRow
-from refiner_core.report.sweep.wording import ArmRow, Column, arm_row, comparison_notes
+from refiner_core.report.pages import template_of
+from refiner_core.report.printing import finite, plain
+from refiner_core.report.sweep import wording
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
+from refiner_core.report.sweep.wording import ArmRow, Column, arm_row
 from refiner_core.report.transcripts import attempts_tables
 
 #: Comparisons besides the primary one that are printed in full, and rows of long tables.
@@ -38,234 +28,42 @@ MOST_COMPARISONS = 8
 MOST_ARMS = 40
 MOST_INCIDENTS = 20
 MOST_FLIPS = 10
-#: What Markdown obeys: brackets only where a link follows, an underscore only at a word's edge.
-_SPECIAL = re.compile(r"([\\`*|~#]|\[(?=[^\]]*\][(\[])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z]))")
 
 
 def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
-    return "\n".join(_lines(report)).rstrip() + "\n"
-
-
-def _lines(report: SweepReport) -> Iterator[str]:
-    yield f"# {escaped(report.title or report.sweep)}"
-    yield ""
-    yield (
-        f"Sweep `{_code(report.sweep)}` of recipe `{_code(report.recipe)}`, {report.state}, as of "
-        f"{moment(report.made_at)}. {words.state_text(report)}"
+    flips = sorted(report.flips, key=lambda f: -abs(f.value - f.baseline))
+    compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
+    text = template_of(__package__, "report.md.jinja").render(
+        report=report,
+        w=wording,
+        compared=[(comparison, _arms(comparison, report)) for comparison in compared],
+        attempts=attempts_tables(report.attempts, report.arms[:MOST_ARMS]),
+        flips=flips[:MOST_FLIPS],
+        costs=wording.costs(report),
+        incidents=sorted(report.incidents, key=lambda i: (i.resolved, i.at)),
+        most_arms=MOST_ARMS,
+        most_incidents=MOST_INCIDENTS,
     )
-    yield ""
-    if report.warnings:
-        yield "**Before you read on**"
-        yield ""
-        yield from (f"- {escaped(text)}" for text in report.warnings)
-        yield ""
-    if report.question:
-        yield f"**Question.** {escaped(report.question)}"
-        yield ""
-    yield f"**Answer.** {escaped(words.answer(report))}"
-    yield ""
-    yield from _comparisons(report)
-    yield from _attempts(report)
-    yield from _flips(report)
-    yield from _cost(report)
-    yield from _incidents(report)
-    yield from _protocols(report)
+    return text.rstrip() + "\n"
 
 
-def _comparisons(report: SweepReport) -> Iterator[str]:
-    ordered = sorted(report.comparisons, key=lambda c: not c.primary)
-    for comparison in ordered[: 1 + MOST_COMPARISONS]:
-        yield f"## {escaped(words.key_text(comparison.key))}"
-        yield ""
-        yield from arms_table(comparison, report)
-        yield ""
-        yield from (f"- {escaped(text)}" for text in comparison_notes(comparison))
-        yield ""
-    if (more := len(ordered) - 1 - MOST_COMPARISONS) > 0:
-        yield f"{counted(more, 'comparison')} more: `report.csv`, `report.html`."
-        yield ""
-
-
-def arms_table(comparison: Comparison, report: SweepReport) -> Iterator[str]:
-    """One row per arm: value, difference, adjusted p, what it says; of many arms the baseline and
-    those that differ most."""
+def _arms(comparison: Comparison, report: SweepReport) -> list[ArmRow]:
+    """One row per arm; of many arms the baseline and those that differ most."""
     column = Column.of(comparison, report, drawn=False)
-    numbers = comparison.numbers
-    if len(numbers) > MOST_ARMS:
-        ranked = sorted(
-            numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
-        )
-        kept = {n.arm for n in ranked[:MOST_ARMS]}
-        numbers = tuple(n for n in numbers if n.arm in kept)
-    rows = [arm_row(n, column, report) for n in numbers]
-    yield from table(
-        ("arm", comparison.key.metric, "difference", "p (adjusted)", "says", "of", "note"),
-        [_cells(row) for row in rows],
+    ranked = sorted(
+        comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
     )
-    if (more := len(comparison.numbers) - len(rows)) > 0:
-        yield ""
-        yield f"{counted(more, 'arm')} more with smaller differences: `report.csv`."
-
-
-def _cells(row: ArmRow) -> list[str]:
-    return [
-        f"{row.arm} (baseline)" if row.baseline else row.arm,
-        f"{row.value} {row.bounds}".strip(),
-        f"{row.difference} {row.difference_bounds}".strip(),
-        row.p_adjusted,
-        f"{row.sign} {row.verdict}".strip(),
-        row.basis,
-        row.note,
-    ]
-
-
-def _attempts(report: SweepReport) -> Iterator[str]:
-    if not report.attempts:
-        return
-    yield "## Why attempts fail"
-    yield ""
-    for found in attempts_tables(report.attempts, report.arms[:MOST_ARMS]):
-        yield f"{escaped(found.name)}:"
-        yield ""
-        names = [c.replace("_", " ") for c in found.classes]
-        errors = [f"error: {kind.replace('_', ' ')}" for kind in found.kinds]
-        yield from table(
-            ("arm", "domain", "attempts", "passed", *names, *errors),
-            [
-                [
-                    r.arm,
-                    r.domain or "all",
-                    count(r.asked),
-                    count(r.passed),
-                    *(count(r.failures.get(c, 0)) for c in found.classes),
-                    *(count(r.errors.get(k, 0)) for k in found.kinds),
-                ]
-                for r in found.rows
-            ],
-        )
-        yield ""
-
-
-def _flips(report: SweepReport) -> Iterator[str]:
-    if not report.flips:
-        return
-    yield "## Prompts that flip"
-    yield ""
-    largest = sorted(report.flips, key=lambda f: -abs(f.value - f.baseline))[:MOST_FLIPS]
-    yield from table(
-        ("arm", "prompt", "baseline", "arm's", "seeds that agree"),
-        [
-            [
-                f.arm,
-                f"{f.question[:120]} ({f.sample_id})",
-                number(f.baseline, 2),
-                number(f.value, 2),
-                f"{f.seeds_agree} of {f.seeds}",
-            ]
-            for f in largest
-        ],
-    )
-    yield ""
-
-
-def _cost(report: SweepReport) -> Iterator[str]:
-    found = words.costs(report)
-    yield "## Cost and waste"
-    yield ""
-    yield f"{words.cost_text(report)}.".capitalize().replace("gpu", "GPU").replace("cpu", "CPU")
-    yield ""
-    shown = found[:MOST_ARMS]
-    yield from table(
-        ("arm", "trials done", "GPU-hours", "CPU-hours", "queue", "lost", "steps lost", "attempts",
-         "judge calls"),
-        [
-            [
-                c.arm,
-                f"{c.done} of {c.trials}",
-                hours(c.gpu_hours),
-                hours(c.cpu_hours),
-                duration(c.queue_seconds),
-                duration(c.lost_seconds) if c.lost_seconds else "0",
-                str(c.lost_steps),
-                str(c.attempts),
-                count(c.judge_calls),
-            ]
-            for c in shown
-        ],
-    )  # fmt: skip
-    if len(found) > len(shown):
-        yield ""
-        yield f"{counted(len(found) - len(shown), 'arm')} more: `trials.csv`."
-    yield ""
-
-
-def _incidents(report: SweepReport) -> Iterator[str]:
-    if not report.incidents:
-        return
-    yield "## Incidents"
-    yield ""
-    newest = sorted(report.incidents, key=lambda i: (i.resolved, i.at))
-    for i in newest[:MOST_INCIDENTS]:
-        state = "" if i.resolved else " **(open)**"
-        yield f"- {moment(i.at)}, {escaped(i.arm)}/seed{i.seed}: {escaped(i.text)}{state}"
-    if (more := len(newest) - MOST_INCIDENTS) > 0:
-        yield f"- {more} more are on the page"
-    yield ""
-
-
-def _protocols(report: SweepReport) -> Iterator[str]:
-    if not report.protocols:
-        return
-    yield "## Protocols"
-    yield ""
-    for fingerprint, protocol in report.protocols.items():
-        name = escaped(str(protocol.get("name") or "protocol"))
-        yield f"- {name}: `{_code(fingerprint)}`"
-    yield ""
-
-
-# ---------------------------------------------------------------- escaping
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table; cells are escaped, and empty ones are a dash where their column has none."""
-    yield "| " + " | ".join(map(escaped, header)) + " |"
-    yield "|" + "---|" * len(header)
-    for row in rows:
-        yield "| " + " | ".join(escaped(cell) for cell in row) + " |"
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    line = " ".join(plain(text).split())
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    line = _SPECIAL.sub(r"\\\1", line).replace("@", "&#64;")
-    return line if line != MISSING else MISSING
-
-
-def _code(text: str) -> str:
-    return plain(text).replace("`", "'").replace("\n", " ")
+    kept = {n.arm for n in ranked[:MOST_ARMS]}
+    return [arm_row(n, column, report) for n in comparison.numbers if n.arm in kept]
 
 
 #: What a spreadsheet would take for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_OF_NUMBER = (
-    "value",
-    "low",
-    "high",
-    "difference",
-    "difference_low",
-    "difference_high",
-    "p",
-    "p_adjusted",
-    "n",
-    "seeds",
-    "excluded",
-    "interval",
-    "verdict",
+_OF_NUMBER = tuple(
+    f.name for f in dataclasses.fields(ArmNumber) if f.name not in ("arm", "points", "note")
 )
-_OF_KEY = ("model", "protocol", "protocol_name", "decoding", "metric", "judge")
+_OF_KEY = tuple(f.name for f in dataclasses.fields(Key))
 TRIAL_HEADER = tuple(f.name for f in dataclasses.fields(TrialRow))
 
 

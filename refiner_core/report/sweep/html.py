@@ -131,50 +131,42 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         Seconds after which the page of a running sweep loads itself again; 0: never. A sweep that
         is over has a page that stays.
     """
-    live = reload_s if report.state == "running" else 0
-    parts = parts_of(__package__)
-    return parts.template.render(
-        report=report,
-        parts=parts,
-        reload_s=live,
-        views=views_of(report),
-        w=words,
-        d=drawing,
-        marked=marked,
-        conversation=conversation,
-        failure_words=FAILURE_WORDS,
-        **_contents(report),
-    )
-
-
-def _contents(report: SweepReport) -> dict[str, Any]:
-    """What the template shows, by name."""
     compared = shown_comparisons(report)
     columns = [Column.of(c, report) for c in compared]
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
-    return {
-        "index": index,
-        "few": few,
-        "compared": [
+    shown = fitting(report.side_by_side, few)
+    parts = parts_of(__package__)
+    return parts.template.render(
+        report=report,
+        parts=parts,
+        reload_s=reload_s if report.state == "running" else 0,
+        views=views_of(report),
+        w=words,
+        marked=marked,
+        conversation=conversation,
+        failure_words=FAILURE_WORDS,
+        index=index,
+        few=few,
+        compared=[
             (c, column, [arm_row(n, column, report) for n in c.numbers], comparison_notes(c))
             for c, column in zip(compared, columns, strict=True)
         ],
-        "primary_at": next((i for i, c in enumerate(compared) if c.primary), 0),
-        "not_shown": len(report.comparisons) - len(compared),
-        "plots": plots(report, index, frozenset(index[a] for a in few)),
-        "matrices": matrices(report),
-        "rubric_scale": drawing.scale_for(
+        primary_at=next((i for i, c in enumerate(compared) if c.primary), 0),
+        not_shown=len(report.comparisons) - len(compared),
+        plots=plots(report, index, frozenset(index[a] for a in few)),
+        matrices=matrices(report),
+        rubric_scale=drawing.scale_for(
             [v for r in report.rubrics for v in r.values.values()], ticks=3
         ),
-        "prompts": (shown := fitting(report.side_by_side, few)),
-        "attempts": attempts_of(a for side in shown for a in side.answers),
-        "attempts_tables": attempts_tables(report.attempts, few),
-        "spelt": spelt_protocols(report.protocols),
-        "flips": report.flips[:MOST_FLIPS],
-        "costs": words.costs(report),
-        "whole": words.cost_of("all arms", report.trials),
-    }
+        prompts=shown,
+        attempts=attempts_of(a for side in shown for a in side.answers),
+        attempts_tables=attempts_tables(report.attempts, few),
+        spelt=spelt_protocols(report.protocols),
+        flips=report.flips[:MOST_FLIPS],
+        costs=words.costs(report),
+        whole=words.cost_of("all arms", report.trials),
+    )
 
 
 # ---------------------------------------------------------------- what is chosen for the page
@@ -283,7 +275,7 @@ def _range(cells: Iterable[MatrixCell]) -> tuple[float, float]:
 
 
 def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
-    """Which arm each judge puts first, and what to think of one that it has trained."""
+    """First places by judge, and what to think of one that it has trained."""
     best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
     named = [(row, arms) for row, arms in best.items() if arms]
     if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
@@ -301,7 +293,7 @@ def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
 
 
 def _orders(rows: Sequence[MatrixRow], pairs: Sequence[Agreement]) -> Iterator[str]:
-    """How far two judges agree on the order of arms."""
+    """Agreement of two judges on the order of arms."""
     for pair in pairs:
         both = f"{judge_name(rows[pair.first])} and {judge_name(rows[pair.second])}"
         if pair.tau is None:

@@ -7,13 +7,29 @@ difference, p-values that hold for all arms together (Holm), what each seed says
 What is compared is what both sides have: the seeds that both were measured with, the prompts on
 which both have a value for all of these seeds. What was left out is said. Arms that were asked
 other prompts are refused.
+
+The judge may have changed between two evaluations. The random copier's answers are the same in
+every evaluation of a protocol: where their scores differ, it is the judge, its server, or what
+scores answers that differs. The rule (:class:`Drift`), for a difference D of arm and baseline and a
+shift R of the reference, both paired over seeds and prompts:
+
+1. All references equal (to 1e-9): the judge has not moved. Nothing is changed.
+2. R differs from 0 over prompts, all seeds together (p < 0.01) or one seed alone (p < 0.01 / number
+   of seeds): the judge has moved. D is no progress, unless its whole interval, and that of D - R,
+   lie on one side of 0 by more than three times the most that R can be (its interval over prompts,
+   of all seeds or of the seed that moved): so much more would the judge have to have moved on the
+   arm's answers than on the copier's.
+3. Else the judge is noisy. D counts only if D - R is clear, too; what the noise of the judge alone
+   may have made is not.
+
+Seeds are fixed in the test of R: the question is whether *these* evaluations were judged alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +47,7 @@ MARGIN = 3.0
 
 
 class Drift(NamedTuple):
-    """What the reference says of one arm against the baseline.
+    """Verdict of the reference on one arm against the baseline.
 
     Attributes
     ----------
@@ -56,7 +72,7 @@ class Drift(NamedTuple):
     net: Difference | None = None
 
     def stands(self, found: Difference) -> bool:
-        """Whether a difference that is clear by itself is one beside this drift."""
+        """True if a difference that is clear by itself is one beside this drift."""
         if self.kind in ("equal", "unknown"):
             return True
         if self.net is None or self.net.low is None or self.net.high is None:
@@ -97,34 +113,22 @@ def _one(reference: Floats, differences: Floats, changed: int, known: int) -> Dr
     if not changed:
         return Drift("equal", prompts=known)
     seeds = len(reference)
-    (together,) = two_way_means(reference.mean(axis=0)[None, None])
+    (found,) = two_way_means(reference.mean(axis=0)[None, None])
     alone = two_way_means(reference[:, None]) if seeds > 1 else []
     (net,) = two_way_means((differences - reference)[None])
-    moved = [(f.p_value, f) for f in alone if f.p_value is not None and f.p_value < LEVEL / seeds]
-    if together.p_value is not None and together.p_value < LEVEL:
-        moved.append((together.p_value, together))
-    if not moved:
-        return _drift("noise", together, changed, known, net)
-    largest = max((f for _, f in moved), key=lambda f: abs(f.value))
-    return _drift("moved", largest, changed, known, net)
-
-
-def _drift(
-    kind: Literal["noise", "moved"], found: Difference, changed: int, known: int, net: Difference
-) -> Drift:
+    moved = [f for f in alone if f.p_value is not None and f.p_value < LEVEL / seeds]
+    if found.p_value is not None and found.p_value < LEVEL:
+        moved.append(found)
+    if moved:
+        found = max(moved, key=lambda f: abs(f.value))
     low = found.value if found.low is None else found.low
     high = found.value if found.high is None else found.high
-    return Drift(kind, found.value, low, high, changed, known, net)
+    return Drift("moved" if moved else "noise", found.value, low, high, changed, known, net)
 
 
 ALPHA = 0.05
-
-
-class BySeed(NamedTuple):
-    """What each seed says: the mean over the prompts that have a value, and their number."""
-
-    means: list[float]
-    counts: list[int]
+#: By seed the mean over the prompts that have a value (None without any), and their number.
+BySeed = Mapping[int, tuple[float | None, int]]
 
 
 @dataclass
@@ -132,24 +136,24 @@ class Side:
     """One arm of a comparison, as it is put together."""
 
     arm: str
-    seeds: tuple[int, ...]
+    seeds: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
     mean: Difference | None = None
     found: Difference | None = None
     drift: Drift = UNKNOWN
     values: Floats | None = None  # [seeds, prompts]
     differences: Floats | None = None  # [shared seeds, prompts]
-    by_seed: BySeed | None = None
-    changes: BySeed | None = None
+    by_seed: BySeed = field(default_factory=dict)
+    changes: BySeed = field(default_factory=dict)
     refused: str = ""
+    absent: bool = False  # it was not measured at all
     agents: bool = False
-    notes: list[str] = field(default_factory=list)
     p_adjusted: float | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What comparisons of a sweep have in common.
+    """Setting that comparisons of a sweep have in common.
 
     ``absent`` maps arm and seed to why there is no evaluation.
     """
@@ -162,31 +166,29 @@ class Setting:
 
 #: Above this share of prompts without a value, those that are left are no fair choice of them.
 _MANY_EXCLUDED = 0.2
-_NOTHING = Difference(float("nan"), None, None, 0, 0, 0, None, "none")
+_NOTHING: Any = Difference(None, None, None, 0, 0, 0, None, "none")  # type: ignore[arg-type]
 
 
-def said_number(
-    side: Side, base: Side | None, group: Group, metric: str, setting: Setting
-) -> ArmNumber:
+def said_number(side: Side, base: Side | None, metric: str, setting: Setting) -> ArmNumber:
     """One arm's row."""
-    mean, found = side.mean, side.found
+    mean, found = side.mean or _NOTHING, side.found or _NOTHING
+    basis = side.found or mean
     is_base = side.arm == setting.baseline
-    verdict = None if is_base else _verdict(side, base, metric)
     return ArmNumber(
         arm=side.arm,
-        value=None if mean is None else mean.value,
-        low=None if mean is None else mean.low,
-        high=None if mean is None else mean.high,
-        difference=None if found is None else found.value,
-        difference_low=None if found is None else found.low,
-        difference_high=None if found is None else found.high,
-        p=None if found is None else found.p_value,
+        value=mean.value,
+        low=mean.low,
+        high=mean.high,
+        difference=found.value,
+        difference_low=found.low,
+        difference_high=found.high,
+        p=found.p_value,
         p_adjusted=side.p_adjusted,
-        n=found.n if found is not None else (mean.n if mean is not None else 0),
-        seeds=len(side.shared) if found is not None else len(side.seeds),
-        excluded=(found or mean or _NOTHING).excluded,
-        interval=(found or mean or _NOTHING).interval,
-        verdict=verdict,
+        n=basis.n,
+        seeds=len(side.seeds if side.found is None else side.shared),
+        excluded=basis.excluded,
+        interval=basis.interval,
+        verdict=None if is_base else _verdict(side, base, metric),
         points=_points(side, setting),
         note="; ".join(_notes(side, base, setting, is_base)),
     )
@@ -215,22 +217,14 @@ def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
 
 
 def _points(side: Side, setting: Setting) -> tuple[SeedPoint, ...]:
-    mine = _of_seeds(side.seeds, side.by_seed)
-    change = _of_seeds(side.shared, side.changes)
     nothing = (None, 0)
-    return tuple(
-        SeedPoint(seed, mine.get(seed, nothing)[0], change.get(seed, nothing)[0],
-                  mine.get(seed, nothing)[1])
-        for seed in setting.seeds
-        if seed in mine or (side.arm, seed) in setting.absent
-    )  # fmt: skip
-
-
-def _of_seeds(seeds: Sequence[int], found: BySeed | None) -> dict[int, tuple[float | None, int]]:
-    if found is None:
-        return {}
-    triples = zip(seeds, found.means, found.counts, strict=True)
-    return {seed: (mean if count else None, count) for seed, mean, count in triples}
+    points = []
+    for seed in setting.seeds:
+        if seed in side.by_seed or (side.arm, seed) in setting.absent:
+            value, count = side.by_seed.get(seed, nothing)
+            change, _ = side.changes.get(seed, nothing)
+            points.append(SeedPoint(seed, value, change, count))
+    return tuple(points)
 
 
 def _notes(side: Side, base: Side | None, setting: Setting, is_base: bool) -> list[str]:
@@ -240,7 +234,7 @@ def _notes(side: Side, base: Side | None, setting: Setting, is_base: bool) -> li
         for seed in setting.seeds
         if seed not in side.seeds and (side.arm, seed) in setting.absent
     ]
-    if is_base:
+    if is_base or side.absent:
         return notes
     if base is None or base.values is None:
         notes.append(f"the baseline {setting.baseline} was not measured in this way")
@@ -297,24 +291,8 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def said_absent(arm: str, setting: Setting) -> ArmNumber:
-    """An arm that was not measured at all."""
-    why = {s: setting.absent[arm, s] for s in setting.seeds if (arm, s) in setting.absent}
-    points = tuple(SeedPoint(seed, None, None, 0) for seed in why)
-    note = "; ".join(f"seed {s} is missing: {text}" for s, text in why.items())
-    verdict: Verdict | None = None if arm == setting.baseline else "missing"
-    return ArmNumber(
-        arm=arm,
-        value=None, low=None, high=None,
-        difference=None, difference_low=None, difference_high=None,
-        p=None, p_adjusted=None,
-        n=0, seeds=0, excluded=0, interval="none",
-        verdict=verdict, points=points, note=note,
-    )  # fmt: skip
-
-
 def said_warnings(base: Side | None, sides: Sequence[Side], setting: Setting) -> tuple[str, ...]:
-    """What holds of the whole comparison."""
+    """Warnings that hold of the whole comparison."""
     found = []
     if base is None and sides:
         found.append(
@@ -350,8 +328,8 @@ def _compare(
     if base is not None:
         _differences(group, metric, base, sides)
         _adjust(sides)
-    numbers = [said_number(side, base, group, metric, setting) for side in sides]
-    numbers += [said_absent(arm, setting) for arm in missing]
+    everybody = [*sides, *(Side(arm, absent=True) for arm in missing)]
+    numbers = [said_number(side, base, metric, setting) for side in everybody]
     order = {arm: i for i, arm in enumerate(setting.arms)}
     return Comparison(
         key=Key(group.model, group.protocol, group.name, group.decoding, metric, group.judge),
@@ -380,14 +358,17 @@ def paired_layouts(group: Group, metric: str, setting: Setting) -> dict[str, Flo
 def _sides(group: Group, metric: str, setting: Setting) -> list[Side]:
     """Arms of the group with their values; those that were asked other prompts are refused."""
     first = setting.baseline if setting.baseline in group.arms else group.arms[0]
-    asked = _prompts(group, first, group.seeds_of(first)[0])
+    asked = group.cells[first, group.seeds_of(first)[0]].measured.means.prompts
     sides = []
     for arm in group.arms:
         side = Side(arm, group.seeds_of(arm), agents=group.agents)
         refusals = (_other_prompts(group, (arm, seed), asked, first) for seed in side.seeds)
         side.refused = next(filter(None, refusals), "")
-        found = {seed: _row(group, arm, seed, metric) for seed in side.seeds}
-        rows = {seed: row for seed, row in found.items() if row is not None}
+        rows = {
+            seed: row
+            for seed in side.seeds
+            if (row := group.cells[arm, seed].measured.means.about(metric)[1]) is not None
+        }
         side.seeds = tuple(rows)
         if len({len(row) for row in rows.values()}) == 1:
             side.values = np.stack(list(rows.values()))
@@ -401,16 +382,8 @@ def _base(sides: Sequence[Side], setting: Setting) -> Side | None:
     return next((s for s in fitting if s.values is not None), None)
 
 
-def _row(group: Group, arm: str, seed: int, metric: str) -> Floats | None:
-    return group.cells[arm, seed].measured.means.about(metric)[1]
-
-
-def _prompts(group: Group, arm: str, seed: int) -> tuple[str, ...]:
-    return group.cells[arm, seed].measured.means.prompts
-
-
 def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...], first: str) -> str:
-    """Why an evaluation cannot be held against the first arm's; empty where it can."""
+    """Reason why an evaluation cannot be held against the first arm's; empty where it can."""
     cell = group.cells[place]
     own = cell.measured.means.prompts
     if own is not asked and own != asked:
@@ -430,20 +403,22 @@ def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...],
 
 def _means(sides: Sequence[Side], metric: str) -> None:
     """The mean of each arm over its seeds and prompts."""
-    for together in _alike([s for s in sides if s.values is not None], lambda s: s.values):
-        stacked = np.stack([s.values for s in together if s.values is not None])
+    for together, stacked in _stacked(sides, "values"):
         found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
         for side, mean, by_seed in found:
-            side.by_seed = by_seed
+            side.by_seed = dict(zip(side.seeds, by_seed, strict=True))
             side.mean = _bounded(mean, metric) if mean.n else None
 
 
-def _by_seed(values: Floats) -> list[BySeed]:
-    """Of layouts [layouts, seeds, prompts]."""
+def _by_seed(values: Floats) -> list[list[tuple[float | None, int]]]:
+    """Mean and number of what is known, of layouts [layouts, seeds, prompts]."""
     known = ~np.isnan(values)
     counts = known.sum(axis=2)
     means = np.where(known, values, 0.0).sum(axis=2) / np.maximum(counts, 1)
-    return [BySeed(m, n) for m, n in zip(means.tolist(), counts.tolist(), strict=True)]
+    return [
+        [(mean if n else None, n) for mean, n in zip(*layout, strict=True)]
+        for layout in zip(means.tolist(), counts.tolist(), strict=True)
+    ]
 
 
 def _bounded(found: Difference, metric: str) -> Difference:
@@ -462,12 +437,10 @@ def _bounded(found: Difference, metric: str) -> Difference:
 def _differences(group: Group, metric: str, base: Side, sides: Sequence[Side]) -> None:
     """Paired differences to the baseline over the seeds that both have, and what the reference says
     of them."""
-    ready = _pair(base, sides)
-    for together in _alike(ready, lambda s: s.differences):
-        stacked = np.stack([s.differences for s in together if s.differences is not None])
+    for together, stacked in _stacked(_pair(base, sides), "differences"):
         found = zip(together, two_way_means(stacked), _by_seed(stacked), strict=True)
         for side, difference, by_seed in found:
-            side.changes = by_seed
+            side.changes = dict(zip(side.shared, by_seed, strict=True))
             side.found = difference if difference.n else None
             _one_against_one(group, metric, side)
         _look_at_reference(group, metric, base, together, stacked)
@@ -527,21 +500,22 @@ def _look_at_reference(
 
 
 def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:
-    """How the copier's answers were scored, less how they were scored in another evaluation."""
+    """Scores of the copier's answers, less those in another evaluation."""
     if one is None or other is None or one.prompts != other.prompts:
         return None
     a, b = one.about(metric)[1], other.about(metric)[1]
     return None if a is None or b is None else a - b
 
 
-def _alike(sides: Sequence[Side], values: Callable[[Side], Floats | None]) -> list[list[Side]]:
-    """Sides whose values have one shape, together."""
+def _stacked(sides: Sequence[Side], name: str) -> Iterator[tuple[list[Side], Floats]]:
+    """Sides whose ``values`` or ``differences`` have one shape, with these [sides, seeds,
+    prompts]."""
     found: dict[tuple[int, ...], list[Side]] = {}
     for side in sides:
-        array = values(side)
-        if array is not None:
-            found.setdefault(array.shape, []).append(side)
-    return list(found.values())
+        if getattr(side, name) is not None:
+            found.setdefault(getattr(side, name).shape, []).append(side)
+    for together in found.values():
+        yield together, np.stack([getattr(side, name) for side in together])
 
 
 def _adjust(sides: Sequence[Side]) -> None:

@@ -7,16 +7,13 @@ that, with the smallest effect that could have been seen.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from markupsafe import Markup
-
-from refiner_core.report import drawing
+from refiner_core.report.drawing import Scale, Strip, scale_for
 from refiner_core.report.printing import (
     MISSING,
     count,
@@ -29,6 +26,7 @@ from refiner_core.report.printing import (
     p_phrase,
     p_text,
     total,
+    with_interval,
 )
 from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
 
@@ -77,7 +75,7 @@ def _alone(report: SweepReport, primary: Comparison, decimals: int) -> str:
     n = primary.numbers[0] if primary.numbers else None
     if n is None or n.value is None:
         return "The sweep has one arm, and no number of it has come yet."
-    value = f"{number(n.value, decimals)} {interval(n.low, n.high, decimals)}".strip()
+    value = with_interval(n.value, n.low, n.high, decimals)
     return (
         f"The sweep has one arm, so nothing is compared. {n.arm}: {value} "
         f"{key_text(primary.key)} ({basis(n, report)})."
@@ -88,13 +86,11 @@ def _clear_text(
     report: SweepReport, primary: Comparison, clear: Sequence[ArmNumber], decimals: int
 ) -> str:
     ranked = sorted(clear, key=lambda n: (n.verdict != "better", -abs(n.difference or 0.0)))
-    parts = []
-    for n in ranked[:_NAMED]:
-        how = "better" if n.verdict == "better" else "worse"
-        parts.append(
-            f"{n.arm} is {how} than {report.baseline} by {_effect(n, decimals)} "
-            f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n, report)})"
-        )
+    parts = [
+        f"{n.arm} is {n.verdict} than {report.baseline} by {_effect(n, decimals)} "
+        f"(adjusted p {p_phrase(n.p_adjusted)}; {basis(n, report)})"
+        for n in ranked[:_NAMED]
+    ]
     more = len(ranked) - _NAMED
     also = f"; {counted(more, 'more arm differs', 'more arms differ')} clearly" if more > 0 else ""
     return f"On {key_text(primary.key)}, {'; '.join(parts)}{also}."
@@ -131,8 +127,8 @@ def _missing_text(missing: Sequence[ArmNumber]) -> str:
 
 
 def _effect(n: ArmNumber, decimals: int) -> str:
-    bounds = interval(n.difference_low, n.difference_high, decimals)
-    return f"{number(n.difference, decimals, signed=True)} {bounds}".strip()
+    low, high = n.difference_low, n.difference_high
+    return with_interval(n.difference, low, high, decimals, signed=True)
 
 
 def basis(n: ArmNumber, report: SweepReport) -> str:
@@ -172,11 +168,13 @@ def state_text(report: SweepReport) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What trials have taken. None: nobody knows it of any of them."""
+    """Cost of trials, in sum; ``unknown`` counts those of which hours are not known. None:
+    nobody knows it of any of them."""
 
     arm: str
     trials: int
     done: int
+    unknown: int
     gpu_hours: float | None
     cpu_hours: float | None
     queue_seconds: float | None
@@ -184,17 +182,17 @@ class Cost:
     lost_steps: int
     attempts: int
     judge_calls: int | None
-    unknown: int
 
 
 def cost_of(arm: str, trials: Sequence[TrialRow]) -> Cost:
-    """The sum over an arm's trials; ``unknown`` counts those of which hours are not known."""
+    """The sum over an arm's trials."""
     calls = total(t.judge_calls for t in trials)
     begun = [t for t in trials if t.state != "waiting"]
     return Cost(
         arm=arm,
         trials=len(trials),
         done=sum(t.state == "done" for t in trials),
+        unknown=sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
         gpu_hours=total(t.gpu_hours for t in trials),
         cpu_hours=total(t.cpu_hours for t in trials),
         queue_seconds=total(t.queue_seconds for t in trials),
@@ -202,7 +200,6 @@ def cost_of(arm: str, trials: Sequence[TrialRow]) -> Cost:
         lost_steps=sum(t.lost_steps for t in trials),
         attempts=sum(t.attempts for t in trials),
         judge_calls=None if calls is None else int(calls),
-        unknown=sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
     )
 
 
@@ -234,20 +231,16 @@ def cost_text(report: SweepReport) -> str:
 
 def decimals_of(comparison: Comparison) -> int:
     """One number of decimals for all arms of a comparison, so that its columns line up."""
-    widths = [w for n in comparison.numbers for w in _widths(n)]
-    if widths:
-        return decimals_for(median(widths))
-    values = [n.value for n in comparison.numbers if finite(n.value) is not None]
-    return decimals_for(None, median(abs(v) for v in values if v is not None) if values else None)
-
-
-def _widths(number: ArmNumber) -> Iterable[float]:
-    for low, high in (
-        (number.low, number.high),
-        (number.difference_low, number.difference_high),
-    ):
-        if low is not None and high is not None and math.isfinite(high - low) and high > low:
-            yield high - low
+    ends = [
+        pair
+        for n in comparison.numbers
+        for pair in ((n.low, n.high), (n.difference_low, n.difference_high))
+    ]
+    widths = [finite(high - low) for low, high in ends if low is not None and high is not None]
+    if known := [width for width in widths if width is not None and width > 0]:
+        return decimals_for(median(known))
+    values = [abs(v) for n in comparison.numbers if (v := finite(n.value)) is not None]
+    return decimals_for(None, median(values) if values else None)
 
 
 #: What verdicts are shown as: a sign beside the word, so that nothing depends on colour.
@@ -263,11 +256,11 @@ SIGNS = {
 
 @dataclass(frozen=True)
 class Column:
-    """What all arms of a comparison share."""
+    """Column that all arms of a comparison share."""
 
     decimals: int
-    values: drawing.Scale | None
-    differences: drawing.Scale | None
+    values: Scale | None
+    differences: Scale | None
     matters: float | None
 
     @classmethod
@@ -276,19 +269,18 @@ class Column:
         numbers = comparison.numbers
         if not drawn:
             return cls(decimals_of(comparison), None, None, None)
-        values = [v for n in numbers for v in (n.value, n.low, n.high)]
-        values += [p.value for n in numbers for p in n.points]
-        differences = [
-            v for n in numbers for v in (n.difference, n.difference_low, n.difference_high)
-        ]
-        differences += [p.difference for n in numbers for p in n.points]
+        values, differences = [], []
+        for n in numbers:
+            values += [n.value, n.low, n.high, *(p.value for p in n.points)]
+            differences += [n.difference, n.difference_low, n.difference_high]
+            differences += [p.difference for p in n.points]
         known = [d for d in differences if finite(d) is not None]
         matters = report.detectable.get("smallest_effect") if comparison.primary else None
         matters = float(matters) if isinstance(matters, int | float) else None
         return cls(
             decimals=decimals_of(comparison),
-            values=drawing.scale_for(values),
-            differences=drawing.scale_for([*known, 0.0]) if known else None,
+            values=scale_for(values),
+            differences=scale_for([*known, 0.0]) if known else None,
             matters=finite(matters),
         )
 
@@ -309,8 +301,8 @@ class ArmRow:
     sign: str
     basis: str
     note: str
-    value_strip: Markup
-    difference_strip: Markup
+    value_strip: Strip | None
+    difference_strip: Strip | None
     number: ArmNumber
 
 
@@ -319,6 +311,7 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
     baseline = found.arm == report.baseline
     verdict = "baseline" if baseline else (found.verdict or "missing")
     excluded = f", {found.excluded} left out" if found.excluded else ""
+    missing = "There is no number of this arm yet." if finite(found.value) is None else ""
     d = column.decimals
     return ArmRow(
         arm=found.arm,
@@ -332,68 +325,46 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
         verdict=verdict,
         sign=SIGNS.get(verdict, ""),
         basis=f"{basis(found, report)}{excluded}" if found.seeds else "",
-        note=_sentence(found.note) or _why_missing(found),
-        value_strip=_value_strip(found, column, verdict),
-        difference_strip=_difference_strip(found, column, verdict),
+        note=found.note[:1].upper() + found.note[1:] or missing,
+        value_strip=_strip(found, column, verdict, difference=False),
+        difference_strip=_strip(found, column, verdict, difference=True),
         number=found,
     )
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def _why_missing(found: ArmNumber) -> str:
-    if finite(found.value) is None:
-        return "There is no number of this arm yet."
-    return ""
-
-
-def _value_strip(found: ArmNumber, column: Column, verdict: str) -> Markup:
-    if column.values is None or finite(found.value) is None:
-        return Markup("")
-    points = tuple(p.value for p in found.points)
-    label = f"{found.arm}: {number(found.value, column.decimals)}"
-    label += f" {interval(found.low, found.high, column.decimals)}"
-    seeds = _seeds([(p.seed, p.value) for p in found.points], column.decimals)
-    shown = drawing.Strip(
-        found.value, found.low, found.high, points, verdict, f"{label.strip()}; {seeds}"
+def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) -> Strip | None:
+    """A strip of an arm's number, or of how far it is from the baseline's."""
+    scale = column.differences if difference else column.values
+    value, low, high = (
+        (found.difference, found.difference_low, found.difference_high)
+        if difference
+        else (found.value, found.low, found.high)
     )
-    return drawing.strip(shown, column.values)
-
-
-def _difference_strip(found: ArmNumber, column: Column, verdict: str) -> Markup:
-    if column.differences is None or finite(found.difference) is None:
-        return Markup("")
-    points = tuple(p.difference for p in found.points)
-    d = column.decimals
-    label = f"{found.arm} minus baseline: {number(found.difference, d, signed=True)}"
-    label += f" {interval(found.difference_low, found.difference_high, d)}"
-    seeds = _seeds([(p.seed, p.difference) for p in found.points], d, signed=True)
-    shown = drawing.Strip(
-        found.difference,
-        found.difference_low,
-        found.difference_high,
-        points,
-        verdict,
-        f"{label.strip()}; {seeds}",
-        zero=True,
-        matters=column.matters,
-    )
-    return drawing.strip(shown, column.differences)
-
-
-def _seeds(points: list[tuple[int, float | None]], decimals: int, *, signed: bool = False) -> str:
-    said = [
+    if scale is None or finite(value) is None:
+        return None
+    points = [(p.seed, p.difference if difference else p.value) for p in found.points]
+    seeds = (
         f"seed {seed}: "
         + (
-            number(value, decimals, signed=signed)
-            if finite(value) is not None
-            else f"{MISSING} (missing)"
+            f"{MISSING} (missing)"
+            if finite(point) is None
+            else number(point, column.decimals, signed=difference)
         )
-        for seed, value in points
-    ]
-    return ", ".join(said) or "no seed has a number"
+        for seed, point in points
+    )
+    said = with_interval(value, low, high, column.decimals, signed=difference)
+    name = f"{found.arm} minus baseline" if difference else found.arm
+    return Strip(
+        scale,
+        value,
+        low,
+        high,
+        tuple(point for _, point in points),
+        verdict,
+        f"{name}: {said}; {', '.join(seeds) or 'no seed has a number'}",
+        zero=difference,
+        matters=column.matters if difference else None,
+    )
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
