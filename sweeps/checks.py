@@ -87,9 +87,9 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 
 def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
     sweep = plan.sweep.name
-    if not has_metric(_config(plan), aim.metric):
-        raise _unknown(sweep, "metric", aim.metric, metrics_of(_config(plan)))
-    protocols = protocols_of(_config(plan))
+    if not has_metric(plan.config, aim.metric):
+        raise _unknown(sweep, "metric", aim.metric, metrics_of(plan.config))
+    protocols = protocols_of(plan.config)
     if aim.protocol and aim.protocol not in protocols:
         name = aim.protocol
         raise ConfigurationError(
@@ -98,7 +98,7 @@ def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
             expected=f"one of: {', '.join(protocols)}" if protocols else "a protocol of the recipe",
             fix=f"name it for all trials: `overrides: ['evaluate.protocols=[{name}]']`",
         )
-    measured = _under(_config(plan), aim.protocol)
+    measured = _under(plan.config, aim.protocol)
     if aim.decoding not in measured.evaluate.decoding:
         raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
     for trial in _first_seed(plan):
@@ -121,8 +121,8 @@ def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> Configur
 
 
 def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
-    protocol = protocols_of(_config(plan)).get(aim.protocol) if aim.protocol else None
-    config = _config(plan)
+    protocol = protocols_of(plan.config).get(aim.protocol) if aim.protocol else None
+    config = plan.config
     fields = [f for f in varied if measures(f, aim.metric, config) and not _is_fixed(f, protocol)]
     if not fields:
         return
@@ -230,10 +230,6 @@ def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
 
 
 # ---------------------------------------------------------------- parts
-
-
-def _config(plan: SweepPlan) -> RecipeConfig:
-    return plan.trials[0].plan.config
 
 
 def _under(config: RecipeConfig, protocol: str) -> RecipeConfig:

@@ -125,7 +125,7 @@ def aim_of(plan: SweepPlan) -> Aim:
     model = question.model or (found[-1].model if found else "")
     synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
     usual = "oracle" if synthetic else "rubric_score"
-    if plan.trials[0].plan.config.environment.name:
+    if plan.config.environment.name:
         usual = "pass@1"
     metric = question.metric or usual
     chosen = evaluation_of(plan, model, question.protocol)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 
@@ -148,6 +149,11 @@ class SweepPlan:
     baseline: str
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> RecipeConfig:
+        """What all trials have in common: where and how they run."""
+        return self.trials[0].plan.config
 
     def stages(self) -> dict[str, PlannedStage]:
         """Every stage by id, each once however many trials share it, in an order in which inputs

@@ -85,6 +85,7 @@ class UseReader:
 
     def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
         self.workspace = workspace
+        self._finished: set[str] = set()
         self._done: dict[str, Use] = {}
         self._kept: dict[str, list[Any]] = {}
         if kept is not None:
@@ -92,7 +93,9 @@ class UseReader:
 
     def is_done(self, stage_id: str) -> bool:
         """Whether a stage is done."""
-        return stage_id in self._done or self.workspace.layout.stage(stage_id).result.exists()
+        if stage_id not in self._finished and self.workspace.layout.stage(stage_id).result.exists():
+            self._finished.add(stage_id)
+        return stage_id in self._finished
 
     def of(self, stage_id: str) -> Use:
         """One stage; nothing where nobody has begun it."""
@@ -246,40 +249,28 @@ class Budget:
             return ""
         begun = set(begun)
         coming = {i for other in live for i in self._left(other)}
-        reasons = (
-            self._hours(begun, coming, mine - coming),
-            self._calls(begun, coming, mine - coming),
-            self._disk(trial, begun, live, coming),
-        )
-        return "; ".join(filter(None, reasons))
+        counted = (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls"))
+        reasons = [self._counted(*each, begun, coming, mine - coming) for each in counted]
+        return "; ".join(filter(None, [*reasons, self._disk(trial, begun, live, coming)]))
 
     def _left(self, trial: Trial) -> set[str]:
         """Ids of a trial's stages that are not done."""
         return {s.id for s in trial.plan.stages if not self.use.is_done(s.id)}
 
-    def _hours(self, begun: set[str], live: set[str], new: set[str]) -> str:
-        limit = self.limits.gpu_hours
+    def _counted(self, name: str, unit: str, begun: set[str], live: set[str], new: set[str]) -> str:
+        limit = getattr(self.limits, name)
         if limit is None:
             return ""
+
+        def used(stage_id: str) -> float:
+            return getattr(self.use.of(stage_id), name) or 0
 
         def left(stage_id: str) -> float:
-            return max(0.0, self._expected(stage_id) - self.use.of(stage_id).gpu_hours)
+            expected = getattr(self._forecast.get(stage_id), name, None)
+            return max(0, (expected or 0) - used(stage_id))
 
-        used = sum(self.use.of(i).gpu_hours for i in begun)
-        coming, adds = sum(map(left, live)), sum(map(left, new))
-        return _passed("gpu_hours", "GPU-hours", limit, used, coming, adds)
-
-    def _calls(self, begun: set[str], live: set[str], new: set[str]) -> str:
-        limit = self.limits.judge_calls
-        if limit is None:
-            return ""
-
-        def left(stage_id: str) -> int:
-            return max(0, self._expected_calls(stage_id) - (self.use.of(stage_id).judge_calls or 0))
-
-        used = sum(self.use.of(i).judge_calls or 0 for i in begun)
-        coming, adds = sum(map(left, live)), sum(map(left, new))
-        return _passed("judge_calls", "judge calls", limit, used, coming, adds)
+        sums = (sum(map(count, ids)) for count, ids in ((used, begun), (left, live), (left, new)))
+        return _passed(name, unit, limit, *sums)
 
     def _disk(self, trial: Trial, begun: set[str], live: Sequence[Trial], working: set[str]) -> str:
         limit = self.limits.disk_gb
@@ -301,14 +292,6 @@ class Budget:
         if self.use.is_done(stage_id):
             self._sizes[stage_id] = (now, size)
         return size
-
-    def _expected(self, stage_id: str) -> float:
-        found = self._forecast.get(stage_id)
-        return 0.0 if found is None else found.gpu_hours or 0.0
-
-    def _expected_calls(self, stage_id: str) -> int:
-        found = self._forecast.get(stage_id)
-        return 0 if found is None else found.judge_calls or 0
 
 
 def _passed(name: str, unit: str, limit: float, used: float, coming: float, adds: float) -> str:

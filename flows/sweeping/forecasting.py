@@ -299,20 +299,22 @@ def forecast_lines(
     """What it takes, a line per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
-    lines = [_total_line(forecast)]
-    rows = [_kind_row(group) for group in _by_kind_and_basis(forecast.stages)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths, strict=True)]
-        lines.append(f"  {'  '.join(cells)}  {row[5]}".rstrip())
-    for measured in forecast.canary:
-        lines.append(f"  canary: {canary_text(measured)}")
+    rows = aligned([_kind_row(group) for group in _by_kind_and_basis(forecast.stages)])
+    lines = [_total_line(forecast), *(f"  {row}" for row in rows)]
+    lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
         free = "" if free_bytes is None else f", {size_text(free_bytes)} free"
         note = f" ({forecast.disk_basis})" if forecast.disk_basis else ""
         lines.append(f"Disk: {size_text(forecast.disk_bytes)} at a time{free}{note}")
     lines += [f"Limit: {p.text}" for p in passed]
     return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def _total_line(forecast: SweepForecast) -> str:

@@ -117,7 +117,6 @@ class SweepReader:
     def __init__(self, workspace: Workspace, sweep: str = "") -> None:
         self.workspace = workspace
         self.use = UseReader(workspace, use_file(workspace, sweep) if sweep else None)
-        self._done: set[str] = set()
 
     def standings(self, sweep: SweepRecord, *, with_use: bool = True) -> list[TrialStanding]:
         """Every trial of a version, in its order."""
@@ -137,7 +136,7 @@ class SweepReader:
                     state=state,
                     reason=reason,
                     **(self._running(trial) if state == "running" else {}),
-                    stages_done=sum(self.done(i) for i in _working(trial)),
+                    stages_done=sum(map(self.use.is_done, _working(trial))),
                     stages=len(_working(trial)),
                     use=self.use.total(own.values()) if with_use else NOTHING,
                     shared=tuple(n for n in trial.stages if n not in own),
@@ -145,16 +144,10 @@ class SweepReader:
             )
         return found
 
-    def done(self, stage_id: str) -> bool:
-        """Whether a stage is done."""
-        if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():
-            self._done.add(stage_id)
-        return stage_id in self._done
-
     def _state(
         self, trial: TrialRecord, told: Mapping[str, Any] | None, works: bool
     ) -> tuple[TrialState, str]:
-        if all(self.done(i) for i in _working(trial)):
+        if all(map(self.use.is_done, _working(trial))):
             return "done", ""
         state = str((told or {}).get("state") or "waiting")
         reason = str((told or {}).get("reason") or "")
@@ -169,7 +162,7 @@ class SweepReader:
     def _running(self, trial: TrialRecord) -> dict[str, Any]:
         """Which stage of a trial is at work, and how far it is."""
         for name, stage_id in trial.stages.items():
-            if is_service(stage_id) or self.done(stage_id):
+            if is_service(stage_id) or self.use.is_done(stage_id):
                 continue
             numbers = self.workspace.layout.stage(stage_id).attempt_numbers()
             beat = numbers and self.workspace.read_heartbeat(stage_id, numbers[-1])

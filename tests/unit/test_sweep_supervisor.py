@@ -52,7 +52,12 @@ def hours(plan: SweepPlan, each: float) -> SweepForecast:
     """A forecast of so many GPU-hours for every GRPO stage, and nothing for the others."""
     forecast = forecast_sweep(plan, History(), frozenset())
     stages = (
-        replace(s, gpu_hours=each if s.kind == "grpo" else 0.0, judge_calls=100)
+        replace(
+            s,
+            seconds=3600 * each,
+            shape=s.shape._replace(devices=int(s.kind == "grpo")),
+            judge_calls=100,
+        )
         for s in forecast.stages
     )
     return replace(forecast, stages=tuple(stages))
