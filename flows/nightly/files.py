@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
-from refiner_core.nightly.definition import Nightly, parse_nightly
+from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
 
 
 def shipped_nightlies() -> dict[str, Path]:
@@ -126,3 +127,11 @@ def find_nightly(wanted: str, overrides: Sequence[str] = ()) -> Nightly:
                 fix="name one of these, its file, or another workspace=DIR",
             )
     return load_nightly(wanted, overrides)
+
+
+def due_night(nightly: Nightly, now: datetime) -> str:
+    """The newest night, where something was done before and it is not; else empty."""
+    workspace = Workspace.read_only(workspace_of(nightly))
+    records = NightlyRecords(workspace, nightly.name)
+    night = Schedule(nightly.schedule, nightly.timezone).night_at(now)
+    return night if records.nights() and records.ended(night) is None else ""

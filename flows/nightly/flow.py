@@ -12,22 +12,31 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import EntrypointType
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
 from flows.artifacts import artifact_key, inert
+from flows.nightly.files import load_nightly, shipped_nightlies
 from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
+from refiner_core.nightly.definition import Nightly, Schedule
 
 #: Name of the event that tells an alert.
 ALERT = "refiner.nightly.alert"
+#: The flow's former name, under which deployments of earlier versions stand.
+_FORMER = "refiner-nightly"
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0
 
@@ -43,7 +52,7 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     """Work on the night that was scheduled, or on ``night``."""
     log = get_run_logger()
     try:
-        wanted = night or _scheduled_night(file, folder)
+        wanted = night or _scheduled_night(file)
     except RefinerError as error:
         return Failed(message=str(error))
     code, said = _run(["nightly", "run", file, *overrides, "--night", wanted, "--json"], folder)
@@ -69,11 +78,8 @@ def emit_alert(name: str, alert: dict[str, Any]) -> None:
     emit_event(ALERT, {**who, **labels}, payload=alert)
 
 
-def _scheduled_night(file: str, folder: str) -> str:
+def _scheduled_night(file: str) -> str:
     """The night whose occasion this run is, however late it has come."""
-    from flows.nightly.files import load_nightly
-    from refiner_core.nightly.definition import Schedule
-
     loaded = load_nightly(file)
     moment = flow_run.scheduled_start_time or datetime.now(UTC)
     return Schedule(loaded.schedule, loaded.timezone).night_at(moment)
@@ -125,3 +131,36 @@ def _markdown(said: dict[str, Any]) -> str:
     head = f"Night of {said['night']}: **{said['state']}**{' (late)' if said['late'] else ''}"
     page = [f"Trend page: `{said['page']}`"] if said["page"] else []
     return "\n".join([head, "", *table, "", *alerts, "", *page])
+
+
+# ---------------------------------------------------------------- deployments
+
+
+def nightly_deployment(evaluation: Nightly) -> Any:
+    """The deployment of a nightly evaluation, with its schedule."""
+    shipped = {str(path): name for name, path in shipped_nightlies().items()}
+    return nightly.to_deployment(
+        name=evaluation.name,
+        schedule=CronSchedule(cron=evaluation.schedule, timezone=evaluation.timezone),
+        parameters={
+            "name": evaluation.name,
+            "file": shipped.get(evaluation.origin, evaluation.origin),
+            "folder": evaluation.folder,
+            "overrides": [o for o in evaluation.overrides if o.startswith("workspace=/")],
+        },
+        description=f"`refiner nightly run {evaluation.origin}` in each night",
+        tags=["refiner", "nightly"],
+        enforce_parameter_schema=False,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def remove_former(name: str, tell: Callable[[str], None]) -> None:
+    """Take the deployment of an earlier version off the server: each night would begin twice."""
+    with get_client(sync_client=True) as client:
+        try:
+            former = client.read_deployment_by_name(f"{_FORMER}/{name}")
+            client.delete_deployment(former.id)
+        except ObjectNotFound:
+            return
+    tell(f"{_FORMER}/{name} is gone from the server: nightly/{name} has taken its place.")

@@ -24,7 +24,6 @@ from flows.sweeping.trials import (
     Trials,
     TrialWord,
     failed_by_its_arm,
-    how,
     measured_canary,
     word_of_error,
     word_of_views,
@@ -301,8 +300,9 @@ class Admission:
             if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
                 self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
             else:
+                how = "failed" if word.state == "failed" else "been stopped"
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {how(word)}: "
+                    f"{ahead.trial.name}, which went ahead, has {how}: "
                     f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
                     "(--past-canary goes on without it)"
                 )

@@ -77,6 +77,12 @@ def _sum(one: Any, other: Any) -> Any:
 NOTHING = Use()
 
 
+def judge_calls_in(report: Mapping[str, Any]) -> int | None:
+    """The calls of a judge that a finished stage tells of; None where it kept no count."""
+    usage = report.get("judge") or report.get("judge_usage")
+    return int(usage["calls"]) if isinstance(usage, Mapping) and "calls" in usage else None
+
+
 class UseReader:
     """Reads what stages have used; remembers what cannot change any more.
 
@@ -181,8 +187,7 @@ class UseReader:
 
     def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
         if record.result is not None:
-            told = record.result.report.get("judge") or record.result.report.get("judge_usage")
-            return int(told["calls"]) if isinstance(told, dict) and "calls" in told else None
+            return judge_calls_in(record.result.report)
         if record.spec.kind != "grpo":
             return None
         path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).metrics

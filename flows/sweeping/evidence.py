@@ -17,7 +17,7 @@ import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,12 @@ def _groups(workspace: Workspace, aim: Aim) -> dict[str, _Group]:
     name = under(f"evaluate-{aim.model}", aim.protocol)
     found: dict[str, _Group] = {}
     seen: set[str] = set()
-    for run_id in list(reversed(workspace.run_ids()))[:MOST_RUNS]:
+    for run in islice(workspace.runs(newest_first=True), MOST_RUNS):
+        stage_id = run.stages.get(name)
+        if stage_id is None or stage_id in seen:
+            continue
+        seen.add(stage_id)
         try:
-            run = workspace.read_run(run_id)
-            stage_id = run.stages.get(name)
-            if stage_id is None or stage_id in seen:
-                continue
-            seen.add(stage_id)
             result = workspace.read_result(stage_id)
         except RefinerError as error:
             log.debug("%s", error)

@@ -89,51 +89,39 @@ def record_version(
     ConfigurationError
         Another process works on the sweep.
     """
-    name = plan.sweep.name
+    sweep, name = plan.sweep, plan.sweep.name
     require_idle(workspace, sweep_call(name), regardless=take_over)
     while True:
         versions = sweep_versions(workspace, name)
         newest = read_sweep(workspace, name) if versions else None
-        record = _record_of(plan, workspace, overrides, forecast, (versions or [0])[-1] + 1)
+        record = SweepRecord(
+            version=SWEEP_VERSION,
+            number=(versions or [0])[-1] + 1,
+            name=name,
+            recipe=sweep.recipe,
+            folder=str(Path.cwd()),
+            text=sweep.text,
+            arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
+            baseline=plan.baseline,
+            seeds=tuple(sweep.seeds),
+            trials=tuple(
+                TrialRecord(t.arm, t.seed, t.overrides, {s.name: s.id for s in t.plan.stages})
+                for t in plan.trials
+            ),
+            limits=to_json(sweep.limits),
+            question=_question_of(plan),
+            forecast=forecast,
+            code="",
+            started_at=now_text(),
+            provenance={"overrides": list(overrides), "origin": sweep.origin},
+        )
         if newest is not None and _same(newest, record):
             return newest
         code = pin_for(workspace, name)
-        record = replace(
-            record, code=code.code, provenance={**code.provenance, **record.provenance}
-        )
+        found = {**code.provenance, **record.provenance}
+        record = replace(record, code=code.code, provenance=found)
         if write_sweep(workspace, record):
             return record
-
-
-def _record_of(
-    plan: SweepPlan,
-    workspace: Workspace,
-    overrides: Sequence[str],
-    forecast: Mapping[str, Any],
-    number: int,
-) -> SweepRecord:
-    sweep = plan.sweep
-    return SweepRecord(
-        version=SWEEP_VERSION,
-        number=number,
-        name=sweep.name,
-        recipe=sweep.recipe,
-        folder=str(Path.cwd()),
-        text=sweep.text,
-        arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
-        baseline=plan.baseline,
-        seeds=tuple(sweep.seeds),
-        trials=tuple(
-            TrialRecord(t.arm, t.seed, t.overrides, {s.name: s.id for s in t.plan.stages})
-            for t in plan.trials
-        ),
-        limits=to_json(sweep.limits),
-        question=_question_of(plan),
-        forecast=forecast,
-        code="",
-        started_at=now_text(),
-        provenance={"overrides": list(overrides), "origin": sweep.origin},
-    )
 
 
 def _question_of(plan: SweepPlan) -> dict[str, Any]:
@@ -217,8 +205,7 @@ def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
     """The ``dispatch`` section of a recorded sweep's recipe."""
     with in_folder(record.folder):
         plan = plan_of_record(workspace, record)
-    value: dict[str, Any] = to_json(plan.config.dispatch)
-    return value
+    return dict(to_json(plan.config.dispatch))
 
 
 log = logging.getLogger(__name__)
