@@ -37,7 +37,7 @@ def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
 
         return lambda order, folder: numeric_checks(order)
     if name == "ranks":
-        from flows.certify.ranks import rank_checks
+        from flows.certify.processes import rank_checks
 
         return rank_checks
     if name == "speed":
@@ -45,10 +45,10 @@ def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
 
         return speed_checks
     if name == "servers":
-        from flows.certify.servers import server_checks
+        from flows.certify.processes import server_checks
 
         return server_checks
-    from flows.certify.faults import fault_checks, hang_checks
+    from flows.certify.processes import fault_checks, hang_checks
 
     return hang_checks if name == "hang" else fault_checks
 
