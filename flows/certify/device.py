@@ -41,12 +41,13 @@ from flows.certify.work import (
     STEPS,
     EnoughSteps,
     Load,
+    MeasuringIO,
     Order,
     absent,
     check,
     load_of,
-    measuring_io,
     metrics_of,
+    open_io,
     random_model,
     recipe,
     sft_recipe,
@@ -88,7 +89,7 @@ class Scored:
     gradient_P: torch.Tensor | None
 
 
-def numeric_checks(order: Order, kernels: Sequence[str] = KERNELS) -> Iterator[CertifiedCheck]:
+def numeric_checks(order: Order, _: Path) -> Iterator[CertifiedCheck]:
     """All checks of numerics, one by one."""
     dtypes = list(dict.fromkeys(("float32", order.dtype)))
     samples, sampled = own_samples(order)
@@ -97,7 +98,7 @@ def numeric_checks(order: Order, kernels: Sequence[str] = KERNELS) -> Iterator[C
     coarse = score_rows(_load(order, "eager", "bfloat16"), samples)
     allowed = {name: ALLOWANCE * gap for name, gap in gaps(coarse, exact).items()}
     yield _compared("bfloat16 against float32, padded rows", coarse, exact, COARSE)
-    for kernel in kernels:
+    for kernel in KERNELS:
         for dtype in dtypes:
             limits = EXACT if dtype == "float32" else allowed
             yield kernel_check(order, kernel, dtype, samples, exact, limits)
@@ -314,7 +315,7 @@ def _sft(
             data_dir=folder / "rows",
             model_ref=str(model),
             output_dir=place / "output",
-            io=measuring_io(place),
+            io=open_io(place, MeasuringIO),
         )
     rows = metrics_of(place)[1:]
     per_s = statistics.median(row["tokens_per_second"] for row in rows)

@@ -14,15 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flows.certify.part import ORDER, read_checks
+from flows.certify.part import ORDER, PARTS, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
 from infra.doctor.check import last_json
 from infra.foreign.process import TrainerProcess
@@ -36,7 +36,6 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 
-PARTS = ("numerics", "ranks", "speed", "servers", "faults", "hang")
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
@@ -108,13 +107,9 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
         )
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
-    order = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
-    for name in tried:
-        for checkpointing in (False, True):
-            one = Order(gpus, dtype, name, checkpointing, worlds, vllm=order.vllm)
-            if not gpus or _fits(one, found):
-                return one
-    return order
+    last = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
+    orders = (replace(last, model=n, checkpointing=c) for n in tried for c in (False, True))
+    return next((order for order in orders if not gpus or _fits(order, found)), last)
 
 
 def certify(
@@ -175,15 +170,20 @@ def certify(
             run_part(name, order, scratch / name, began + time_limit_s, made, stop)
 
     try:
-        with ThreadPoolExecutor(2) as beside, _set_on_error(stop):
-            # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is timed.
-            waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
-            for name in ("numerics", "ranks", "servers"):
-                run(name)
-            for part in waiting:
-                part.result()
-            for name in ("speed",) if waiting else ("speed", "faults", "hang"):
-                run(name)
+        with ThreadPoolExecutor(2) as beside:
+            try:
+                # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is
+                # timed.
+                waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
+                for name in ("numerics", "ranks", "servers"):
+                    run(name)
+                for part in waiting:
+                    part.result()
+                for name in ("speed",) if waiting else ("speed", "faults", "hang"):
+                    run(name)
+            except BaseException:
+                stop.set()  # before the parts beside it are waited for
+                raise
     finally:
         _kill_workers(scratch)
         atomic.remove_tree(scratch)
@@ -234,15 +234,6 @@ def run_part(
         tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
     elif code:
         tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
-
-
-@contextmanager
-def _set_on_error(stop: threading.Event) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        stop.set()
-        raise
 
 
 def _kill_workers(scratch: Path) -> None:

@@ -10,34 +10,38 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from flows.stages.work import StageWork, planned_prompts, planned_rubrics
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.events import tell_error
 from infra.ranks.settings import ORDER
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.placement import TrainingStage, section_of, training_stage
+from refiner_core.contract.records import StageSpec, from_json
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from flows.stages.work import StageWork
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
     from refiner_core.training.rollouts.policies import Servers
 
 
-def main() -> int:
-    """Train as one rank; returns the exit code."""
+def run_rank(act: Callable[[int], None]) -> NoReturn:
+    """Do what one rank is to do, and end this process."""
     die_with_parent()
     ignore_stop_signals()
     rank = int(os.environ["RANK"])
     try:
-        _train_as(rank)
+        act(rank)
     except BaseException as error:
         tell_error(rank, error)
         # All ranks stop on request together, and none is in the way of another that still saves.
@@ -51,7 +55,6 @@ def main() -> int:
 
 
 def _train_as(rank: int) -> None:
-    from flows.stages.work import planned_prompts, planned_rubrics
     from infra.attempt.stage_io import set_up_logging
     from refiner_core.training.ranks import open_ranks
 
@@ -74,11 +77,6 @@ def _train_as(rank: int) -> None:
 
 
 def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
-    from flows.stages.work import StageWork
-    from infra.store.workspace import Workspace
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.records import StageSpec, from_json
-
     opened = Workspace.read_only if io is None else Workspace.open
     workspace = opened(order["workspace"])
     stage_id, attempt = order["stage_id"], int(order["attempt"])
@@ -144,4 +142,4 @@ def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(_train_as)
