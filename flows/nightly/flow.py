@@ -8,13 +8,11 @@ may be ended at any time) leaves records whole, and the next run goes on. Import
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO, Any
 
 from prefect import flow, get_run_logger
@@ -29,7 +27,7 @@ from prefect.states import Completed, Failed, State
 
 from flows.artifacts import artifact_key, inert
 from flows.nightly.files import load_nightly, shipped_nightlies
-from infra.host.processes import environment
+from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.definition import Nightly, Schedule
 
@@ -87,13 +85,10 @@ def _scheduled_night(file: str) -> str:
 
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
     """The command, to its end; exit code, and what it printed."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
         cwd=folder,
-        env=env,
+        env=own_python(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -38,7 +38,6 @@ from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
-from refiner_core.contract.types import StageView
 from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
@@ -198,10 +197,6 @@ class Admission:
         """How every trial stands."""
         with self._lock:
             return dict(self.words)
-
-    def working(self) -> dict[str, dict[str, StageView]]:
-        """The stages of the trials at work."""
-        return {member.name: member.views() for member in self.shown}
 
     @property
     def exit_code(self) -> int:

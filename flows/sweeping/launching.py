@@ -14,12 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
-from flows.notifying.watching import hears_of_sweep
+from flows.notifying.watching import SweepWatching, hears_of
 from flows.running.background import attach
 from flows.running.calls import (
     Pinned,
@@ -316,8 +317,10 @@ def work_on_sweep(
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
     admission = admission_of(plan, workspace, record, launch)
-    hears = hears_of_sweep(
-        admission, record, config.notify, workspace, before, resumed=launch.resumed, say=say
+    hears = hears_of(
+        *(partial(SweepWatching, admission), call, record, config.notify, workspace, before),
+        resumed=launch.resumed,
+        say=say,
     )
     if is_finished(plan, workspace):
         admission.begin()

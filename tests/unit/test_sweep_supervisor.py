@@ -622,7 +622,7 @@ def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
     told.orchestrator.begin()
     while told.states()[first.name] != "done":
         assert not told.orchestrator.step()
-    views = told.admission.working()[second.name]
+    views = told.admission.live[second.name].views()
     assert "paused" in {view.state for view in views.values()}
     assert any("Stale file handle" in view.message for view in views.values())
     gone.clear()
