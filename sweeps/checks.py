@@ -21,7 +21,6 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, final_model
-from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
@@ -183,7 +182,7 @@ def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
     if aim.decoding not in measured.evaluate.decoding:
         raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
     for trial in _first_seed(plan):
-        found = _evaluation(trial, _model(trial, question), aim)
+        found = trial.evaluation(_model(trial, question), aim.protocol)
         if found is None:
             models = sorted({s.model for s in trial.stages if s.kind == "evaluate"})
             raise _unknown(sweep, "model", _model(trial, question), models)
@@ -279,7 +278,7 @@ def _check_models(plan: SweepPlan, aim: Aim) -> None:
 
 
 def _weights(plan: SweepPlan, found: Plan, aim: Aim) -> str:
-    stage = _evaluation(found, _model(found, plan.sweep.question), aim)
+    stage = found.evaluation(_model(found, plan.sweep.question), aim.protocol)
     return stage.input_fingerprints.get("weights", "") if stage is not None else ""
 
 
@@ -323,14 +322,6 @@ def _first_seed(plan: SweepPlan) -> list[Plan]:
 
 def _model(plan: Plan, question: Question) -> str:
     return question.model or final_model(plan.config)
-
-
-def _evaluation(plan: Plan, model: str, aim: Aim) -> PlannedStage | None:
-    """The evaluation of a model that the number is of; where a protocol measures as the recipe
-    does, there is one stage for both."""
-    found = [s for s in plan.stages if s.kind == "evaluate" and s.model == model]
-    exact = [s for s in found if s.protocol == aim.protocol]
-    return next(iter(exact or found), None)
 
 
 Plans = Mapping[str, Sequence[Plan]]

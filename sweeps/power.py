@@ -20,7 +20,7 @@ from refiner_core.evaluation.power import (
     likely_components,
     power_of,
 )
-from sweeps.values import Question, SweepPlan
+from sweeps.values import SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
 #: Spreads of seeds (standard deviations) that are tried where nobody knows it, for shares.
@@ -117,17 +117,12 @@ def aim_of(plan: SweepPlan) -> Aim:
     """The number that decides; what the question leaves open is the last model, ``oracle`` where
     answers have a known truth and else ``rubric_score`` (of agents ``pass@1``), and the sampled
     decoding."""
-    question: Question = plan.sweep.question
-    if not plan.trials:
-        return Aim(question.model, question.metric, question.decoding, question.protocol)
-    stages = plan.trials[0].plan.stages
+    question, stages = plan.sweep.question, plan.trials[0].plan.stages
     found = [s for s in stages if s.kind == "evaluate"]
     model = question.model or (found[-1].model if found else "")
     synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
     usual = "oracle" if synthetic else "rubric_score"
-    if plan.config.environment.name:
-        usual = "pass@1"
-    metric = question.metric or usual
+    metric = question.metric or ("pass@1" if plan.config.environment.name else usual)
     chosen = evaluation_of(plan, model, question.protocol)
     decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
     default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
@@ -136,7 +131,7 @@ def aim_of(plan: SweepPlan) -> Aim:
 
 def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | None:
     """The evaluation of a model in the first trial, under a protocol's name or the recipe's own."""
-    return plan.trials[0].plan.evaluation(model, protocol) if plan.trials else None
+    return plan.trials[0].plan.evaluation(model, protocol)
 
 
 def assumed(metric: str) -> Evidence:
@@ -186,7 +181,7 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
         *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy),
         effect_range=limits,
     )
-    return _with_warnings(plan, result)
+    return replace(result, warnings=tuple(_warnings(plan, result)))
 
 
 def _with_spread(
@@ -221,10 +216,6 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
 
 
 # ---------------------------------------------------------------- warnings
-
-
-def _with_warnings(plan: SweepPlan, result: Detectable) -> Detectable:
-    return replace(result, warnings=tuple(_warnings(plan, result)))
 
 
 def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
@@ -266,19 +257,11 @@ def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
     """Arms that are measured in different ways cannot be compared on that number."""
     if aim.protocol:
         return []
-    measured: dict[str, dict[str, object]] = {}
-    for trial in plan.trials:
-        if trial.arm in measured:
-            continue
-        for stage in trial.plan.stages:
-            if stage.kind == "evaluate" and stage.model == aim.model and "@" not in stage.name:
-                measured[trial.arm] = dict(stage.identity)
-    if len(measured) < 2:
-        return []
-    first = next(iter(measured.values()))
-    fields = sorted(
-        {k for other in measured.values() for k in {*first, *other} if first.get(k) != other.get(k)}
-    )
+    firsts = {trial.arm: trial.plan for trial in reversed(plan.trials)}.values()
+    found = (own.by_name.get(f"evaluate-{aim.model}") for own in firsts)
+    measured = [stage.identity for stage in found if stage is not None]
+    first = measured[0] if measured else {}
+    fields = sorted({k for m in measured for k in {*first, *m} if first.get(k) != m.get(k)})
     shared = ("reward.rubric", "reward.static", "reward.instance", "judge.", "evaluate.", "grpo.")
     decides = [f for f in fields if f.startswith(shared) or aim.metric == "reward"]
     if not decides:

@@ -211,8 +211,9 @@ def collect(subject: Subject) -> Collected:
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
     records |= _record_paths(subject, made, runs)
-    adopted = made.reports.get(model, {}).get("adopted")
-    ends_run = made.whole or choice is not None
+    report, ends_run = made.reports.get(model, {}), made.whole or choice is not None
+    # What another trainer has started from, as far as it is known; ours start at the recipe's.
+    other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
     facts = CardFacts(
         repo_id=config.publish.repo_id.format(
             recipe=config.recipe,
@@ -223,14 +224,15 @@ def collect(subject: Subject) -> Collected:
         config=config,
         stage=model,
         step=made.step,
-        final=made.whole and not adopted,  # nobody knows whether that one had more to come
+        # Of an adopted one nobody knows whether it had more to come.
+        final=made.whole and not report.get("adopted"),
         command=str(decided["command"]),
         license=config.publish.license,
         reports=made.reports,
         evaluations=evaluations,
         attempts=[n for name, found in made.attempts.items() for n in attempt_notes(name, found)],
         provenance=_provenance(workspace, made, runs[1]),
-        base_model=_other_base(model, made.reports.get(model, {})),
+        base_model=other_base,
         static_rubric_titles=tuple(t for t, _ in decided["static_rubrics"]),
         static_rubric_weights=tuple(w for _, w in decided["static_rubrics"]),
         recorded_fields=_recorded_fields(workspace, made),
@@ -272,11 +274,6 @@ def _measured_as(made: Behind, role: str, model: str) -> str:
     if made.whole:
         return model
     return measured_as(role if role != "weights" else f"weights-step{made.step}", model)
-
-
-def _other_base(model: str, report: Mapping[str, Any]) -> str | None:
-    """What another trainer has started from, as far as it is known; ours start at the recipe's."""
-    return str(report.get("base_model") or UNKNOWN) if model == "command" else None
 
 
 # ---------------------------------------------------------------- numbers
@@ -353,18 +350,14 @@ def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
     """On what the attempt ran that made the weights."""
     if made.whole:
         return need_result(workspace, made.trained).provenance
-    attempts = made.attempts[made.model.spec.name]
-    number = attempts[-1].number if attempts else 1
-    started = workspace.read_control(workspace.layout.attempt(made.trained, number).started) or {}
-    found: Mapping[str, Any] = started.get("provenance") or {}
-    return found
+    attempt = workspace.layout.attempt(made.trained, made.last_attempt)
+    started = workspace.read_control(attempt.started) or {}
+    return started.get("provenance") or {}
 
 
 def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | None:
     """Fields that the training's configuration had, where today's has others."""
-    attempts = made.attempts[made.model.spec.name]
-    number = attempts[-1].number if attempts else 1
-    recorded = workspace.part(workspace.layout.attempt(made.trained, number), "config")
+    recorded = workspace.part(workspace.layout.attempt(made.trained, made.last_attempt), "config")
     known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
     return None if len(known) == len(walk(RecipeConfig)) or not known else known
 
@@ -401,8 +394,7 @@ def _record_paths(
 ) -> dict[str, str]:
     """Where each fact was read (numbers aside), by the front of its dotted path."""
     asked, began = runs
-    trained, name = made.trained, made.model.spec.name
-    last = made.attempts[name][-1].number if made.attempts[name] else 1
+    trained, name, last = made.trained, made.model.spec.name, made.last_attempt
     found = {
         "config": _config_path(subject, subject.stage_id, subject.attempt),
         "fingerprint": subject.path(trained, "spec.json#fingerprint"),

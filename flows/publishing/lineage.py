@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flows.cards.reproduction import Made, reproduce
 from flows.stages.work import StageWork
@@ -105,6 +105,12 @@ class Behind:
     def model(self) -> StageRecord:
         """The record of the stage that trained them."""
         return next(r for n, r in self.records.items() if self.ids[n] == self.trained)
+
+    @property
+    def last_attempt(self) -> int:
+        """The number of the attempt that made them."""
+        attempts = self.attempts[self.model.spec.name]
+        return attempts[-1].number if attempts else 1
 
 
 def subject_at_work(work: StageWork) -> Subject:
@@ -411,9 +417,7 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
 def _resources(workspace: Workspace, stage_id: str, number: int, kind: str) -> Resources:
     """What an attempt asked for, by the configuration that was recorded with it."""
     recorded = workspace.part(workspace.layout.attempt(stage_id, number), "config")
-    config = from_json(RecipeConfig, recorded)
-    resources: Resources = getattr(config, kind).resources
-    return resources
+    return cast(Resources, getattr(from_json(RecipeConfig, recorded), kind).resources)
 
 
 def _lost_share(attempt: Attempt, later: Sequence[Attempt]) -> float:
