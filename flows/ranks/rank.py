@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flows.stages.work import StageWork, planned_prompts, planned_rubrics
+from flows.stages.work import StageWork, judged_as_planned
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
@@ -68,8 +68,7 @@ def _train_as(rank: int) -> None:
     set_up_logging(work.config)
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(planned_rubrics(work.spec, work.config))
-            stack.enter_context(planned_prompts(work.spec, work.config))
+            stack.enter_context(judged_as_planned(work.spec, work.config))
         with open_ranks(cuda=section.resources.gpus > 0) as ranks:
             report = train(work, stage, ranks)
     if io is not None:
@@ -129,15 +128,12 @@ def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[
     """The stage's own vLLM servers, as children of this process."""
     from infra.rollouts.opening import open_vllm
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
-
     return open_vllm(
         work.config,
         engine.tokenizer,
         work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
         should_stop=work.io.should_stop,
-        tell=tell,
+        tell=work.starts("starting rollout servers"),
     )
 
 

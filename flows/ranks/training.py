@@ -10,10 +10,11 @@ torch there alone: the worker keeps the heartbeat, the fence and the outcome.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flows.stages.work import as_planned
-from infra.jobs.signals import AttemptClosed, job_of
+from infra.jobs.signals import job_of
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.nodes import OtherNodes
 from infra.store import atomic
@@ -78,14 +79,6 @@ def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
 def _job(work: StageWork, placement: Placement) -> RanksJob:
     layout = work.workspace.layout
 
-    def check_fence() -> None:
-        if work.workspace.is_stale(work.stage_id, work.attempt):
-            raise AttemptClosed(
-                f"Attempt {work.attempt} of {work.stage_id} is no longer the newest, so its ranks "
-                "end",
-                fix="nothing; the newer attempt goes on",
-            )
-
     def meet() -> OtherNodes:
         job = job_of(work.workspace, work.stage_id, work.attempt)
         if job is None:
@@ -110,7 +103,7 @@ def _job(work: StageWork, placement: Placement) -> RanksJob:
             "output_dir": str(work.output_dir),
         },
         folder=layout.stage(work.stage_id).data,
-        check_fence=check_fence,
+        check_fence=partial(work.check_fence, "ranks end"),
         meet=meet if placement.nodes > 1 else None,
     )
 

@@ -8,6 +8,7 @@ which all attempts share.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from infra.foreign.exports import find_export, make_model
 from infra.foreign.process import Call, fill
 from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
 from infra.jobs.protocol import AttemptRef
-from infra.jobs.signals import AttemptClosed
 from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
 
@@ -89,30 +89,22 @@ def _base_model(work: StageWork) -> str:
 
 def _job(work: StageWork) -> TrainerJob:
     config, io = work.config, _io(work)
-    number = io.checkpoints.attempt
     call = Call(
         output=work_folder(work.workspace.layout.stage(work.stage_id)),
         workdir=Path(config.command.workdir or Path.cwd()).expanduser().absolute(),
         seed=config.seed,
         stage_id=work.stage_id,
-        attempt=number,
+        attempt=work.attempt,
         data=work.inputs.get("data"),
         model=_model_folder(work) if uses(config.command, "model") else None,
     )
 
-    def check_fence() -> None:
-        if work.workspace.is_stale(work.stage_id, number):
-            raise AttemptClosed(
-                f"Attempt {number} of {work.stage_id} is no longer the newest, so its trainer ends",
-                fix="nothing; the newer attempt goes on",
-            )
-
     keeper = DiskKeeper(work.workspace, config.disk, stop_asked=io.should_stop)
-    ref = AttemptRef(work.stage_id, number)
+    ref = AttemptRef(work.stage_id, work.attempt)
     return TrainerJob(
         command=config.command,
         call=call,
-        check_fence=check_fence,
+        check_fence=partial(work.check_fence, "trainer ends"),
         shortage=lambda need: keeper.shortage(need, ref, fresh=True),
         make_room=lambda need: keeper.make_room(need, ref),
         grace_s=config.dispatch.grace_s,

@@ -17,9 +17,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flows.stages.work import StageWork
 from infra.jobs.protocol import AttemptRef
@@ -29,7 +29,7 @@ from infra.services.server import Order, Server, node_address
 from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
+from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.contract.types import (
@@ -37,14 +37,11 @@ from refiner_core.contract.types import (
     FreshJudge,
     Judge,
     Progress,
-    SavedCheckpoint,
     StageIO,
 )
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from infra.judgements.store import WorkspaceStore
     from refiner_core.judges.surroundings import Surroundings
 
@@ -85,10 +82,8 @@ def run_serve(work: StageWork) -> dict[str, Any]:
         log=str(work.workspace.layout.attempt(*ref).log),
     )
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting", {"seconds": round(seconds)}))
-
     work.io.progress(Progress(0, 0, "starting"))
+    tell = work.starts("starting")
     with Server(order, should_stop=work.io.should_stop, tell=tell) as server:
         process = str(server.process or "")
         named = {"model": judge.model, "process": process, "key_from": source}
@@ -182,9 +177,7 @@ def _server_beside(work: StageWork) -> Server:
         prefix="[judge] ",
     )
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting the judge", {"seconds": round(seconds)}))
-
+    tell = work.starts("starting the judge")
     return Server(order, should_stop=work.io.should_stop, tell=tell)
 
 
@@ -223,7 +216,8 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
     from refiner_core.judges import build_judge
     from refiner_core.judges.surroundings import Surroundings
 
-    io = _NotedIO(work.io)
+    noted = _NotedIO(work.io)
+    io = cast(StageIO, noted)
     if not asks_judge(work.config, work.spec.kind):
         yield StageJudge(build_judge(JudgeConfig(), Surroundings()), io)
         return
@@ -234,20 +228,14 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
             store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
             endpoints=endpoints,
             should_stop=work.io.should_stop,
-            on_pause=io.pause,
+            on_pause=noted.pause,
         )
-        yield StageJudge(
-            _for_occasion(work, stack.enter_context(_built(work.config.judge, around))), io
-        )
-
-
-def _for_occasion(work: StageWork, judge: Judge) -> Judge:
-    """An evaluation of an occasion of its own is judged afresh; what its attempts have been
-    answered before it keeps."""
-    occasion = work.config.evaluate.occasion
-    if occasion and work.spec.kind == "evaluate" and isinstance(judge, FreshJudge):
-        return judge.fresh(work.stage_id)
-    return judge
+        judge = stack.enter_context(_built(work.config.judge, around))
+        # An evaluation of an occasion of its own is judged afresh; what its attempts have been
+        # answered before it keeps.
+        if work.config.evaluate.occasion and work.spec.kind == "evaluate":
+            judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
+        yield StageJudge(judge, io)
 
 
 @contextlib.contextmanager
@@ -356,23 +344,5 @@ class _NotedIO:
         self._last = progress
         self._io.progress(progress)
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._io.log_metrics(step, metrics)
-
-    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._io.save_rollouts(step, rows)
-
-    def latest_checkpoint(self) -> SavedCheckpoint | None:
-        return self._io.latest_checkpoint()
-
-    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        self._io.pass_over(checkpoint, why)
-
-    def new_checkpoint(self, step: int) -> contextlib.AbstractContextManager[Path]:
-        return self._io.new_checkpoint(step)
-
-    def room_again(self, error: NoSpaceError) -> bool:
-        return self._io.room_again(error)
-
-    def should_stop(self) -> bool:
-        return self._io.should_stop()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._io, name)
