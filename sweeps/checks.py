@@ -21,7 +21,7 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, final_model
-from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
+from refiner_core.contract.protocols import FIELDS, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
 from sweeps.values import Question, SweepFile, SweepPlan
@@ -157,7 +157,7 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
     _check_exists(plan, question, aim)
     if len(plan.arms) == 1:
         return []
-    _check_yardstick(plan, aim, list(varied))
+    _check_yardstick(plan, aim, varied)
     _check_models(plan, aim)
     return _doubts(plan, question, aim)
 
@@ -178,14 +178,14 @@ def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
             expected=f"one of: {', '.join(protocols)}" if protocols else "a protocol of the recipe",
             fix=f"name it for all trials: `overrides: ['evaluate.protocols=[{name}]']`",
         )
-    measured = _under(plan.config, aim.protocol)
+    measured = protocols[aim.protocol].over(plan.config) if aim.protocol else plan.config
     if aim.decoding not in measured.evaluate.decoding:
         raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
-    for trial in _first_seed(plan):
-        found = trial.evaluation(_model(trial, question), aim.protocol)
-        if found is None:
+    for trial in (t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]):
+        model = _model(trial, question)
+        if trial.evaluation(model, aim.protocol) is None:
             models = sorted({s.model for s in trial.stages if s.kind == "evaluate"})
-            raise _unknown(sweep, "model", _model(trial, question), models)
+            raise _unknown(sweep, "model", model, models)
 
 
 def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> ConfigurationError:
@@ -200,28 +200,31 @@ def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> Configur
 # ---------------------------------------------------------------- one yardstick
 
 
-def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
+def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Iterable[str]) -> None:
     protocol = protocols_of(plan.config).get(aim.protocol) if aim.protocol else None
-    config = plan.config
-    fields = [f for f in varied if measures(f, aim.metric, config) and not _is_fixed(f, protocol)]
+    fixed = set(protocol.fixed) if protocol is not None else set()
+    if protocol is not None and "data" in protocol.sections:
+        fixed.add("data.held_out_fraction")
+    fields = [f for f in varied if measures(f, aim.metric, plan.config) and f not in fixed]
     if not fields:
         return
-    named = ", ".join(f"`{f}`" for f in fields)
+    what = f"Arms of sweep {plan.sweep.name} differ in {', '.join(f'`{f}`' for f in fields)}, which"
     if protocol is not None:
-        raise ConfigurationError(
-            f"Arms of sweep {plan.sweep.name} differ in {named}, which protocol {protocol.name} "
-            f"leaves to the recipe, and which is part of how {aim.metric} is measured.",
-            expected="one yardstick for all arms",
-            fix="write it into the protocol's file",
+        what += (
+            f" protocol {protocol.name} leaves to the recipe, and which is part of how "
+            f"{aim.metric} is measured."
         )
-    raise ConfigurationError(
-        f"Arms of sweep {plan.sweep.name} differ in {named}, which is part of how {aim.metric} is "
-        "measured: each would be measured by a yardstick of its own, and the numbers could not be "
-        "compared.",
-        expected="one yardstick for all arms",
-        fix="name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
-        "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`",
-    )
+        fix = "write it into the protocol's file"
+    else:
+        what += (
+            f" is part of how {aim.metric} is measured: each would be measured by a yardstick of "
+            "its own, and the numbers could not be compared."
+        )
+        fix = (
+            "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
+            "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`"
+        )
+    raise ConfigurationError(what, expected="one yardstick for all arms", fix=fix)
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
@@ -249,25 +252,13 @@ def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
     return field in FIELDS or field in _OF_AGENTS or field.startswith("evaluate.user.")
 
 
-def _is_fixed(field: str, protocol: ProtocolFile | None) -> bool:
-    if protocol is None:
-        return False
-    return field in protocol.fixed or (
-        field == "data.held_out_fraction" and "data" in protocol.sections
-    )
-
-
 def _check_models(plan: SweepPlan, aim: Aim) -> None:
     """An arm whose model and yardstick are the baseline's cannot differ from it."""
     by_arm = {t.arm: t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]}
-    known = by_arm[plan.baseline]
-    same = [
-        arm
-        for arm, found in by_arm.items()
-        if arm != plan.baseline and _weights(plan, found, aim) == _weights(plan, known, aim)
-    ]
-    if same:
-        model = _model(known, plan.sweep.question)
+    weights = {arm: _weights(plan, found, aim) for arm, found in by_arm.items()}
+    known = weights.pop(plan.baseline)
+    if same := [arm for arm, found in weights.items() if found == known]:
+        model = _model(by_arm[plan.baseline], plan.sweep.question)
         raise ConfigurationError(
             f"Arm {same[0]} of sweep {plan.sweep.name} has the same model {model} as the baseline "
             f"{plan.baseline}, and {aim.metric} is measured alike: they cannot differ.",
@@ -310,14 +301,6 @@ def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
 
 
 # ---------------------------------------------------------------- parts
-
-
-def _under(config: RecipeConfig, protocol: str) -> RecipeConfig:
-    return protocols_of(config)[protocol].over(config) if protocol else config
-
-
-def _first_seed(plan: SweepPlan) -> list[Plan]:
-    return [t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]]
 
 
 def _model(plan: Plan, question: Question) -> str:

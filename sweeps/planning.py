@@ -118,15 +118,9 @@ def _dimensions(sweep: SweepFile) -> list[list[_Level]]:
     short = _short_names(sweep)
     dimensions = [[_Level(n, {ARM: n}, values) for n, values in sweep.arms.items()]]
     for field, levels in sorted(sweep.factors.items()):
-        named = field in sweep.labelled
-        dimensions.append(
-            [
-                _Level(
-                    label if named else f"{short[field]}={label}", {field: label}, {field: value}
-                )
-                for label, value in levels.items()
-            ]
-        )
+        prefix = "" if field in sweep.labelled else f"{short[field]}="
+        pairs = levels.items()
+        dimensions.append([_Level(f"{prefix}{n}", {field: n}, {field: v}) for n, v in pairs])
     groups = zip(sweep.zipped, sweep.zip_labels or itertools.repeat(()), strict=False)
     for group, labels in sorted(groups, key=lambda g: sorted(g[0])):
         dimensions.append(_group(dict(sorted(group.items())), labels, short))

@@ -8,8 +8,9 @@ formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from refiner_core.contract.planned import PlannedStage
@@ -160,16 +161,14 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
     known = evidence.components
-    effect = alone = found = None
+    effect = alone = found = limits = remedy = None
     spreads: tuple[tuple[float, float], ...] = ()
-    limits: tuple[float, float] | None = None
-    remedy = None
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
         alone = detectable_effect(known, seeds, prompts, POWER, ALPHA)
         if known.seed is None and not is_number(aim.metric):
-            tried = TRIED_SEED_SPREADS
-            spreads = tuple(_with_spread(known, sd, seeds, prompts, strict) for sd in tried)
+            effects = (_with_spread(known, s, seeds, prompts, strict) for s in TRIED_SEED_SPREADS)
+            spreads = tuple(zip(TRIED_SEED_SPREADS, effects, strict=True))
         if (likely := likely_components(known)) is not None and seeds > 1:
             low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
             limits = low, high
@@ -186,14 +185,14 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
 
 def _with_spread(
     known: Components, deviation: float, seeds: int, prompts: int, alpha: float
-) -> tuple[float, float]:
+) -> float:
     """The effect where seeds differ by so much, for the difference of two of them."""
-    supposed = known._replace(seed=2 * deviation**2)
     # One seed cannot tell its own effect from an arm's: what it may hide comes on top.
     if seeds == 1:
         hidden = 1.96 * math.sqrt(2) * deviation
-        return deviation, detectable_effect(known, 1, prompts, POWER, alpha) + hidden
-    return deviation, detectable_effect(supposed, seeds, prompts, POWER, alpha)
+        return detectable_effect(known, 1, prompts, POWER, alpha) + hidden
+    supposed = known._replace(seed=2 * deviation**2)
+    return detectable_effect(supposed, seeds, prompts, POWER, alpha)
 
 
 def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: float) -> Remedy:
@@ -207,12 +206,8 @@ def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: f
 
 def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
     """The smallest number from ``low`` to ``high`` that is enough; more is never less."""
-    if not enough(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return high
+    found = low + bisect_left(range(low, high + 1), True, key=enough)
+    return found if found <= high else None
 
 
 # ---------------------------------------------------------------- warnings
@@ -221,7 +216,11 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
 def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     aim, texts = found.aim, []
     if evaluation_of(plan, aim.model, aim.protocol) is None:
-        return [_nothing_measured(aim)]
+        where = f" under protocol {aim.protocol}" if aim.protocol else ""
+        return [
+            f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
+            "open; add `evaluate` to stages, or correct `question:`"
+        ]
     texts += _own_yardsticks(plan, aim)
     if found.prompts is not None and found.prompts < 2:
         texts.append(
@@ -243,14 +242,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     texts += _at_the_edge(found)
     texts += _too_small(found)
     return texts
-
-
-def _nothing_measured(aim: Aim) -> str:
-    where = f" under protocol {aim.protocol}" if aim.protocol else ""
-    return (
-        f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays open; "
-        "add `evaluate` to stages, or correct `question:`"
-    )
 
 
 def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
@@ -277,34 +268,26 @@ def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
     if mean is None or is_number(found.aim.metric):
         return []
+    text = f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
     if mean >= 1 - _EDGE:
-        return [
-            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-            "to be better; choose another metric or harder prompts"
-        ]
+        return [text + "to be better; choose another metric or harder prompts"]
     if mean <= _EDGE:
-        return [
-            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-            "to be worse, and little that it learns from; look at the samples first"
-        ]
+        more = "to be worse, and little that it learns from; look at the samples first"
+        return [text + more]
     return []
 
 
 def _too_small(found: Detectable) -> list[str]:
-    if found.wanted is None or found.power_for_wanted is None or found.effect is None:
-        return []
-    if found.power_for_wanted >= POWER:
+    power, remedy = found.power_for_wanted, found.remedy
+    if found.wanted is None or power is None or found.effect is None or power >= POWER:
         return []
     text = (
         f"The smallest effect that matters ({_digits(found.wanted)}) is less than what this sweep "
-        f"can see ({_digits(found.effect)}): it would be found in "
-        f"{100 * found.power_for_wanted:.0f} of 100 such sweeps"
+        f"can see ({_digits(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
+        "sweeps"
     )
-    ways = []
-    if found.remedy and found.remedy.seeds:
-        ways.append(f"{found.remedy.seeds} seeds")
-    if found.remedy and found.remedy.prompts:
-        ways.append(f"{found.remedy.prompts} prompts")
+    would_do = asdict(remedy) if remedy else {}
+    ways = [f"{number} {what}" for what, number in would_do.items() if number]
     if ways:
         return [f"{text}; {' or '.join(ways)} would do"]
     return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]

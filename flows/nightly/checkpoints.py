@@ -25,7 +25,6 @@ from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.kinds import TRAINED
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, trial_of
@@ -189,22 +188,6 @@ def _commit(source: Source) -> str:
     )
 
 
-def occasion_of(nightly: Nightly, night: str) -> str:
-    """Under which name the canary is evaluated afresh."""
-    return f"{nightly.name}/{night}"
-
-
-def base_config(nightly: Nightly) -> RecipeConfig:
-    """The recipe with the file's own overrides: read once for all checkpoints of a night.
-
-    Raises
-    ------
-    ConfigurationError
-        Unknown recipe, key or value.
-    """
-    return load_recipe(nightly.recipe, nightly.overrides)
-
-
 def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
     """What the recipe is given beside that."""
     changes: dict[str, Any] = {
@@ -217,7 +200,7 @@ def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
     if found.revision:
         changes["model.revision"] = found.revision
     if found.checkpoint == nightly.canary:
-        changes["evaluate.occasion"] = occasion_of(nightly, night)
+        changes["evaluate.occasion"] = f"{nightly.name}/{night}"
     return changes
 
 
@@ -228,7 +211,8 @@ def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
 
 
 def night_plan(nightly: Nightly, found: Resolved, night: str, base: RecipeConfig) -> Plan:
-    """The plan of one checkpoint in one night; ``base`` is :func:`base_config`.
+    """The plan of one checkpoint in one night; ``base`` is the recipe with the
+    file's own overrides, read once for all checkpoints of a night.
 
     Raises
     ------

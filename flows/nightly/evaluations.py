@@ -180,43 +180,31 @@ def harvest(at: At, plan: Plan, found: Resolved, occasion: Occasion, known: Sequ
         evaluations = result.report["evaluations"]
         for decoding in dict.fromkeys(e["decoding"] for e in evaluations):
             entries = [e for e in evaluations if e["decoding"] == decoding]
-            row = _row(at.nightly, stage, entries, found, occasion, before, facts)
+            main = next((e for e in entries if e["metric"] != "reward"), entries[0])
+            row = Row(
+                version=ROW_VERSION,
+                nightly=at.nightly.name,
+                night=occasion.night,
+                checkpoint=found.checkpoint.name,
+                canary=found.checkpoint == at.nightly.canary,
+                protocol=str(main["protocol"]),
+                protocol_name=str(main["protocol_name"]),
+                protocol_set=stage.protocol,
+                decoding=str(main["decoding"]),
+                digest=found.digest,
+                source=found.what,
+                stage=stage.id,
+                samples=str(main["samples_file"]),
+                run=occasion.run,
+                fresh=stage.id not in before and occasion.measured,
+                late=occasion.late,
+                measured_in=before.get(stage.id, occasion.measured_in if occasion.measured else ""),
+                evaluated_at=now_text(),
+                numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
+                facts=facts,
+            )
             _keep_values(at, row, entries)
             at.records.add_row(row)
-
-
-def _row(
-    nightly: Nightly,
-    stage: PlannedStage,
-    entries: Sequence[Mapping[str, Any]],
-    found: Resolved,
-    occasion: Occasion,
-    before: Mapping[str, str],
-    facts: Mapping[str, str],
-) -> Row:
-    main = next((e for e in entries if e["metric"] != "reward"), entries[0])
-    return Row(
-        version=ROW_VERSION,
-        nightly=nightly.name,
-        night=occasion.night,
-        checkpoint=found.checkpoint.name,
-        canary=found.checkpoint == nightly.canary,
-        protocol=str(main["protocol"]),
-        protocol_name=str(main["protocol_name"]),
-        protocol_set=stage.protocol,
-        decoding=str(main["decoding"]),
-        digest=found.digest,
-        source=found.what,
-        stage=stage.id,
-        samples=str(main["samples_file"]),
-        run=occasion.run,
-        fresh=stage.id not in before and occasion.measured,
-        late=occasion.late,
-        measured_in=before.get(stage.id, occasion.measured_in if occasion.measured else ""),
-        evaluated_at=now_text(),
-        numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
-        facts=facts,
-    )
 
 
 def _keep_values(at: At, row: Row, entries: Sequence[Mapping[str, Any]]) -> None:

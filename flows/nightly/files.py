@@ -8,7 +8,7 @@ a shipped one, below the current folder).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from importlib import resources
@@ -75,16 +75,9 @@ def _whole(override: str) -> str:
     return override
 
 
-@contextlib.contextmanager
-def in_folder_of(nightly: Nightly) -> Iterator[None]:
-    """Work where the file's paths are meant."""
-    with contextlib.chdir(nightly.folder):
-        yield
-
-
 def workspace_of(nightly: Nightly) -> Path:
     """The folder of the workspace that its recipe and overrides name."""
-    with in_folder_of(nightly):
+    with contextlib.chdir(nightly.folder):
         config = load_recipe(nightly.recipe, nightly.overrides)
         return Path(config.workspace).expanduser().absolute()
 

@@ -9,6 +9,7 @@ not done again. A night that an earlier process has left unfinished goes on. Its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,7 +19,6 @@ from typing import Any, Literal
 from flows.nightly.checkpoints import (
     NothingYet,
     Resolved,
-    base_config,
     is_done,
     night_plan,
     resolve,
@@ -35,7 +35,6 @@ from flows.nightly.evaluations import (
     look_after,
     night_held,
 )
-from flows.nightly.files import in_folder_of, workspace_of
 from flows.nightly.history import Reading, deliver, raise_alerts, read_history
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
@@ -43,6 +42,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import to_json
 from refiner_core.nightly.definition import Nightly, Schedule
@@ -151,8 +151,8 @@ def run_night(
             expected=f"{current}, or an earlier one",
             fix="wait, or drop --night",
         )
-    with in_folder_of(nightly):
-        base = base_config(nightly)
+    with contextlib.chdir(nightly.folder):
+        base = load_recipe(nightly.recipe, nightly.overrides)
         workspace = Workspace.open(Path(base.workspace).absolute(), base.data_root)
         records = NightlyRecords(workspace, nightly.name)
         at = At(nightly, schedule, workspace, records, current, base, tell)
@@ -265,9 +265,9 @@ def check_nightly(nightly: Nightly) -> list[str]:
         It cannot: the recipe, the canary, or a checkpoint that can never be there.
     """
     warnings: list[str] = []
-    with in_folder_of(nightly):
-        base = base_config(nightly)
-        workspace = Workspace.read_only(workspace_of(nightly))
+    with contextlib.chdir(nightly.folder):
+        base = load_recipe(nightly.recipe, nightly.overrides)
+        workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
         canary = _pinned_canary(nightly, workspace)
         plan = night_plan(nightly, canary, "2026-01-01", base)
         _refuse_unknown_metrics(nightly, base)

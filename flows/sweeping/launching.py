@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -192,14 +192,10 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
     return plan
 
 
-@contextlib.contextmanager
-def in_folder(folder: str) -> Iterator[None]:
+def in_folder(folder: str) -> contextlib.AbstractContextManager[None]:
     """Work where the sweep was launched, if that folder is still there: paths may be relative."""
-    if not folder or not Path(folder).is_dir():
-        yield
-        return
-    with contextlib.chdir(folder):
-        yield
+    there = folder and Path(folder).is_dir()
+    return contextlib.chdir(folder) if there else contextlib.nullcontext()
 
 
 def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,24 @@ class TrialStanding:
         return ", ".join(filter(None, [f"{self.stage} {count}".strip(), self.metric]))
 
 
-class SweepReader:
-    """Looks at a sweep, once or again and again; what cannot change is read once, or not at all
-    where the name of the ``sweep`` says where somebody has left it."""
+class SweepWatcher:
+    """Looks at one sweep, once or again and again; what cannot change is read once, or not at all
+    where somebody has left it."""
 
-    def __init__(self, workspace: Workspace, sweep: str = "") -> None:
-        self.workspace = workspace
-        self.use = UseReader(workspace, use_file(workspace, sweep) if sweep else None)
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self.workspace, self.name = workspace, name
+        self.use = UseReader(workspace, use_file(workspace, name))
 
-    def standings(self, sweep: SweepRecord, *, with_use: bool = True) -> list[TrialStanding]:
+    def look(self) -> SweepStatus:
+        """How the sweep stands now, by its newest version."""
+        record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
+        who = orchestrator_of(self.workspace, call)
+        trials = tuple(self.standings(record))
+        use = reduce(Use.plus, (trial.use for trial in trials), NOTHING)
+        asked = self.workspace.cancel_asked(call) if who.works else None
+        return SweepStatus(record, trials, who, use, asked)
+
+    def standings(self, sweep: SweepRecord) -> list[TrialStanding]:
         """Every trial of a version, in its order."""
         told = last_words(self.workspace, sweep.name)
         works = orchestrator_of(self.workspace, sweep_call(sweep.name)).works
@@ -138,7 +148,7 @@ class SweepReader:
                     **(self._running(trial) if state == "running" else {}),
                     stages_done=sum(map(self.use.is_done, _working(trial))),
                     stages=len(_working(trial)),
-                    use=self.use.total(own.values()) if with_use else NOTHING,
+                    use=self.use.total(own.values()),
                     shared=tuple(n for n in trial.stages if n not in own),
                 )
             )
@@ -150,14 +160,11 @@ class SweepReader:
         if all(map(self.use.is_done, _working(trial))):
             return "done", ""
         state = str((told or {}).get("state") or "waiting")
-        reason = str((told or {}).get("reason") or "")
         if state in _ENDS:
-            return state, reason  # type: ignore[return-value]
-        if state == "running" and works:
-            return "running", ""
-        return (
-            ("interrupted", "its orchestrator is gone") if state == "running" else ("waiting", "")
-        )
+            return state, str((told or {}).get("reason") or "")  # type: ignore[return-value]
+        if state != "running":
+            return "waiting", ""
+        return ("running", "") if works else ("interrupted", "its orchestrator is gone")
 
     def _running(self, trial: TrialRecord) -> dict[str, Any]:
         """Which stage of a trial is at work, and how far it is."""
@@ -229,26 +236,6 @@ class SweepStatus:
         return all(t.state == "done" for t in self.trials)
 
 
-class SweepWatcher:
-    """Looks at one sweep, once or again and again."""
-
-    def __init__(self, workspace: Workspace, name: str) -> None:
-        self.workspace, self.name = workspace, name
-        self._reader = SweepReader(workspace, name)
-
-    def look(self) -> SweepStatus:
-        """How the sweep stands now, by its newest version."""
-        record = read_sweep(self.workspace, self.name)
-        call = sweep_call(self.name)
-        who = orchestrator_of(self.workspace, call)
-        trials = tuple(self._reader.standings(record))
-        use = NOTHING
-        for trial in trials:
-            use = use.plus(trial.use)
-        asked = self.workspace.cancel_asked(call) if who.works else None
-        return SweepStatus(record, trials, who, use, asked)
-
-
 # ---------------------------------------------------------------- for people
 
 
@@ -302,16 +289,17 @@ def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
 def _used(status: SweepStatus) -> str:
     """GPU-hours used against the forecast, what was lost, incidents."""
     use, forecast = status.use, status.record.forecast
+    limit = status.record.limits.get("gpu_hours")
     if use.gpu_hours:
         said = f"{use.gpu_hours:,.1f} GPU-hours used"
         if expected := _expected(forecast, "gpu_hours"):
             said += f" of {expected:,.1f} forecast"
+        said += "" if limit is None else f" (limit {limit:g})"
     else:
         said = f"{device_time(use.seconds, 'CPU')} used"
         if expected := _expected(forecast, "seconds"):
             said += f" of {device_time(expected, 'CPU')} forecast"
-    limit = status.record.limits.get("gpu_hours")
-    parts = [said + (f" (limit {limit:g})" if limit is not None and use.gpu_hours else "")]
+    parts = [said]
     if use.judge_calls:
         parts.append(f"{use.judge_calls:,} judge calls")
     if use.incidents:

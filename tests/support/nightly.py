@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.nightly.checkpoints import base_config, evaluations_in, night_plan, resolve
+from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
 from flows.nightly.files import in_folder_of, load_nightly
 from flows.nightly.history import Reading, read_history
 from flows.nightly.night import NightOutcome, run_night
@@ -23,6 +23,7 @@ from infra.store.nightly_records import NightlyRecords
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
@@ -80,7 +81,7 @@ class NightLab:
         )
         (self.root / "lab.yaml").write_text(text)
         self.nightly = load_nightly(str(self.root / "lab.yaml"))
-        self.base = base_config(self.nightly)
+        self.base = load_recipe(self.nightly.recipe, self.nightly.overrides)
         self.records = NightlyRecords(self.workspace, "lab")
 
     def train(self, weights: str) -> None:

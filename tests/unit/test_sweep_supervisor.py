@@ -14,7 +14,7 @@ import pytest
 from flows.running.following import SweepFollower
 from flows.sweeping.forecasting import used_before
 from flows.sweeping.launching import record_version, suspend_sweep
-from flows.sweeping.status import SweepReader, SweepWatcher, status_lines
+from flows.sweeping.status import SweepWatcher, status_lines
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.orchestrator.members import Member
 from infra.orchestrator.timeline import read_events
@@ -505,7 +505,7 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     bad = plan.trials[3].name
     jobs = Jobs(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
     bench(workspace, plan, jobs=jobs).run()
-    found = {t.name: t for t in SweepReader(workspace, record.name).standings(record)}
+    found = {t.name: t for t in SweepWatcher(workspace, record.name).standings(record)}
     assert [t.state for t in found.values()] == ["done", "done", "done", "failed"]
     assert "grpo" in found[bad].reason
     first, second = (found[t.name] for t in plan.trials[:2])
