@@ -425,20 +425,13 @@ def time_split(order: Order, act: Callable[[], None]) -> dict[str, float]:
             continue
         name = event.key.lower()
         kind = next((k for k, words in _KINDS.items() if any(w in name for w in words)), "other")
-        spent[kind] += _own_time(event, bool(order.gpus)) / 1e6
+        own_us = event.self_device_time_total if order.gpus else event.self_cpu_time_total
+        spent[kind] += own_us / 1e6
     busy = sum(spent.values())
     if order.gpus:
         spent["waiting for the host"] = max(0.0, wall - busy)
     whole = sum(spent.values()) or 1.0
     return {kind: seconds / whole for kind, seconds in spent.items()}
-
-
-def _own_time(event: Any, gpu: bool) -> float:
-    """Microseconds; the name of the field differs between versions of torch."""
-    if not gpu:
-        return float(event.self_cpu_time_total)
-    value = getattr(event, "self_device_time_total", None)
-    return float(event.self_cuda_time_total if value is None else value)
 
 
 # ---------------------------------------------------------------- sampling and saving

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import psutil
 
 from flows.certify.part import ORDER, PARTS, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
-from infra.doctor.check import last_json
+from infra.doctor.check import ask, last_json
 from infra.foreign.process import TrainerProcess
 from infra.host.processes import environment
 from infra.store import atomic
@@ -63,21 +62,11 @@ def probe() -> dict[str, Any]:
     StageFailed
         torch cannot be imported, or hangs.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    value = last_json(done.stdout) if done is not None else None
+    answer = ask([sys.executable, "-P", "-c", _PROBE], _PROBE_S)
+    value = last_json(answer.out)
     if value is None:
-        said = done.stderr.strip().splitlines()[-1:] if done is not None else ["it hangs"]
         raise StageFailed(
-            f"torch cannot be asked for its GPUs ({''.join(said)})",
+            f"torch cannot be asked for its GPUs ({answer.last_line})",
             expected="torch as it is installed with refiner, and a driver that answers",
             fix="refiner doctor --only gpu",
         )

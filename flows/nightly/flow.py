@@ -50,16 +50,18 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     """Work on the night that was scheduled, or on ``night``."""
     log = get_run_logger()
     try:
-        wanted = night or _scheduled_night(file)
+        if not night:  # the one whose occasion this run is, however late it has come
+            loaded, due = load_nightly(file), flow_run.scheduled_start_time or datetime.now(UTC)
+            night = Schedule(loaded.schedule, loaded.timezone).night_at(due)
     except RefinerError as error:
         return Failed(message=str(error))
-    code, said = _run(["nightly", "run", file, *overrides, "--night", wanted, "--json"], folder)
+    code, said = _run(["nightly", "run", file, *overrides, "--night", night, "--json"], folder)
     if not said or "night" not in said:
         return Failed(message=str(said.get("error") or f"it ended with code {code}"))
     create_markdown_artifact(
         inert(_markdown(said)),
         key=artifact_key("nightly", name, "night"),
-        description=f"Night {wanted}",
+        description=f"Night {night}",
     )
     for alert in said["alerts"]:
         log.warning("%s", alert["title"])
@@ -74,13 +76,6 @@ def emit_alert(name: str, alert: dict[str, Any]) -> None:
     labels = {f"refiner.{k}": str(alert[k]) for k in ("kind", "cause", "checkpoint", "metric")}
     who = {"prefect.resource.id": f"refiner.nightly.{name}", "prefect.resource.name": name}
     emit_event(ALERT, {**who, **labels}, payload=alert)
-
-
-def _scheduled_night(file: str) -> str:
-    """The night whose occasion this run is, however late it has come."""
-    loaded = load_nightly(file)
-    moment = flow_run.scheduled_start_time or datetime.now(UTC)
-    return Schedule(loaded.schedule, loaded.timezone).night_at(moment)
 
 
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:

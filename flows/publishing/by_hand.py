@@ -66,7 +66,10 @@ def plan_publication(
     """
     run = _run_with_model(workspace, run_id)
     sources = _recorded_sources(workspace, run)
-    recorded = _recorded(workspace, run)
+    recorded = from_json(RecipeConfig, run.config)
+    if "publish" not in recorded.stages:
+        recorded = replace(recorded, stages=(*recorded.stages, "publish"))
+    recorded = replace(recorded, only=(), workspace=str(workspace.root))  # where it lies now
     made = make_plan(recorded, sources).by_name[final_model(recorded)]
     if made.id not in run.stages.values():
         raise ConfigurationError(
@@ -105,7 +108,9 @@ def begin_publication(
         room = Workspace.open(workspace.root)
         make_router(plan.config.dispatch, room).check(plan.stages)
         recipe = str(run.provenance.get("recipe") or run.recipe)
-        words = [*run.overrides, *_words(plan.config.publish), *overrides]
+        publish = plan.config.publish
+        listed = f"publish.steps=[{','.join(map(str, publish.steps))}]"
+        words = [*run.overrides, f"publish.which={publish.which}", listed, *overrides]
         more = {"sources": prepared.sources, "publishes": run.run}
         record = record_run(plan, room, recipe, words, **more)
         room.write_run(record)
@@ -131,13 +136,6 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
         expected="a run with a model",
         fix="name its workspace=DIR (`refiner status --all` lists runs), or begin one",
     )
-
-
-def _recorded(workspace: Workspace, run: RunRecord) -> RecipeConfig:
-    """The run's configuration, where its workspace lies now."""
-    config = from_json(RecipeConfig, run.config)
-    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
-    return replace(config, stages=stages, only=(), workspace=str(workspace.root))
 
 
 def _config(
@@ -174,12 +172,6 @@ def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
     if not steps:
         return replace(publish, which="final", steps=())
     return replace(publish, which="listed", steps=tuple(sorted(own | set(steps))))
-
-
-def _words(publish: PublishConfig) -> list[str]:
-    """Overrides that say which checkpoints are published."""
-    listed = ",".join(map(str, publish.steps))
-    return [f"publish.which={publish.which}", f"publish.steps=[{listed}]"]
 
 
 def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:

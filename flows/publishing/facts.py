@@ -211,6 +211,7 @@ def collect(subject: Subject) -> Collected:
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
     records |= _record_paths(subject, made, runs)
+    proof, fingerprint = read_proof(workspace, made.trained), made.model.spec.fingerprint
     report, ends_run = made.reports.get(model, {}), made.whole or choice is not None
     # What another trainer has started from, as far as it is known; ours start at the recipe's.
     other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
@@ -219,7 +220,7 @@ def collect(subject: Subject) -> Collected:
             recipe=config.recipe,
             seed=config.seed,
             step=made.step,
-            fingerprint=made.model.spec.fingerprint[:8],
+            fingerprint=fingerprint[:8],
         ),
         config=config,
         stage=model,
@@ -238,7 +239,7 @@ def collect(subject: Subject) -> Collected:
         recorded_fields=_recorded_fields(workspace, made),
         description=f"{config.description} {choice.sentence() if choice else ''}".strip(),
         measured_as=_measured_as(made, role, model),
-        fingerprint=made.model.spec.fingerprint,
+        fingerprint=fingerprint,
         recipe_file=decided["recipe_file"],
         sources=decided["sources"],
         cost=cost_of(workspace, made, config),
@@ -247,7 +248,8 @@ def collect(subject: Subject) -> Collected:
         protocols=protocols,
         template=decided["template"],
         stopped=decided.get("stopped") or {},
-        proof=_proof(workspace, made),
+        # How exactly this training resumes, as far as it is known by now.
+        proof=public_proof(proof) if proof and proof.fingerprint == fingerprint else {},
         certificate=public_certificate(read_certificates(workspace), _worker(workspace, made)),
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
@@ -336,14 +338,6 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
             and not made.reports.get(name, {}).get("adopted")
         },
     }
-
-
-def _proof(workspace: Workspace, made: Behind) -> dict[str, Any]:
-    """What is known by now of how exactly this training resumes."""
-    proof = read_proof(workspace, made.trained)
-    if proof is None or proof.fingerprint != made.model.spec.fingerprint:
-        return {}
-    return public_proof(proof)
 
 
 def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flows.cards.reproduction import Made, reproduce
 from flows.stages.work import StageWork
@@ -396,7 +396,10 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
                 if attempt.started_at is not None:
                     unknown.add(name)
                 continue
-            asked = _resources(workspace, stage_id, attempt.number, kind)
+            # By the configuration that was recorded with it.
+            paths = workspace.layout.attempt(stage_id, attempt.number)
+            recorded = from_json(RecipeConfig, workspace.part(paths, "config"))
+            asked: Resources = getattr(recorded, kind).resources
             used = {"gpu_hours": asked.gpus * asked.nodes, "core_hours": asked.cpus * asked.nodes}
             lost = _lost_share(attempt, attempts[place + 1 :])
             for unit, count in used.items():
@@ -412,12 +415,6 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
         found["price"] = config.publish.price_per_gpu_hour
         found["currency"] = config.publish.currency
     return found
-
-
-def _resources(workspace: Workspace, stage_id: str, number: int, kind: str) -> Resources:
-    """What an attempt asked for, by the configuration that was recorded with it."""
-    recorded = workspace.part(workspace.layout.attempt(stage_id, number), "config")
-    return cast(Resources, getattr(from_json(RecipeConfig, recorded), kind).resources)
 
 
 def _lost_share(attempt: Attempt, later: Sequence[Attempt]) -> float:

@@ -49,8 +49,9 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
     source = find_export(job.call.output, command.exports, report.checkpoints)
     # Sizes and shards were looked at; the fence once more, before anything is made of them.
     job.check_fence()
-    made = work.output_dir / "model"
-    missing = make_model(source, made, _companions(work, job.call), within=job.call.output)
+    made, text = work.output_dir / "model", command.companions
+    companions = Path(fill(text, job.call.values())).expanduser() if text else None
+    missing = make_model(source, made, companions, within=job.call.output)
     newest = max((c.step for c in report.checkpoints if not c.damage), default=0)
     steps = newest if command.exports == "auto" else max(newest, report.step)
     remark = _remark(report, steps)
@@ -61,7 +62,8 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
         "steps_planned": max(report.total, steps),
         "remark": remark,
         "command": command.run,
-        "base_model": _base_model(work),
+        # Empty where only the trainer knows.
+        "base_model": work.config.model.name_or_path if uses(command, "model") else "",
         "version": command.version,
         "export": source.relative_to(job.call.output).as_posix(),
         "missing": missing,
@@ -80,11 +82,6 @@ def _remark(report: TrainerReport, steps: int) -> str:
         return ""
     more = "" if steps == report.step else f", and its newest complete checkpoint is step {steps}"
     return f"{end}{more}: that is its result"
-
-
-def _base_model(work: StageWork) -> str:
-    """The model that training started from; empty where only the trainer knows."""
-    return work.config.model.name_or_path if uses(work.config.command, "model") else ""
 
 
 def _job(work: StageWork) -> TrainerJob:
@@ -124,10 +121,3 @@ def _model_folder(work: StageWork) -> str:
     from flows.stages.fetch import local_model
 
     return local_model(work.config.model)
-
-
-def _companions(work: StageWork, call: Call) -> Path | None:
-    text = work.config.command.companions
-    if not text:
-        return None
-    return Path(fill(text, call.values())).expanduser()

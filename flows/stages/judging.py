@@ -77,7 +77,8 @@ def run_serve(work: StageWork) -> dict[str, Any]:
         judge=judge,
         mark=folder,
         key=key,
-        host=_host(work),
+        # Jobs on a cluster are on other nodes.
+        host=node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1",
         weights=_weights(judge.model),
         log=str(work.workspace.layout.attempt(*ref).log),
     )
@@ -92,11 +93,6 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     why = f"nobody needed it for {idle_s:.0f} s"
     log.info("the server has ended: %s", why)
     return {"ended": why}
-
-
-def _host(work: StageWork) -> str:
-    """Where it listens: jobs on a cluster are on other nodes."""
-    return node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1"
 
 
 def _weights(model: str) -> str | None:

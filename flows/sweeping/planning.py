@@ -73,7 +73,9 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     """Like :func:`make_sweep_plan`, of a sweep that was read already."""
     _refuse_keys_of_the_file(sweep, overrides)
     texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
-    sweep = replace(sweep, overrides=_last_of_each((*sweep.overrides, *texts)))
+    # Of overrides of one field the last is the one that counts.
+    last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
+    sweep = replace(sweep, overrides=tuple(last.values()))
     with each_read_once(), _all_stays():
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
@@ -112,11 +114,6 @@ def _all_stays() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Of overrides of one field the last, which is the one that counts."""
-    return tuple({text.partition("=")[0]: text for text in overrides}.values())
 
 
 def _remembered(
