@@ -28,7 +28,7 @@ from sweeps.values import Question, SweepFile, SweepPlan
 
 
 class Idle(NamedTuple):
-    """When a field is without effect, and why."""
+    """Condition under which a field is without effect, and why."""
 
     idle: Callable[[RecipeConfig], bool]
     why: str
@@ -91,7 +91,7 @@ DORMANT: dict[str, Idle] = {
 
 
 def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
-    """Why two plans are the same though a field differs."""
+    """The reason that two plans are the same though a field differs."""
     rule = DORMANT.get(field)
     if rule is not None and (rule.idle(plan.config) or rule.idle(other.config)):
         return rule.why
@@ -228,7 +228,7 @@ def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Iterable[str]) -> None:
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
-    """Whether a field has a part in how a metric is measured, besides what is trained."""
+    """True if a field has a part in how a metric is measured, besides what is trained."""
     if field in _PROMPTS:
         return True
     if config.environment.name:
@@ -420,7 +420,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
 
 
 def _deaf_command(config: RecipeConfig) -> str:
-    """Why a recipe's only trainer never hears of the seed; empty where it does."""
+    """The reason that a recipe's only trainer never hears of the seed; empty where it does."""
     trains = {*TRAINED} & set(config.stages)
     if trains != {"command"} or config.command.adopted or uses(config.command, "seed"):
         return ""

@@ -1,4 +1,4 @@
-"""From the text of a sweep file to :class:`~sweeps.values.SweepFile`, checked for form.
+"""Definition of a sweep: from the text of its file to a checked :class:`~sweeps.values.SweepFile`.
 
 In: a shipped sweep's name, a path, or the file's text. Out: a :class:`SweepFile` with every value
 typed as its field holds it. What is wrong with the form (an unknown key, a value of another type,
@@ -434,7 +434,7 @@ def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: 
 
 
 def _belongs_elsewhere(key: str) -> str:
-    """Where a key of a recipe belongs in a sweep file."""
+    """Hint for a key of a recipe that stands in a sweep file."""
     from refiner_core.contract.config import RecipeConfig
     from refiner_core.contract.marks import walk
 

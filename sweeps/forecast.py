@@ -138,7 +138,7 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class TrialShare:
-    """What a trial adds to those before it: the stages that no earlier one needs. ``unknown``
+    """Share of a trial beside those before it: the stages that no earlier one needs. ``unknown``
     counts those of them without a number."""
 
     trial: str
@@ -153,7 +153,7 @@ class TrialShare:
 
 @dataclass(frozen=True)
 class SweepForecast:
-    """What a sweep still takes. Sums are over what is known; ``unknown`` names the rest.
+    """Forecast of a sweep. Sums are over what is known; ``unknown`` names the rest.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ def forecast_sweep(
     done: AbstractSet[str],
     canary: Sequence[CanaryMeasure] = (),
 ) -> SweepForecast:
-    """What is left to do of a sweep, and what it takes.
+    """Forecast of what is left to do of a sweep.
 
     Parameters
     ----------
@@ -361,7 +361,7 @@ def _differing(one: Shape, other: Shape) -> tuple[str, ...]:
 def _with_canary(
     stages: tuple[StageForecast, ...], canary: Sequence[CanaryMeasure]
 ) -> tuple[StageForecast, ...]:
-    """What is of the same kind, weights and devices as a stage that the canary has tried goes by
+    """Forecast by the canary: what is of the kind, weights and devices of a stage that it has tried goes by
     its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
     by_id = {s.stage: s for s in stages}
     tried = [(by_id[m.stage], m) for m in canary if m.stage in by_id and m.seconds_per_step]

@@ -1,4 +1,4 @@
-"""From a sweep's file to its arms and trials, each with the plan of its run.
+"""Planning of a sweep: from its file to arms and trials, each with the plan of its run.
 
 In: a :class:`~sweeps.values.SweepFile`, the recipe with what holds for every trial, and who knows
 the digests of sources. Out: a :class:`~sweeps.values.SweepPlan`, or a refusal that names what is
@@ -114,7 +114,7 @@ def find_baseline(sweep: SweepFile, arms: tuple[Arm, ...]) -> str:
 
 
 def _dimensions(sweep: SweepFile) -> list[list[_Level]]:
-    """What is combined with what, in an order that the order of keys has no part in."""
+    """Dimensions that are combined, in an order that the order of keys has no part in."""
     short = _short_names(sweep)
     dimensions = [[_Level(n, {ARM: n}, values) for n, values in sweep.arms.items()]]
     for field, levels in sorted(sweep.factors.items()):
@@ -184,7 +184,7 @@ def _rule(
 
 
 def _same(value: Any, wanted: Any) -> bool:
-    """Whether a typed value is the one that a file means (1 for 1.0, a list for a tuple)."""
+    """True if a typed value is the one that a file means (1 for 1.0, a list for a tuple)."""
     if isinstance(wanted, list):
         wanted = tuple(wanted)
     return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
@@ -273,7 +273,7 @@ class Planner:
         return make_plan(config, self.sources(config), self.memo)
 
     def texts(self, arm: Arm, seed: int) -> tuple[str, ...]:
-        """What one types behind ``refiner run RECIPE`` to get the same run."""
+        """Overrides that one types behind ``refiner run RECIPE`` to get the same run."""
         changed = [self._text(field, value) for field, value in arm.changes.items()]
         return (*self.sweep.overrides, *changed, f"seed={seed}")
 

@@ -1,4 +1,4 @@
-"""Whether a planned sweep can answer its question: the smallest effect that it would see.
+"""Power of a planned sweep to answer its question: the smallest effect that it would see.
 
 In: a planned sweep, how many prompts it is evaluated on, and what earlier evaluations say about
 spreads (:class:`Evidence`). Out: a :class:`Detectable` with warnings and with what would do. The
@@ -36,7 +36,7 @@ Basis = Literal["pairs", "one seed", "seeds of one arm", "assumed", "nothing"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of spreads before the sweep.
+    """Evidence of spreads before the sweep.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What would do: so many seeds with the prompts as they are, or so many prompts with the seeds
+    """Remedies: so many seeds with the prompts as they are, or so many prompts with the seeds
     as they are. None: no reasonable number would."""
 
     seeds: int | None
@@ -75,7 +75,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Detectable:
-    """What the sweep can see.
+    """Detectability: what the sweep can see.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | 
 
 
 def assumed(metric: str) -> Evidence:
-    """Where nothing was measured: the most that shares can spread; nothing for other numbers."""
+    """Evidence where nothing was measured: the most that shares can spread; nothing for other numbers."""
     if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
         return Evidence(None, "nothing", text)
@@ -149,7 +149,7 @@ def assumed(metric: str) -> Evidence:
 
 
 def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Detectable:
-    """What the sweep can see, and what it cannot.
+    """Detectability of effects by a sweep.
 
     Parameters
     ----------

@@ -17,7 +17,7 @@ from refiner_core.contract.planned import PlannedStage
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sweep may take; None is no limit.
+    """Limits of a sweep; None is no limit.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """What the sweep is to answer: which number decides, and how small a change matters.
+    """Question that the sweep is to answer: which number decides, and how small a change matters.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class SweepPlan:
 
     @property
     def config(self) -> RecipeConfig:
-        """What all trials have in common: where and how they run."""
+        """Settings that all trials have in common: where and how they run."""
         return self.trials[0].plan.config
 
     def stages(self) -> dict[str, PlannedStage]:

@@ -154,7 +154,7 @@ def kernel_check(
 
 
 def gaps(found: Scored, exact: Scored) -> dict[str, float]:
-    """How far off, by the names of :data:`EXACT`."""
+    """Gaps by the names of :data:`EXACT`."""
     gap_F = (found.logprob_F - exact.logprob_F).abs()
     figures = {"gap_max": float(gap_F.max()), "gap_mean": float(gap_F.mean())}
     if found.gradient_P is not None and exact.gradient_P is not None:
@@ -174,7 +174,7 @@ def _compared(
 
 
 def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
-    """What training computes of these samples."""
+    """Scores of these samples as training computes them."""
     packs = pack_samples(
         *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
     )

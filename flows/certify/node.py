@@ -77,7 +77,7 @@ def probe() -> dict[str, Any]:
 
 
 def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -> Order:
-    """What to try on a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
+    """The order for a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
 
     ``model`` is a shape; by default the largest that fits on a GPU, or the tiny one on a CPU.
 
@@ -234,14 +234,14 @@ def _kill_workers(scratch: Path) -> None:
 
 
 def _fits(order: Order, found: Mapping[str, Any]) -> bool:
-    """Whether a shape fits on a GPU, and its weights twice on the disk."""
+    """True if a shape fits on a GPU, and its weights twice on the disk."""
     need = training_memory(sft_recipe(order, load_of(order)), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters
     return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
 
 
 def _vllm(config: RecipeConfig) -> dict[str, Any]:
-    """Where vLLM is, if the recipe says so; a plain `vllm` on PATH counts too."""
+    """Place of vLLM, if the recipe names it; a plain `vllm` on PATH counts too."""
     server, plain = config.grpo.rollout_server, RolloutServerConfig()
     names = ("python", "setup", "container", "args", "weights_dir")
     said = {name: getattr(server, name) for name in names}

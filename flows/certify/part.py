@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def read_checks(folder: Path) -> list[dict[str, Any]]:
-    """What a part has found so far; a line that is still being written is left out."""
+    """Checks that a part has made so far; a line that is still being written is left out."""
     path = folder / CHECKS
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]

@@ -214,7 +214,7 @@ def _config(order: Order, way: str) -> RecipeConfig:
 
 
 def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
-    """Whether a route that changes the server turns away who has no key."""
+    """True if a route that changes the server turns away who has no key."""
     name = f"vLLM, key of its control routes ({way})"
     request = urllib.request.Request(endpoint.url.removesuffix("/v1") + _CONTROL, method="POST")
     try:

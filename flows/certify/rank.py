@@ -1,4 +1,4 @@
-"""What each rank of a certification runs: ``python -m flows.certify.rank``, under torchrun.
+"""Program of each rank of a certification: ``python -m flows.certify.rank``, under torchrun.
 
 In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
 losses and gradient norms of a short SFT, and what collectives gave and took.

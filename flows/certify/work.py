@@ -1,4 +1,4 @@
-"""What the parts of a certification train: models, rows, recipes and folders.
+"""Material that the parts of a certification train on: models, rows, recipes and folders.
 
 In: a shape and a device. Out: a model folder with random weights, prepared rows, a recipe and the
 IO of an attempt, as a training stage has them. Nothing is fetched.
@@ -47,7 +47,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Order:
-    """What one part is to do, as the parent process writes it down.
+    """Order of one part, as the parent process writes it down.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Order:
 
     @property
     def device(self) -> str:
-        """Where one process computes."""
+        """Device of one process."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -201,7 +201,7 @@ def recipe(order: Order, *, attention: str = "sdpa", ranks: int = 1, zero: int =
 
 @dataclass(frozen=True)
 class Load:
-    """What is trained on: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
+    """Load of a training: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
 
     pack: int
     packs: int
@@ -217,7 +217,7 @@ ON_CPU = Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
 
 
 def load_of(order: Order) -> Load:
-    """How much is trained on to measure speed."""
+    """The load that speed is measured with."""
     return ON_GPU if order.gpus else ON_CPU
 
 

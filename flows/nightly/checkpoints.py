@@ -189,7 +189,7 @@ def _commit(source: Source) -> str:
 
 
 def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
-    """What the recipe is given beside that."""
+    """Fields that the recipe is given for a checkpoint."""
     changes: dict[str, Any] = {
         "stages": ["data", "evaluate"],
         "only": [],
@@ -230,5 +230,5 @@ def evaluations_in(plan: Plan) -> list[PlannedStage]:
 
 
 def is_done(plan: Plan, workspace: Workspace) -> bool:
-    """Whether all numbers are there."""
+    """True if all numbers are there."""
     return all(workspace.read_result(s.id) is not None for s in evaluations_in(plan))

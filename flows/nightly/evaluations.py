@@ -222,7 +222,7 @@ def _keep_values(at: At, row: Row, entries: Sequence[Mapping[str, Any]]) -> None
 
 
 def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, str]:
-    """What may have changed beside the weights."""
+    """Facts beside the weights that may have changed."""
     judge, said = plan.config_of(stage).judge, result.provenance
     host, usage = said.get("host") or {}, result.report.get("judge_usage") or {}
     found = {
@@ -289,7 +289,7 @@ def complete(at: At, night: str) -> str:
 
 
 def _look_after(at: At, night: str, checkpoint: Checkpoint) -> bool:
-    """Whether nothing is left to say of a checkpoint in a night that has passed."""
+    """True if nothing is left to say of a checkpoint in a night that has passed."""
     run, measured_in, is_canary = "", at.current, checkpoint == at.nightly.canary
     if is_canary or checkpoint.source.frozen:
         try:

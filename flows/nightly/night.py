@@ -69,7 +69,7 @@ NightState = Literal["done", "incomplete", "busy", "missed"]
 
 @dataclass(frozen=True)
 class Entry:
-    """How a checkpoint stands in a night.
+    """Standing of a checkpoint in a night.
 
     ``state``: ``measured`` now, ``kept`` (its numbers still hold), ``missing`` (``why`` says it,
     and that it stays so), ``failed`` (the same command tries again).
@@ -84,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class NightOutcome:
-    """How a night stands.
+    """Outcome of a night.
 
     Attributes
     ----------
@@ -169,7 +169,7 @@ def run_night(
 
 
 def _nothing_known(records: NightlyRecords, night: str, current: str) -> str:
-    """Why nothing can be said of a night that is past; empty where something can."""
+    """The reason that nothing can be said of a night that is past; empty where something can."""
     known = records.nights()
     if night == current or (known and night >= known[0]):
         return ""
@@ -257,7 +257,7 @@ def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
 
 
 def check_nightly(nightly: Nightly) -> list[str]:
-    """Whether a nightly evaluation can be carried out; warnings.
+    """Check that a nightly evaluation can be carried out; warnings.
 
     Raises
     ------
@@ -340,7 +340,7 @@ def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
 
 
 def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
-    """How a nightly evaluation stands, for scripts."""
+    """Standing of a nightly evaluation, for scripts."""
     nightly = reading.nightly
     schedule = Schedule(nightly.schedule, nightly.timezone)
     current = schedule.night_at(now)

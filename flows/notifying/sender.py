@@ -64,7 +64,7 @@ class Sender:
 
     @property
     def quiet(self) -> bool:
-        """Whether it is too early to tell anybody of anything."""
+        """True if it is too early to tell anybody of anything."""
         return time.time() < self._loud_at
 
     def begin(self, gone: Mapping[str, Any]) -> None:

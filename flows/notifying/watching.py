@@ -33,10 +33,10 @@ from refiner_core.contract.types import StageView
 
 
 class Hears:
-    """What is asked of who tells somebody; this one tells nobody."""
+    """Listener to a call that may tell somebody; this one tells nobody."""
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """How all stages are now."""
+        """Hear how all stages are now."""
 
     def asked_to_stop(self, why: str) -> None:
         """Somebody wants it to end."""
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class Watching(Hears):
-    """What runs and sweeps have in common.
+    """Watcher of a run or a sweep.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Watching(Hears):
         self._asked = why
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """How all stages are now."""
+        """Hear how all stages are now."""
         self._safely(lambda: self._look(views))
 
     def over(self, views: Mapping[str, StageView]) -> None:
@@ -195,7 +195,7 @@ def _ended_badly(view: StageView) -> bool:
 
 
 def sight_of(view: StageView) -> Sight:
-    """Whether a stage stands still, why, and how far it has come."""
+    """Sight of a stage: why it stands still, if it does, and how far it has come."""
     done = view.progress.done if view.progress is not None else 0
     cause = ""
     if view.state == "paused":
@@ -216,7 +216,7 @@ def hears_of(
     resumed: bool,
     say: Callable[[str], None],
 ) -> Hears:
-    """Who tells somebody of a call that this process has just taken up; nobody, where no channel is
+    """A watcher of a call that this process has just taken up; one that tells nobody where no channel is
     named."""
     if not alarms_of(notify):
         return Hears()
@@ -235,12 +235,12 @@ _TRIAL_WAIT_S = 5.0
 
 
 class SweepAtWork(Protocol):
-    """What is asked of a sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
+    """A sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
 
     held: str
 
     def standing(self) -> Mapping[str, Any]:
-        """How every trial stands: ``state`` in a word, and the ``reason``."""
+        """Every trial's ``state`` in a word, and the ``reason``."""
         ...
 
 

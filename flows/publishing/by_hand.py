@@ -57,7 +57,7 @@ def plan_publication(
     *,
     evaluate: bool = True,
 ) -> Prepared:
-    """What publishing ``steps`` (none: the last checkpoint) of a run's final model takes.
+    """Plan to publish ``steps`` (none: the last checkpoint) of a run's final model.
 
     Raises
     ------

@@ -172,7 +172,7 @@ def _refuse_mixed(found: Sequence[Candidate]) -> None:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a publication says, and is about.
+    """Facts of a publication, and the weights that it is about.
 
     ``decided`` is for the stage's report: what cannot be found out from records later.
     ``choice`` is set where the best checkpoint is published.
@@ -185,12 +185,12 @@ class Collected:
 
     @property
     def ends_run(self) -> bool:
-        """Whether these are the weights that the repository is to end at."""
+        """True if these are the weights that the repository is to end at."""
         return self.made.whole or self.choice is not None
 
 
 def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
-    """What the card of a finished `publish` or `card` stage says, from records alone.
+    """Facts of the card of a finished `publish` or `card` stage, from records alone.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
 
 
 def collect(subject: Subject) -> Collected:
-    """What a `publish` or `card` stage says."""
+    """Facts of a `publish` or `card` stage."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
     role, weights, choice = _published(subject)
     made = behind(workspace, weights)
@@ -377,7 +377,7 @@ def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
 
 
 def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
-    """Where an attempt's configuration stands: earlier versions gave it a file of its own."""
+    """Place of an attempt's configuration: earlier versions gave it a file of its own."""
     apart = subject.workspace.layout.attempt(stage_id, attempt).control / "config.json"
     name = apart.name if apart.exists() else "intent.json#config"
     return f"{subject.attempt_path(stage_id, attempt)}/{name}"
@@ -386,7 +386,7 @@ def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
 def _record_paths(
     subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, str]:
-    """Where each fact was read (numbers aside), by the front of its dotted path."""
+    """Places where facts were read (numbers aside), by the front of its dotted path."""
     asked, began = runs
     trained, name, last = made.trained, made.model.spec.name, made.last_attempt
     found = {

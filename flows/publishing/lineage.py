@@ -68,7 +68,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Behind:
-    """Where weights come from.
+    """Origin of weights.
 
     Attributes
     ----------
@@ -150,7 +150,7 @@ def recorded_subject(workspace: Workspace, stage_id: str) -> Subject:
 
 
 def _decided_before(workspace: Workspace, inputs: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the publication has decided whose card is written again."""
+    """Decisions of the publication whose card is written again."""
     published = workspace.read_result(inputs["publish"]) if "publish" in inputs else None
     return (published.report.get("made_with") or {}) if published is not None else {}
 
@@ -314,7 +314,7 @@ def decide(
 
 
 def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
-    """How the training behind a checkpoint had ended by now, if it had and was not taken up again;
+    """End of the training behind a checkpoint by now, if it had and was not taken up again;
     empty where it goes on or is done. Later the records may tell of another attempt."""
     attempts = made.model.attempts
     if made.whole or made.model.result is not None or not attempts:

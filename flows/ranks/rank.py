@@ -1,4 +1,4 @@
-"""What each rank of a training stage runs: ``python -P -m flows.ranks.rank``, under torchrun.
+"""Program of each rank of a training stage: ``python -P -m flows.ranks.rank``, under torchrun.
 
 In: the order of its attempt and torchrun's settings, both in the environment. Out: a trained stage.
 Rank 0 has the attempt's IO, the judge and the report; the others train. Whatever ends a rank is

@@ -65,13 +65,13 @@ def run_training(work: StageWork) -> dict[str, Any]:
 
 
 def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
-    """Whether a training stage needs no process beside the worker."""
+    """True if a training stage needs no process beside the worker."""
     section = section_of(config, stage)
     return placement_of(config, stage).world == 1 and not section.deepspeed_stage
 
 
 def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
-    """What moves the weights, in the words of cards and reports."""
+    """Name of the engine, in the words of cards and reports."""
     zero = section_of(config, stage).deepspeed_stage
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 

@@ -1,4 +1,4 @@
-"""What each kind of stage does: the wiring from records and configuration to the science.
+"""Functions of the kinds of stages: the wiring from records and configuration to the science.
 
 One module for a kind of stage, or for kinds that belong together: ``data``, ``sampling``,
 ``evaluating``, ``export``, ``fetch``, ``foreign`` (trainers of others). What they share: ``work``

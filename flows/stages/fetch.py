@@ -109,7 +109,7 @@ def local_model(config: ModelConfig) -> str:
 
 
 def _wanted(config: RecipeConfig, source: str) -> Wanted:
-    """What a source (``model``, ``data.rl@held-out-v1``) stands for."""
+    """The repository that a source (``model``, ``data.rl@held-out-v1``) stands for."""
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
         config = configs_under(config)[protocol]

@@ -73,7 +73,7 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
 
 
 def _remark(report: TrainerReport, steps: int) -> str:
-    """How the weights fall short of what the trainer had spoken of; empty: they do not."""
+    """Remark on weights that fall short of what the trainer had spoken of; empty: they do not."""
     if report.step < report.total:
         end = f"the trainer ended by itself at step {report.step} of {report.total}"
     elif steps < report.step:

@@ -135,7 +135,7 @@ def _serve(work: StageWork, server: Server) -> float:
 
 @contextlib.contextmanager
 def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
-    """Where a stage asks its judge, for as long as it works; None where refiner serves none.
+    """Addresses at which a stage asks its judge, for as long as it works; None where refiner serves none.
 
     A shared server is kept by a lease, and looked up anew at each call: it may have been replaced
     elsewhere, and while it is there is no address. One beside the stage is started here and ended
@@ -267,7 +267,7 @@ def judge_by_hand(
 def endpoints_by_hand(
     workspace: Workspace, config: JudgeConfig, *, calls: bool = True
 ) -> Iterator[Endpoints | None]:
-    """Where a server answers that a run has started, which is kept meanwhile; None where the
+    """Addresses of a server that a run has started, which is kept meanwhile; None where the
     configuration says where to ask.
 
     Raises

@@ -1,4 +1,4 @@
-"""Which trials of a sweep may begin now, and how each stands.
+"""Admission of the trials of a sweep: those that may begin now, and how each stands.
 
 In: a planned sweep, trials that can be begun, a budget. Out: members for an orchestrator, as they
 may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
@@ -50,7 +50,7 @@ _AGAIN_S = 5.0
 
 @dataclass
 class Outlook:
-    """What is expected of the sweep, and who hears when that changes.
+    """Expectations of the sweep, and who hears when they change.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ class Admission:
     # ------------------------------------------------------------ for who shows it
 
     def standing(self) -> dict[str, TrialWord]:
-        """How every trial stands."""
+        """Standing of every trial."""
         with self._lock:
             return dict(self.words)
 
@@ -333,7 +333,7 @@ class Admission:
 
 
 def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> str:
-    """What the canary has shown, and what follows for the sweep."""
+    """Line on what the canary has shown, and what follows for the sweep."""
     from flows.sweeping.forecasting import canary_text, forecast_lines
 
     total = next(iter(forecast_lines(forecast)), "")

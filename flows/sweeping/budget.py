@@ -1,4 +1,4 @@
-"""What stages have taken so far, and whether another trial may begin within the limits.
+"""Use of stages so far, and the budget that another trial may begin within.
 
 In: a workspace and ids of stages; the limits of a sweep file, a forecast by stage. Out: a
 :class:`Use` each (time, devices, queue, waste, calls of a judge), and sums of them; a reason why a
@@ -35,7 +35,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Use:
-    """What has been used; all attempts together.
+    """Resources that have been used; all attempts together.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ class UseReader:
             self._kept = (workspace.read_control(kept) or {}).get("stages", {})
 
     def is_done(self, stage_id: str) -> bool:
-        """Whether a stage is done."""
+        """True if a stage is done."""
         if stage_id not in self._finished and self.workspace.layout.stage(stage_id).result.exists():
             self._finished.add(stage_id)
         return stage_id in self._finished
@@ -132,7 +132,7 @@ class UseReader:
         atomic.write_json(path, {"version": 1, "stages": known})
 
     def _from_file(self, stage_id: str) -> Use | None:
-        """What a file has of a stage, if its result is still the one that it speaks of."""
+        """Use of a stage that a file has, if its result is still the one that it speaks of."""
         stamp, values = self._kept.get(stage_id) or (None, None)
         if stamp is None or stamp != self._stamp(stage_id):
             return None
@@ -206,7 +206,7 @@ _SIZE_HOLDS_S = 60.0
 
 @dataclass
 class Budget:
-    """What may still be spent.
+    """Budget of a sweep.
 
     Parameters
     ----------
@@ -229,16 +229,16 @@ class Budget:
 
     @property
     def limited(self) -> bool:
-        """Whether anything is limited but the number of trials at a time."""
+        """True if anything is limited but the number of trials at a time."""
         limits = self.limits
         return any(v is not None for v in (limits.gpu_hours, limits.disk_gb, limits.judge_calls))
 
     def expect(self, forecast: SweepForecast) -> None:
-        """What stages are expected to take from now on."""
+        """Take in what stages are expected to take from now on."""
         self._forecast = {s.stage: s for s in forecast.stages}
 
     def why_held(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
-        """Why a trial may not begin now; empty where it may.
+        """The reason that a trial may not begin now; empty where it may.
 
         Parameters
         ----------

@@ -56,7 +56,7 @@ class _Group:
 
 
 def read_evidence(workspace: Workspace, aim: Aim) -> Evidence:
-    """What earlier evaluations of that number say; an assumption where there are none."""
+    """Evidence of earlier evaluations of that number; an assumption where there are none."""
     groups = list(_groups(workspace, aim).values())
     best: Evidence | None = None
     for group in groups:
@@ -125,7 +125,7 @@ def _note(
 
 
 def _arm(config: Mapping[str, Any]) -> str:
-    """What trains the model, but for the seed, as text."""
+    """Settings that train the model, but for the seed, as text."""
     values = {}
     for path, info in walk(RecipeConfig):
         if info.mark != "identity" or not path.startswith(_TRAINS):
@@ -230,7 +230,7 @@ _SECTIONS = ("reward.", "judge.")
 
 @dataclass(frozen=True)
 class ArmShare:
-    """What one arm's reward and judge would change about the run's groups.
+    """Share of the run's groups that one arm's reward and judge would change.
 
     Attributes
     ----------
@@ -294,7 +294,7 @@ def share_of_run(plan: SweepPlan, name: str) -> RescoreShare:
 
 
 def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> RescoreShare:
-    """What each arm's reward and judge would change about the groups of an earlier run.
+    """Shares of an earlier run's groups that each arm's reward and judge would change.
 
     Raises
     ------

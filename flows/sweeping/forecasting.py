@@ -56,7 +56,7 @@ _MOST_LOADING = 0.8
 
 
 def read_history(workspace: Workspace, plan: SweepPlan) -> History:
-    """What finished stages say about those of a sweep.
+    """History of finished stages that are like those of a sweep.
 
     Stages of the sweep itself count, too: what an earlier version of it did is the best witness.
     """
@@ -140,7 +140,7 @@ def _stage(
 def _done_work(
     kind: str, identity: Mapping[str, Any], report: Mapping[str, Any], save_freq: int
 ) -> Work:
-    """What a finished stage has really done."""
+    """Work that a finished stage has really done."""
     prompts = None
     if kind == "evaluate":
         counts = [int(p["num_prompts"]) for p in (report.get("protocols") or {}).values()]
@@ -232,7 +232,7 @@ def forecast_of(
     canary: Sequence[CanaryMeasure] = (),
     history: History | None = None,
 ) -> SweepForecast:
-    """What is left to do of a sweep in this workspace, and what it takes (by ``history``, where it
+    """Forecast of what is left to do of a sweep in this workspace (by ``history``, where it
     has been read already)."""
     done = done_stages(workspace, plan)
     if len(done) == len(plan.stages()):
@@ -243,7 +243,7 @@ def forecast_of(
 
 
 class _Known(Knowledge):
-    """What is done has been looked up already."""
+    """Knowledge of which stages are done, looked up already."""
 
     def __init__(self, workspace: Workspace, done: AbstractSet[str]) -> None:
         super().__init__(workspace, size_of_model)
@@ -269,7 +269,7 @@ def _with_disk(
 def forecast_lines(
     forecast: SweepForecast, passed: Sequence[Passed] = (), *, free_bytes: int | None = None
 ) -> list[str]:
-    """What it takes, a line per kind of stage, then disk and limits."""
+    """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
     rows = aligned([_kind_row(group) for group in _by_kind_and_basis(forecast.stages)])
@@ -394,7 +394,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, float]:
-    """What the stages of a sweep have taken before it is launched: a forecast is of what is left,
+    """Use of the stages of a sweep before it is launched: a forecast is of what is left,
     and only both together can be held against what has been used in the end."""
     used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
     return {"seconds": used.seconds, "gpu_hours": used.gpu_hours}

@@ -139,7 +139,7 @@ def _question_of(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _same(one: SweepRecord, other: SweepRecord) -> bool:
-    """Whether two versions are the same sweep, whenever and from wherever they were launched."""
+    """True if two versions are the same sweep, whenever and from wherever they were launched."""
     texts = []
     for record in (one, other):
         what = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
@@ -212,7 +212,7 @@ MANY = 256
 
 @dataclass(frozen=True)
 class Launch:
-    """How a sweep is worked on.
+    """Manner in which a sweep is worked on.
 
     Attributes
     ----------
@@ -235,7 +235,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """How a call on a sweep ended.
+    """Outcome of a call on a sweep.
 
     ``words`` maps trials to how they stand; ``held`` says why no more of them were begun.
     """
@@ -345,7 +345,7 @@ def work_on_sweep(
 def admission_of(
     plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
 ) -> Admission:
-    """What admits the trials of a sweep, before it begins."""
+    """Admission of the trials of a sweep, before it begins."""
     trials = Trials(
         sweep=record.name,
         recipe=plan.sweep.recipe,
@@ -387,7 +387,7 @@ def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
 
 
 def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
-    """Whether every stage of every trial is done."""
+    """True if every stage of every trial is done."""
     stages = (i for i in plan.stages() if not is_service(i))
     return all(workspace.layout.stage(i).result.exists() for i in stages)
 

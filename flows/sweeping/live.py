@@ -78,7 +78,7 @@ class LivePage:
 
     @property
     def folder(self) -> Path:
-        """Where the report lies."""
+        """Folder of the report."""
         return self._workspace.layout.reports / self._sweep
 
     def tick(self) -> None:

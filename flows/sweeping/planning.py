@@ -91,7 +91,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
 
 
 def _refuse_keys_of_the_file(sweep: SweepFile, overrides: Sequence[str]) -> None:
-    """What a sweep is stands in its file, and in no overrides: those are of the recipe."""
+    """Refuse overrides of the sweep's own keys: what it is stands in its file."""
     for text in overrides:
         key = text.partition("=")[0].partition(".")[0].strip()
         if key in KEYS and not hasattr(RecipeConfig, key):
@@ -135,7 +135,7 @@ def _remembered(
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before the launch."""
+    """Knowledge before the launch."""
 
     forecast: SweepForecast
     passed: tuple[Passed, ...]
@@ -144,7 +144,7 @@ class Before:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why the sweep may not answer its question."""
+        """Reasons that the sweep may not answer its question."""
         return self.detectable.warnings
 
     def lines(self) -> list[str]:
@@ -262,14 +262,14 @@ class SweepLook:
 
 
 def look_at_sweep(plan: SweepPlan, workspace: Workspace | None = None) -> SweepLook:
-    """What a launch of the sweep would do now. Writes nothing."""
+    """Look at what a launch of the sweep would do now. Writes nothing."""
     workspace = workspace or Workspace.read_only(plan.config.workspace)
     stages = observe_stages([trial.plan for trial in plan.trials], workspace)
     return SweepLook(plan, stages, look_before(plan, workspace))
 
 
 def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
-    """What a sweep would do, as lines: arms, seeds, stages, what it takes and what it can show."""
+    """Plan of a sweep as lines: arms, seeds, stages, what it takes and what it can show."""
     look = look or look_at_sweep(plan)
     lines = [*_what_it_is(look), ""]
     lines += aligned([("arm", "seeds", "to do", "changes"), *_arm_rows(look)])
@@ -281,7 +281,7 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
 
 
 def _what_it_is(look: SweepLook) -> list[str]:
-    """What the sweep is, a line each."""
+    """Lines on what the sweep is."""
     plan, counts = look.plan, look.counts()
     sweep = plan.sweep
     lines = [f"sweep {sweep.name} of {sweep.recipe}: {sweep.question.text}".strip().rstrip(":")]
@@ -319,7 +319,7 @@ def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 
 def _changes(plan: SweepPlan, arm: Arm) -> str:
-    """What an arm sets, as overrides; the recipe as it is says so."""
+    """Settings of an arm, as overrides; the recipe as it is says so."""
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
     return shlex.join(own) or "(the recipe as it is)"
@@ -342,7 +342,7 @@ def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 
 def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:
-    """What a sweep would do, for scripts (`refiner sweep FILE --dry-run --json`)."""
+    """Plan of a sweep for scripts (`refiner sweep FILE --dry-run --json`)."""
     look = look or look_at_sweep(plan)
     sweep = plan.sweep
     return {

@@ -1,4 +1,4 @@
-"""How a sweep and its trials stand, from records alone: rows per arm, totals, what to do next.
+"""Status of a sweep and its trials, from records alone: rows per arm, totals, what to do next.
 
 In: a workspace and a sweep's name. Out: a :class:`TrialStanding` per trial, for reports and limits;
 a :class:`SweepStatus`, as lines and as JSON, for `refiner status`, scripts and the end of `refiner
@@ -120,7 +120,7 @@ class SweepWatcher:
         self.use = UseReader(workspace, use_file(workspace, name))
 
     def look(self) -> SweepStatus:
-        """How the sweep stands now, by its newest version."""
+        """Status of the sweep now, by its newest version."""
         record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
         who = orchestrator_of(self.workspace, call)
         trials = tuple(self.standings(record))
@@ -167,7 +167,7 @@ class SweepWatcher:
         return ("running", "") if works else ("interrupted", "its orchestrator is gone")
 
     def _running(self, trial: TrialRecord) -> dict[str, Any]:
-        """Which stage of a trial is at work, and how far it is."""
+        """The stage of a trial that is at work, and how far it is."""
         for name, stage_id in trial.stages.items():
             if is_service(stage_id) or self.use.is_done(stage_id):
                 continue
@@ -189,7 +189,7 @@ class SweepWatcher:
 
 
 def use_file(workspace: Workspace, sweep: str) -> Path:
-    """Where a sweep's orchestrator leaves what done stages have used."""
+    """The file in which a sweep's orchestrator leaves what done stages have used."""
     return sweep_folder(workspace, sweep) / "use.json"
 
 
@@ -232,7 +232,7 @@ class SweepStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether every trial is done."""
+        """True if every trial is done."""
         return all(t.state == "done" for t in self.trials)
 
 
@@ -267,7 +267,7 @@ def _counted(trials: Sequence[TrialStanding]) -> str:
 
 
 def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
-    """What the table does not say: totals, what went wrong, who works on it, what to type next."""
+    """Lines beside the table: totals, what went wrong, who works on it, what to type next."""
     counts = ", ".join(f"{n} {state}" for state, n in status.counts.items())
     yield f"{len(status.trials)} trials: {counts}; {_used(status)}"
     yield from _wrong(status)
@@ -279,7 +279,7 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
-    """What all of a sweep was expected to take; None where the forecast knows it of a part only."""
+    """Expected use of all of a sweep; None where the forecast knows it of a part only."""
     left = forecast.get(unit)
     if not left or (forecast.get("unknown") or {}).get("stages"):
         return None
@@ -332,7 +332,7 @@ def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
-    """What makes sense to type now, most useful first."""
+    """Commands that make sense now, most useful first."""
     name, where = status.record.name, f"workspace={workspace.root}"
     commands = []
     if status.orchestrator.works:
@@ -350,7 +350,7 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
 
 
 def _onward(status: SweepStatus, where: str) -> list[str]:
-    """What goes on with it; where a limit holds it, the file, in which somebody may raise it."""
+    """The command that goes on with it; where a limit holds it, the file, in which somebody may raise it."""
     told = status.record.provenance
     if all(t.state != "held" for t in status.trials) or not told.get("origin"):
         return ["refiner", "resume", status.record.name, where]

@@ -48,7 +48,7 @@ OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
 @dataclass(frozen=True)
 class TrialWord:
-    """How a trial stands: its state, why, and the exit code that this would mean for a run."""
+    """Standing of a trial: its state, why, and the exit code that this would mean for a run."""
 
     state: TrialState = "waiting"
     reason: str = ""
@@ -57,7 +57,7 @@ class TrialWord:
 
 
 def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
-    """How a trial ended, by its stages."""
+    """End of a trial, by its stages."""
     for state in ("failed", "interrupted"):
         if found := [v for v in views.values() if v.state == state]:
             # What ended so by itself comes before what it stopped.
@@ -68,7 +68,7 @@ def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
 
 
 def word_of_error(error: Exception, run: str) -> TrialWord:
-    """How a trial ended that an error has ended."""
+    """End of a trial that an error has ended."""
     if isinstance(error, RefinerError):
         state: TrialState = "interrupted" if error.resumable else "failed"
         return TrialWord(state, str(error), run, error.exit_code)
@@ -193,7 +193,7 @@ class Trials:
         return run
 
     def _keep_diff(self, run: RunRecord, diff: str) -> None:
-        """What is not committed, once for all trials: each run has a link to it."""
+        """Keep what is not committed, once for all trials: each run has a link to it."""
         folder = sweep_folder(self.workspace, self.sweep) / "diffs"
         path = folder / f"{run.provenance['diff_sha256']}.diff"
         if not path.exists():
@@ -235,7 +235,7 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
 
 
 def failed_by_its_arm(workspace: Workspace, canary: Canary) -> bool:
-    """Whether the canary's training failed for what its arm is: a loss that is not finite is a
+    """True if the canary's training failed for what its arm is: a loss that is not finite is a
     result, and says nothing of the others."""
     record = workspace.read_record(canary.stage.id)
     last = record.attempts[-1].outcome if record is not None and record.attempts else None
@@ -243,7 +243,7 @@ def failed_by_its_arm(workspace: Workspace, canary: Canary) -> bool:
 
 
 def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
-    """What the first steps of a training stage have shown; None before there are two and a save.
+    """Measure of the first steps of a training stage; None before there are two and a save.
 
     A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
     measured by its progress; when it saves is its own business.
