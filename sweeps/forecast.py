@@ -361,8 +361,8 @@ def _differing(one: Shape, other: Shape) -> tuple[str, ...]:
 def _with_canary(
     stages: tuple[StageForecast, ...], canary: Sequence[CanaryMeasure]
 ) -> tuple[StageForecast, ...]:
-    """Forecast by the canary: what is of the kind, weights and devices of a stage that it has tried goes by
-    its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
+    """Forecast by the canary: what is of the kind, weights and devices of a stage that it has tried
+    goes by its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
     by_id = {s.stage: s for s in stages}
     tried = [(by_id[m.stage], m) for m in canary if m.stage in by_id and m.seconds_per_step]
     found = []

@@ -136,7 +136,8 @@ def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | 
 
 
 def assumed(metric: str) -> Evidence:
-    """Evidence where nothing was measured: the most that shares can spread; nothing for other numbers."""
+    """Evidence where nothing was measured: the most that shares can spread; nothing for other
+    numbers."""
     if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
         return Evidence(None, "nothing", text)

@@ -175,7 +175,8 @@ def _heard() -> Iterator[list[str]]:
 
 
 def _service(address: str, message: Mapping[str, Any], asset: Any) -> tuple[Any, bool]:
-    """The service that takes a message by an address; True if it is a POST of the message's own JSON."""
+    """The service that takes a message by an address; True if it is a POST of the message's own
+    JSON."""
     import apprise
 
     if (service := apprise.Apprise.instantiate(address, asset=asset)) is not None:

@@ -216,8 +216,8 @@ def hears_of(
     resumed: bool,
     say: Callable[[str], None],
 ) -> Hears:
-    """A watcher of a call that this process has just taken up; one that tells nobody where no channel is
-    named."""
+    """A watcher of a call that this process has just taken up; one that tells nobody where no
+    channel is named."""
     if not alarms_of(notify):
         return Hears()
     return watch(

@@ -40,7 +40,7 @@ def run_evaluate(work: StageWork) -> dict[str, Any]:
 
 
 def _first_attempt(work: StageWork) -> str:
-    """Mark that tells this making of a stage from all others, also from one whose record was deleted:
-    the same in all of its attempts."""
+    """Mark that tells this making of a stage from all others, also from one whose record was
+    deleted: the same in all of its attempts."""
     record = work.workspace.read_record(work.stage_id)
     return record.attempts[0].comment if record is not None and record.attempts else ""

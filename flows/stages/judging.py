@@ -135,7 +135,8 @@ def _serve(work: StageWork, server: Server) -> float:
 
 @contextlib.contextmanager
 def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
-    """Addresses at which a stage asks its judge, for as long as it works; None where refiner serves none.
+    """Addresses at which a stage asks its judge, for as long as it works; None where refiner serves
+    none.
 
     A shared server is kept by a lease, and looked up anew at each call: it may have been replaced
     elsewhere, and while it is there is no address. One beside the stage is started here and ended

@@ -350,7 +350,8 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
 
 
 def _onward(status: SweepStatus, where: str) -> list[str]:
-    """The command that goes on with it; where a limit holds it, the file, in which somebody may raise it."""
+    """The command that goes on with it; where a limit holds it, the file, in which somebody may
+    raise it."""
     told = status.record.provenance
     if all(t.state != "held" for t in status.trials) or not told.get("origin"):
         return ["refiner", "resume", status.record.name, where]
