@@ -47,6 +47,7 @@ class Prepared(NamedTuple):
     plan: Plan
     run: RunRecord
     sources: dict[str, str]
+    overrides: list[str]
 
 
 def plan_publication(
@@ -87,20 +88,16 @@ def plan_publication(
     assert names, "an empty `only` would mean the whole recipe"
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
-    return Prepared(plan, run, sources)
+    publish = plan.config.publish
+    listed = f"publish.steps=[{','.join(map(str, publish.steps))}]"
+    words = [*run.overrides, f"publish.which={publish.which}", listed, *overrides]
+    return Prepared(plan, run, sources, words)
 
 
 def begin_publication(
-    workspace: Workspace,
-    run_id: str | None = None,
-    steps: Sequence[int] = (),
-    overrides: Sequence[str] = (),
-    *,
-    evaluate: bool = True,
+    workspace: Workspace, prepared: Prepared
 ) -> tuple[Plan, Workspace, RunRecord]:
-    """Record a call that publishes, for somebody to work on; arguments and errors as of
-    :func:`plan_publication`."""
-    prepared = plan_publication(workspace, run_id, steps, overrides, evaluate=evaluate)
+    """Record a call that publishes, for somebody to work on."""
     plan, run = prepared.plan, prepared.run
     check_hub_access(plan.config)
 
@@ -108,11 +105,8 @@ def begin_publication(
         room = Workspace.open(workspace.root)
         make_router(plan.config.dispatch, room).check(plan.stages)
         recipe = str(run.provenance.get("recipe") or run.recipe)
-        publish = plan.config.publish
-        listed = f"publish.steps=[{','.join(map(str, publish.steps))}]"
-        words = [*run.overrides, f"publish.which={publish.which}", listed, *overrides]
         more = {"sources": prepared.sources, "publishes": run.run}
-        record = record_run(plan, room, recipe, words, **more)
+        record = record_run(plan, room, recipe, prepared.overrides, **more)
         room.write_run(record)
         return plan, room, record
 

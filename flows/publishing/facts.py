@@ -42,18 +42,12 @@ from refiner_core.evaluation.metrics import higher_is_better
 
 
 class Candidate(NamedTuple):
-    """A checkpoint: the role of its weights, the name under which it was measured, its step, and
-    the number that counts."""
+    """A checkpoint: the role of its weights, its step, and the number that counts, which is
+    finite."""
 
     role: str
-    model: str
     step: int
     entry: Mapping[str, Any]
-
-    @property
-    def value(self) -> float:
-        """The number; it is finite."""
-        return float(self.entry["value"])
 
 
 @dataclass(frozen=True)
@@ -102,37 +96,25 @@ def measured_as(role: str, model: str) -> str:
     return f"{model}-{step}" if step else model
 
 
-def choose(
-    workspace: Workspace,
-    inputs: Mapping[str, str],
-    steps: Mapping[str, int],
-    model: str,
-    config: PublishConfig,
-) -> Choice:
-    """The best of several checkpoints.
-
-    Parameters
-    ----------
-    inputs
-        Role -> stage id; ``evaluation-<model>-step50`` belongs to ``weights-step50``.
-    steps
-        Role of weights -> step.
+def choose(subject: Subject) -> Choice:
+    """The best of several checkpoints; ``evaluation-<model>-step50`` belongs to ``weights-step50``.
 
     Raises
     ------
     StageFailed
         One has no such number, or they were measured in different ways.
     """
-    found = []
-    for role, step in sorted(steps.items(), key=lambda item: item[1]):
-        name = measured_as(role, model)
-        stage_id = inputs.get(f"evaluation-{name}")
-        result = workspace.read_result(stage_id) if stage_id else None
+    workspace, config, found = subject.workspace, subject.config.publish, []
+    for role, stage_id in weights_of(subject).items():
+        step = int(need_result(workspace, stage_id).report["steps"])
+        measured = subject.inputs.get(f"evaluation-{measured_as(role, subject.spec.model)}")
+        result = workspace.read_result(measured) if measured else None
         entries = result.report["evaluations"] if result is not None else ()
-        found.append(Candidate(role, name, step, _number(entries, step, config)))
+        found.append(Candidate(role, step, _number(entries, step, config)))
+    found.sort(key=lambda candidate: candidate.step)
     _refuse_mixed(found)
     sign = -1.0 if higher_is_better(config.best_metric) is False else 1.0
-    best = max(found, key=lambda c: (sign * c.value, -c.step))
+    best = max(found, key=lambda c: (sign * float(c.entry["value"]), -c.step))
     return Choice(best, tuple(found))
 
 
@@ -205,8 +187,10 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
 def collect(subject: Subject) -> Collected:
     """Facts of a `publish` or `card` stage."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
-    role, weights, choice = _published(subject)
-    made = behind(workspace, weights)
+    weights = weights_of(subject)
+    choice = choose(subject) if subject.spec.name == "publish-best" else None
+    role = next(iter(weights)) if choice is None else choice.best.role
+    made = behind(workspace, weights[role])
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
@@ -255,21 +239,6 @@ def collect(subject: Subject) -> Collected:
         records=records,
     )
     return Collected(facts, made, decided, choice)
-
-
-def _published(subject: Subject) -> tuple[str, str, Choice | None]:
-    """The weights that a publication is about: their role, the stage that has them, and how they
-    were chosen, where there are several."""
-    weights, config = weights_of(subject), subject.config.publish
-    if subject.spec.name != "publish-best":
-        ((role, stage_id),) = weights.items()
-        return role, stage_id, None
-    steps = {
-        role: int(need_result(subject.workspace, stage_id).report["steps"])
-        for role, stage_id in weights.items()
-    }
-    choice = choose(subject.workspace, subject.inputs, steps, subject.spec.model, config)
-    return choice.best.role, weights[choice.best.role], choice
 
 
 def _measured_as(made: Behind, role: str, model: str) -> str:

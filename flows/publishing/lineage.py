@@ -175,7 +175,8 @@ def behind(workspace: Workspace, weights: str) -> Behind:
     made = need_result(workspace, weights)
     exported = weights.startswith("export-")
     trained = str(made.report["stage"]) if exported else weights
-    records = _chain(workspace, trained)
+    chain = _chain(workspace, trained)
+    records = dict(sorted(chain.items(), key=lambda item: BEHIND.index(item[1].spec.kind)))
     reports = {n: r.result.report for n, r in records.items() if r.result is not None}
     attempts = {name: _until_done(record) for name, record in records.items()}
     name = next(n for n, r in records.items() if trained.endswith(r.spec.fingerprint[:12]))
@@ -183,17 +184,8 @@ def behind(workspace: Workspace, weights: str) -> Behind:
         hidden = ("stage", "attempt", "elapsed_s")
         reports[name] = {k: v for k, v in made.report.items() if k not in hidden}
         attempts[name] = _until_checkpoint(records[name], made.report)
-    order = {kind: position for position, kind in enumerate(BEHIND)}
-    names = sorted(records, key=lambda n: order.get(records[n].spec.kind, len(order)))
-    return Behind(
-        weights=weights,
-        trained=trained,
-        records={n: records[n] for n in names},
-        reports={n: reports[n] for n in names if n in reports},
-        attempts={n: attempts[n] for n in names},
-        step=int(made.report["steps"]),
-        whole=not exported,
-    )
+    step = int(made.report["steps"])
+    return Behind(weights, trained, records, reports, attempts, step, not exported)
 
 
 def need_result(workspace: Workspace, stage_id: str) -> StageResult:
