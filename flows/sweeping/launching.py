@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,7 +55,6 @@ from infra.store.sweep_records import (
     write_sweep,
 )
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import (
     RECORD_VERSION,
@@ -346,41 +344,37 @@ def admission_of(
     plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
 ) -> Admission:
     """Admission of the trials of a sweep, before it begins."""
-    trials = Trials(
-        sweep=record.name,
-        recipe=plan.sweep.recipe,
-        workspace=workspace,
-        told=last_words(workspace, record.name),
-        take_over=launch.take_over,
-        pin=lambda room: pin_for(room, record.name),
-    )
+    name, limits = record.name, plan.sweep.limits
     finished = is_finished(plan, workspace)
     return Admission(
-        plan=plan,
-        workspace=workspace,
-        trials=trials,
-        budget=Budget(
-            plan.sweep.limits,
-            UseReader(workspace, use_file(workspace, record.name)),
-            lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
+        plan,
+        workspace,
+        Trials(
+            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
+            take_over=launch.take_over,
+            pin=lambda room: pin_for(room, name),
         ),
-        outlook=Outlook(
+        Budget(
+            *(limits, UseReader(workspace, use_file(workspace, name))),
+            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
+        ),
+        Outlook(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),
             corrected=lambda canary: forecast_of(plan, workspace, canary),
             passed=lambda forecast: [p.text for p in passed_by(forecast, plan, workspace)],
             past_canary=launch.past_canary,
         ),
-        concurrency=concurrency_of(plan, plan.config.dispatch),
+        concurrency=concurrency_of(plan),
         poll_s=plan.config.dispatch.poll_s,
-        clock=time.monotonic,
-        page=LivePage(workspace, plan.sweep.name),
+        page=LivePage(workspace, name),
     )
 
 
-def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
+def concurrency_of(plan: SweepPlan) -> int:
     """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
     cluster's queue takes."""
+    dispatch = plan.config.dispatch
     if plan.sweep.limits.concurrency is not None:
         return plan.sweep.limits.concurrency
     return dispatch.max_parallel if dispatch.executor == "local" else MANY

@@ -224,7 +224,7 @@ def bench(
             passed=passed,
             past_canary=launch.past_canary,
         ),
-        concurrency=concurrency_of(plan, config.dispatch),
+        concurrency=concurrency_of(plan),
         poll_s=0.0,
         tell=said.append,
     )
