@@ -40,6 +40,7 @@ def _no_static(config: RecipeConfig) -> bool:
 
 
 _LEXICAL = Idle(lambda c: c.judge.kind == "lexical", "means nothing to the lexical judge")
+_NO_MUON = "is not used: `{}.optimizer` is adamw"
 _NO_DEMONSTRATIONS = Idle(
     lambda c: c.data.sft_path != "builtin:synthetic", "is about demonstrations that are made up"
 )
@@ -70,19 +71,10 @@ DORMANT: dict[str, Idle] = {
     "reward.rubric_aggregation": Idle(
         lambda c: c.reward.rubric_source == "none", "has no rubrics to aggregate"
     ),
-    "sft.muon_learning_rate": Idle(
-        lambda c: c.sft.optimizer != "muon", "is not used: `sft.optimizer` is adamw"
-    ),
-    "rft.muon_learning_rate": Idle(
-        lambda c: c.rft.optimizer != "muon", "is not used: `rft.optimizer` is adamw"
-    ),
-    "judge.prompt": _LEXICAL,
-    "judge.revision": _LEXICAL,
-    "judge.temperature": _LEXICAL,
-    "judge.max_tokens": _LEXICAL,
-    "judge.form": _LEXICAL,
-    "judge.structured_output": _LEXICAL,
-    "judge.extra_body": _LEXICAL,
+    "sft.muon_learning_rate": Idle(lambda c: c.sft.optimizer != "muon", _NO_MUON.format("sft")),
+    "rft.muon_learning_rate": Idle(lambda c: c.rft.optimizer != "muon", _NO_MUON.format("rft")),
+    **{f"judge.{name}": _LEXICAL for name in ("prompt", "revision", "temperature", "max_tokens")},
+    **{f"judge.{name}": _LEXICAL for name in ("form", "structured_output", "extra_body")},
     "data.synthetic_sft_rows": _NO_DEMONSTRATIONS,
     "data.synthetic_rl_rows": Idle(
         lambda c: c.data.rl_path != "builtin:synthetic", "is about prompts that are made up"

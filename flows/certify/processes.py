@@ -30,6 +30,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -378,57 +379,39 @@ def _hang(order: Order, folder: Path) -> CertifiedCheck:
         "dispatch.hung_after_s=20",
         "dispatch.retries.hung=5",  # a slow start may look like one, too
     )
-    stopper = _Stopper(place / "runs")
-    stopper.start()
-    began = time.monotonic()
-    try:
-        run_recipe_in(
-            Room.make(place / "runs"),
-            Asked("tiny"),
-            overrides,
-            name="hang",
-            tell=lambda line: None,
-        )
-    finally:
-        stopper.leave()
+    began, left = time.monotonic(), threading.Event()
+    with ThreadPoolExecutor(1) as beside:
+        stopper = beside.submit(_stop_a_rank, place / "runs", left)
+        try:
+            room, tell = Room.make(place / "runs"), lambda line: None
+            run_recipe_in(room, Asked("tiny"), overrides, name="hang", tell=tell)
+        finally:
+            left.set()
     workspace = Workspace.read_only(place / "runs")
     [stage] = [i for i in workspace.stage_ids() if i.startswith("sft")]
     record = workspace.read_record(stage)
     attempts = record.attempts if record is not None else ()
     named = [a.outcome.failure for a in attempts if a.outcome is not None and a.outcome.failure]
     return check(
-        *("planted hang", stopper.stopped and "hung" in named and len(attempts) > 1),
+        *("planted hang", stopper.result() and "hung" in named and len(attempts) > 1),
         f"a stopped rank was named {named[0] if named else 'nothing'}; the stage ended with "
         f"attempt {len(attempts)} after {time.monotonic() - began:.0f} s",
         attempts=len(attempts),
     )
 
 
-class _Stopper(threading.Thread):
-    """Stops the last rank of the first attempt once it has trained a step."""
-
-    def __init__(self, workspace: Path) -> None:
-        super().__init__(name="stopper", daemon=True)
-        self._workspace, self._left = workspace, threading.Event()
-        self.stopped = False
-
-    def leave(self) -> None:
-        """Stop nobody any more."""
-        self._left.set()
-        self.join()
-
-    def run(self) -> None:
-        """Look for the rank until it is stopped."""
-        while not self._left.wait(0.05) and not self.stopped:
-            if any(self._workspace.glob("stages/sft-*/attempts/*/metrics.jsonl")):
-                self._stop()
-
-    def _stop(self) -> None:
-        for process in psutil.process_iter():
+def _stop_a_rank(workspace: Path, left: threading.Event) -> bool:
+    """Stop the last rank of the first attempt once it has trained a step; False if it was ``left``
+    alone."""
+    found = False
+    while not found and not left.wait(0.05):
+        trains = any(workspace.glob("stages/sft-*/attempts/*/metrics.jsonl"))
+        for process in psutil.process_iter() if trains else ():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 if process.uids().real != os.getuid():
                     continue
                 given = process.environ()
-                if given.get("RANK") == "1" and str(self._workspace) in given.get(ORDER, ""):
+                if given.get("RANK") == "1" and str(workspace) in given.get(ORDER, ""):
                     process.send_signal(signal.SIGSTOP)
-                    self.stopped = True
+                    found = True
+    return found
