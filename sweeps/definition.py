@@ -34,6 +34,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import yaml_reason
@@ -44,6 +45,7 @@ from refiner_core.contract.loading import (
     whole_paths,
     written_overrides,
 )
+from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
 from sweeps.values import Limits, Question, SweepFile
 
@@ -435,9 +437,6 @@ def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: 
 
 def _belongs_elsewhere(key: str) -> str:
     """Hint for a key of a recipe that stands in a sweep file."""
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.marks import walk
-
     known = {part for path, _ in walk(RecipeConfig) for part in (path, path.split(".")[0])}
     return " It is a field of the recipe: write it below `overrides:`." if key in known else ""
 

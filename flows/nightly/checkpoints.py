@@ -179,13 +179,13 @@ def _commit(source: Source) -> str:
     with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
         refs = hub.refs()
     known = {**refs.tags, **refs.branches}
-    if source.revision in known:
-        return known[source.revision]
-    raise ConfigurationError(
-        f"{source.ref} has no revision {source.revision!r}.",
-        expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
-        fix="correct `revision`",
-    )
+    if source.revision not in known:
+        raise ConfigurationError(
+            f"{source.ref} has no revision {source.revision!r}.",
+            expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
+            fix="correct `revision`",
+        )
+    return known[source.revision]
 
 
 def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:

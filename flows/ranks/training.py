@@ -11,9 +11,9 @@ torch there alone: the worker keeps the heartbeat, the fence and the outcome.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flows.stages.work import as_planned
+from flows.stages.work import StageWork, as_planned
 from infra.jobs.signals import job_of
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.nodes import OtherNodes
@@ -28,9 +28,6 @@ from refiner_core.contract.placement import (
     section_of,
     training_stage,
 )
-
-if TYPE_CHECKING:
-    from flows.stages.work import StageWork
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"

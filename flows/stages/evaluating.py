@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from flows.stages.judging import judge_for
 from flows.stages.work import StageWork, as_planned
+from infra.foreign.exports import require_whole
+from refiner_core.contract.protocols import protocol_name
 
 
 def run_evaluate(work: StageWork) -> dict[str, Any]:
     """Weights and a protocol to per-sample results and numbers. Of an agent nobody is asked to
     judge but where the environment is to ask."""
-    from flows.stages.judging import judge_for
-    from infra.foreign.exports import require_whole
-    from refiner_core.contract.protocols import protocol_name
     from refiner_core.evaluation.run import Circumstances, evaluate_model
 
     if work.spec.model == "command":

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import infra
+from flows.stages.fetch import local_model
+from flows.stages.work import StageWork
 from infra.attempt.stage_io import AttemptIO
 from infra.disk.keeper import DiskKeeper
 from infra.foreign.checkpoints import work_folder
@@ -22,9 +24,6 @@ from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
 from infra.jobs.protocol import AttemptRef
 from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
-
-if TYPE_CHECKING:
-    from flows.stages.work import StageWork
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +117,4 @@ def _io(work: StageWork) -> AttemptIO:
 def _model_folder(work: StageWork) -> str:
     if "policy" in work.inputs:
         return work.model_ref
-    from flows.stages.fetch import local_model
-
     return local_model(work.config.model)

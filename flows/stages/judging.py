@@ -26,7 +26,7 @@ from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
 from infra.services.registry import live_endpoints, service_key, write_endpoint
 from infra.services.server import Order, Server, node_address
-from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder
+from infra.store.orchestrators import HeldLease, Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
@@ -281,8 +281,6 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.store.orchestrators import HeldLease, Lease, hand_holder
-
     if not live_endpoints(workspace, service.id):
         if not calls:
             yield tuple

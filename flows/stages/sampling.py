@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from flows.stages.judging import judge_for
 from flows.stages.work import StageWork, as_planned
 from refiner_core.contract.types import Generator
 
 
 def run_sample(work: StageWork) -> dict[str, Any]:
     """A model's attempts at the training prompts, and those of them that are worth learning."""
-    from flows.stages.judging import judge_for
     from refiner_core.rejection.stage import sample_attempts
 
     as_planned(work.spec.sources, work.config)

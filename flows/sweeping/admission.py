@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flows.sweeping.budget import Budget
+from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.live import LivePage
 from flows.sweeping.trials import (
     OVER,
@@ -334,7 +335,5 @@ class Admission:
 
 def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> str:
     """Line on what the canary has shown, and what follows for the sweep."""
-    from flows.sweeping.forecasting import canary_text, forecast_lines
-
     total = next(iter(forecast_lines(forecast)), "")
     return f"{name} has shown what training takes: {canary_text(measured)}\n{total}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,7 @@ class UseReader:
 
     def total(self, stage_ids: Iterable[str]) -> Use:
         """Several stages, each once."""
-        total = NOTHING
-        for stage_id in dict.fromkeys(stage_ids):
-            total = total.plus(self.of(stage_id))
-        return total
+        return reduce(Use.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
     def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
         """Leave what is known of done stages for other readers. One writer: who works on the

@@ -365,8 +365,8 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
     if found is None:
         return replace(share, note="nothing to compare")
     best, sign = (e and e._asdict() for e in (found.best_changed, found.sign_changed))
-    counts = {"groups": found.groups, "rollouts": found.rollouts}
-    return replace(share, best_changed=best, sign_changed=sign, **counts)
+    share = replace(share, groups=found.groups, rollouts=found.rollouts)
+    return replace(share, best_changed=best, sign_changed=sign)
 
 
 def _arm_text(arm: ArmShare) -> str:
