@@ -133,13 +133,12 @@ def certify(
     NoSpaceError
         The scratch folder or the certificate does not fit.
     """
-    for name in only:
-        if name not in PARTS:
-            raise ConfigurationError(
-                f"There is no part {name!r}.{suggest(name, PARTS)}",
-                expected="one of: " + ", ".join(PARTS),
-                fix="see `refiner certify --help`",
-            )
+    if unknown := [name for name in only if name not in PARTS]:
+        raise ConfigurationError(
+            f"There is no part {unknown[0]!r}.{suggest(unknown[0], PARTS)}",
+            expected="one of: " + ", ".join(PARTS),
+            fix="see `refiner certify --help`",
+        )
     began = time.monotonic()
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
@@ -161,8 +160,7 @@ def certify(
     try:
         with ThreadPoolExecutor(2) as beside:
             try:
-                # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is
-                # timed.
+                # Faults mostly wait; only where they take no GPU's memory, and nothing is timed.
                 waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
                 for name in ("numerics", "ranks", "servers"):
                     run(name)
@@ -177,12 +175,7 @@ def certify(
         _kill_workers(scratch)
         atomic.remove_tree(scratch)
     certificate = Certificate(
-        made_at=now_text(),
-        host=host(),
-        gpus=tuple(found["gpus"]),
-        versions=found["versions"],
-        model=order.model,
-        dtype=order.dtype,
+        *(now_text(), host(), tuple(found["gpus"]), found["versions"], order.model, order.dtype),
         seconds=round(time.monotonic() - began, 1),
         checks=tuple(checks),
     )

@@ -9,13 +9,14 @@ the real thing, and time is what a test says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
-from flows.nightly.files import in_folder_of, load_nightly
+from flows.nightly.files import load_nightly
 from flows.nightly.history import Reading, read_history
 from flows.nightly.night import NightOutcome, run_night
 from infra.attempt.attempt import AttemptRun
@@ -90,7 +91,7 @@ class NightLab:
 
     def plan(self, checkpoint: str, night: str) -> Plan:
         entry = next(c for c in self.nightly.everybody if c.name == checkpoint)
-        with in_folder_of(self.nightly):
+        with contextlib.chdir(self.nightly.folder):
             return night_plan(self.nightly, resolve(entry, self.workspace), night, self.base)
 
     def measure(
