@@ -151,7 +151,8 @@ def _take_up(nightly: Nightly, deployment: Any, tell: Callable[[str], None]) -> 
     """Begin a night at once that has begun before and is not done."""
     from prefect.client.orchestration import get_client
 
-    from flows.nightly.serving import due_night, remove_former
+    from flows.nightly.files import due_night
+    from flows.nightly.flow import remove_former
 
     remove_former(nightly.name, tell)
     if night := due_night(nightly, datetime.now(UTC)):
@@ -188,11 +189,11 @@ def deploy(
         A file cannot be read or carried out, no Prefect server can be used, or it has no such
         pool.
     """
-    from flows.nightly.serving import remove_former
-
     what = proposed(files)
     nightlies = _checked(what.nightlies, workspace, tell)
     info = usable_server()
+    from flows.nightly.flow import remove_former
+
     _check_pool(pool)
     made = []
     for deployment, nightly in _deployments(what, nightlies, workspace):
@@ -243,7 +244,7 @@ def _deployments(
     """All of them, as Prefect wants them, and which of them is a nightly evaluation's."""
     from prefect.flows import EntrypointType
 
-    from flows.nightly.serving import nightly_deployment
+    from flows.nightly.flow import nightly_deployment
     from flows.pipeline import pipeline
     from flows.sweep import sweep
 

@@ -72,12 +72,12 @@ def _say_no_room(workspace: Workspace, stage_id: str) -> None:
 
 
 def _run(attempt: AttemptRun) -> dict[str, object]:
-    from flows.stages.work import planned_prompts, planned_rubrics, run_stage
+    from flows.stages.work import judged_as_planned, run_stage
 
     refuse_other_code(attempt.workspace)
     attempt.check_inputs()
     spec, config = attempt.spec, attempt.config
-    with planned_rubrics(spec, config), planned_prompts(spec, config):
+    with judged_as_planned(spec, config):
         return run_stage(work_of(attempt))
 
 

@@ -1,6 +1,6 @@
 """Sweeps: a file that says what is varied becomes arms and trials, with what they share and cost.
 
-    sweep file ── definition ──> SweepFile ── arms ──> Arm … ── planning ──> SweepPlan
+    sweep file ── definition ──> SweepFile ── planning ──> Arm … ── checks ──> SweepPlan
                                                                   │ forecast (hours, calls, room)
                                                                   │ power (what effect can be seen)
 

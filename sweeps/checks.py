@@ -12,20 +12,92 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, replace_fields, suggest
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.kinds import TRAINED
+from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, final_model
-from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.protocols import FIELDS, ProtocolFile, protocols_of
+from refiner_core.contract.protocols import FIELDS, protocols_of
 from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
-from sweeps.dormant import DORMANT, why_without_effect
 from sweeps.power import Aim, aim_of
 from sweeps.values import Question, SweepFile, SweepPlan
+
+
+class Idle(NamedTuple):
+    """Condition under which a field is without effect, and why."""
+
+    idle: Callable[[RecipeConfig], bool]
+    why: str
+
+
+def _no_static(config: RecipeConfig) -> bool:
+    reward = config.reward
+    return "static" not in reward.rubric_source or reward.instance_rubrics_only
+
+
+_LEXICAL = Idle(lambda c: c.judge.kind == "lexical", "means nothing to the lexical judge")
+_NO_MUON = "is not used: `{}.optimizer` is adamw"
+_NO_DEMONSTRATIONS = Idle(
+    lambda c: c.data.sft_path != "builtin:synthetic", "is about demonstrations that are made up"
+)
+
+#: Field -> when it is idle.
+DORMANT: dict[str, Idle] = {
+    "grpo.kl_estimator": Idle(
+        lambda c: c.grpo.beta == 0, "is of no use where `grpo.beta` is 0: there is no KL term"
+    ),
+    "reward.static_rubrics": Idle(
+        _no_static, "is not asked: `reward.rubric_source` has no static rubrics"
+    ),
+    "reward.instance_rubrics_only": Idle(
+        lambda c: c.reward.rubric_source == "instance",
+        "drops nothing: `reward.rubric_source` is instance",
+    ),
+    "reward.paper_citation_weight": Idle(
+        lambda c: not c.reward.apply_paper_citation_reward,
+        "is not used: `reward.apply_paper_citation_reward` is false",
+    ),
+    "reward.combination": Idle(
+        lambda c: not c.reward.apply_paper_citation_reward or c.reward.paper_citation_weight == 0,
+        "has nothing to combine: there is no citation term",
+    ),
+    "reward.non_stop_penalty_value": Idle(
+        lambda c: not c.reward.non_stop_penalty, "is not used: `reward.non_stop_penalty` is false"
+    ),
+    "reward.rubric_aggregation": Idle(
+        lambda c: c.reward.rubric_source == "none", "has no rubrics to aggregate"
+    ),
+    "sft.muon_learning_rate": Idle(lambda c: c.sft.optimizer != "muon", _NO_MUON.format("sft")),
+    "rft.muon_learning_rate": Idle(lambda c: c.rft.optimizer != "muon", _NO_MUON.format("rft")),
+    **{f"judge.{name}": _LEXICAL for name in ("prompt", "revision", "temperature", "max_tokens")},
+    **{f"judge.{name}": _LEXICAL for name in ("form", "structured_output", "extra_body")},
+    "data.synthetic_sft_rows": _NO_DEMONSTRATIONS,
+    "data.synthetic_rl_rows": Idle(
+        lambda c: c.data.rl_path != "builtin:synthetic", "is about prompts that are made up"
+    ),
+}
+
+
+def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
+    """The reason that two plans are the same though a field differs."""
+    rule = DORMANT.get(field)
+    if rule is not None and (rule.idle(plan.config) or rule.idle(other.config)):
+        return rule.why
+    section, _, name = field.rpartition(".")
+    stages = plan.config.stages
+    owner = KINDS[section].entry if section in KINDS else ""
+    if owner and owner != "data" and owner not in stages:
+        return f"belongs to a stage that the recipe does not have (`stages` is {', '.join(stages)})"
+    if section == "publish":
+        return "decides how a model is published, which no number depends on"
+    if name in ("sft_path", "rl_path", "name_or_path", "static_rubrics", "prompt"):
+        return f"names the same content twice ({get_field(plan.config, field)})"
+    return "is read by no stage of this recipe"
+
 
 #: Of the reward these decide what a rubric's score is; the others, how scores make one number.
 _RUBRICS = frozenset(
@@ -77,7 +149,7 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
     _check_exists(plan, question, aim)
     if len(plan.arms) == 1:
         return []
-    _check_yardstick(plan, aim, list(varied))
+    _check_yardstick(plan, aim, varied)
     _check_models(plan, aim)
     return _doubts(plan, question, aim)
 
@@ -87,9 +159,9 @@ def check_question(plan: SweepPlan, varied: Iterable[str]) -> list[str]:
 
 def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
     sweep = plan.sweep.name
-    if not has_metric(_config(plan), aim.metric):
-        raise _unknown(sweep, "metric", aim.metric, metrics_of(_config(plan)))
-    protocols = protocols_of(_config(plan))
+    if not has_metric(plan.config, aim.metric):
+        raise _unknown(sweep, "metric", aim.metric, metrics_of(plan.config))
+    protocols = protocols_of(plan.config)
     if aim.protocol and aim.protocol not in protocols:
         name = aim.protocol
         raise ConfigurationError(
@@ -98,14 +170,14 @@ def _check_exists(plan: SweepPlan, question: Question, aim: Aim) -> None:
             expected=f"one of: {', '.join(protocols)}" if protocols else "a protocol of the recipe",
             fix=f"name it for all trials: `overrides: ['evaluate.protocols=[{name}]']`",
         )
-    measured = _under(_config(plan), aim.protocol)
+    measured = protocols[aim.protocol].over(plan.config) if aim.protocol else plan.config
     if aim.decoding not in measured.evaluate.decoding:
         raise _unknown(sweep, "decoding", aim.decoding, measured.evaluate.decoding)
-    for trial in _first_seed(plan):
-        found = _evaluation(trial, _model(trial, question), aim)
-        if found is None:
+    for trial in (t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]):
+        model = _model(trial, question)
+        if trial.evaluation(model, aim.protocol) is None:
             models = sorted({s.model for s in trial.stages if s.kind == "evaluate"})
-            raise _unknown(sweep, "model", _model(trial, question), models)
+            raise _unknown(sweep, "model", model, models)
 
 
 def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> ConfigurationError:
@@ -120,32 +192,35 @@ def _unknown(sweep: str, key: str, found: str, known: Sequence[str]) -> Configur
 # ---------------------------------------------------------------- one yardstick
 
 
-def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Sequence[str]) -> None:
-    protocol = protocols_of(_config(plan)).get(aim.protocol) if aim.protocol else None
-    config = _config(plan)
-    fields = [f for f in varied if measures(f, aim.metric, config) and not _is_fixed(f, protocol)]
+def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Iterable[str]) -> None:
+    protocol = protocols_of(plan.config).get(aim.protocol) if aim.protocol else None
+    fixed = set(protocol.fixed) if protocol is not None else set()
+    if protocol is not None and "data" in protocol.sections:
+        fixed.add("data.held_out_fraction")
+    fields = [f for f in varied if measures(f, aim.metric, plan.config) and f not in fixed]
     if not fields:
         return
-    named = ", ".join(f"`{f}`" for f in fields)
+    what = f"Arms of sweep {plan.sweep.name} differ in {', '.join(f'`{f}`' for f in fields)}, which"
     if protocol is not None:
-        raise ConfigurationError(
-            f"Arms of sweep {plan.sweep.name} differ in {named}, which protocol {protocol.name} "
-            f"leaves to the recipe, and which is part of how {aim.metric} is measured.",
-            expected="one yardstick for all arms",
-            fix="write it into the protocol's file",
+        what += (
+            f" protocol {protocol.name} leaves to the recipe, and which is part of how "
+            f"{aim.metric} is measured."
         )
-    raise ConfigurationError(
-        f"Arms of sweep {plan.sweep.name} differ in {named}, which is part of how {aim.metric} is "
-        "measured: each would be measured by a yardstick of its own, and the numbers could not be "
-        "compared.",
-        expected="one yardstick for all arms",
-        fix="name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
-        "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`",
-    )
+        fix = "write it into the protocol's file"
+    else:
+        what += (
+            f" is part of how {aim.metric} is measured: each would be measured by a yardstick of "
+            "its own, and the numbers could not be compared."
+        )
+        fix = (
+            "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
+            "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`"
+        )
+    raise ConfigurationError(what, expected="one yardstick for all arms", fix=fix)
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:
-    """Whether a field has a part in how a metric is measured, besides what is trained."""
+    """True if a field has a part in how a metric is measured, besides what is trained."""
     if field in _PROMPTS:
         return True
     if config.environment.name:
@@ -169,25 +244,13 @@ def _measures_agents(field: str, metric: str, config: RecipeConfig) -> bool:
     return field in FIELDS or field in _OF_AGENTS or field.startswith("evaluate.user.")
 
 
-def _is_fixed(field: str, protocol: ProtocolFile | None) -> bool:
-    if protocol is None:
-        return False
-    return field in protocol.fixed or (
-        field == "data.held_out_fraction" and "data" in protocol.sections
-    )
-
-
 def _check_models(plan: SweepPlan, aim: Aim) -> None:
     """An arm whose model and yardstick are the baseline's cannot differ from it."""
     by_arm = {t.arm: t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]}
-    known = by_arm[plan.baseline]
-    same = [
-        arm
-        for arm, found in by_arm.items()
-        if arm != plan.baseline and _weights(plan, found, aim) == _weights(plan, known, aim)
-    ]
-    if same:
-        model = _model(known, plan.sweep.question)
+    weights = {arm: _weights(plan, found, aim) for arm, found in by_arm.items()}
+    known = weights.pop(plan.baseline)
+    if same := [arm for arm, found in weights.items() if found == known]:
+        model = _model(by_arm[plan.baseline], plan.sweep.question)
         raise ConfigurationError(
             f"Arm {same[0]} of sweep {plan.sweep.name} has the same model {model} as the baseline "
             f"{plan.baseline}, and {aim.metric} is measured alike: they cannot differ.",
@@ -198,7 +261,7 @@ def _check_models(plan: SweepPlan, aim: Aim) -> None:
 
 
 def _weights(plan: SweepPlan, found: Plan, aim: Aim) -> str:
-    stage = _evaluation(found, _model(found, plan.sweep.question), aim)
+    stage = found.evaluation(_model(found, plan.sweep.question), aim.protocol)
     return stage.input_fingerprints.get("weights", "") if stage is not None else ""
 
 
@@ -232,28 +295,8 @@ def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
 # ---------------------------------------------------------------- parts
 
 
-def _config(plan: SweepPlan) -> RecipeConfig:
-    return plan.trials[0].plan.config
-
-
-def _under(config: RecipeConfig, protocol: str) -> RecipeConfig:
-    return protocols_of(config)[protocol].over(config) if protocol else config
-
-
-def _first_seed(plan: SweepPlan) -> list[Plan]:
-    return [t.plan for t in plan.trials if t.seed == plan.sweep.seeds[0]]
-
-
 def _model(plan: Plan, question: Question) -> str:
     return question.model or final_model(plan.config)
-
-
-def _evaluation(plan: Plan, model: str, aim: Aim) -> PlannedStage | None:
-    """The evaluation of a model that the number is of; where a protocol measures as the recipe
-    does, there is one stage for both."""
-    found = [s for s in plan.stages if s.kind == "evaluate" and s.model == model]
-    exact = [s for s in found if s.protocol == aim.protocol]
-    return next(iter(exact or found), None)
 
 
 Plans = Mapping[str, Sequence[Plan]]
@@ -369,7 +412,7 @@ def _check_seeds(sweep: SweepFile, plans: Plans) -> None:
 
 
 def _deaf_command(config: RecipeConfig) -> str:
-    """Why a recipe's only trainer never hears of the seed; empty where it does."""
+    """The reason that a recipe's only trainer never hears of the seed; empty where it does."""
     trains = {*TRAINED} & set(config.stages)
     if trains != {"command"} or config.command.adopted or uses(config.command, "seed"):
         return ""

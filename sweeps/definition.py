@@ -1,4 +1,4 @@
-"""From the text of a sweep file to :class:`~sweeps.values.SweepFile`, checked for form.
+"""Definition of a sweep: from the text of its file to a checked :class:`~sweeps.values.SweepFile`.
 
 In: a shipped sweep's name, a path, or the file's text. Out: a :class:`SweepFile` with every value
 typed as its field holds it. What is wrong with the form (an unknown key, a value of another type,
@@ -29,10 +29,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import yaml_reason
@@ -43,6 +45,7 @@ from refiner_core.contract.loading import (
     whole_paths,
     written_overrides,
 )
+from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
 from sweeps.values import Limits, Question, SweepFile
 
@@ -108,17 +111,8 @@ def bad_name(what: str, found: Any, *, label: bool = False) -> ConfigurationErro
 
 
 KEYS = (
-    "name",
-    "recipe",
-    "overrides",
-    "factors",
-    "zip",
-    "arms",
-    "exclude",
-    "baseline",
-    "seeds",
-    "limits",
-    "question",
+    *("name", "recipe", "overrides", "factors", "zip", "arms"),
+    *("exclude", "baseline", "seeds", "limits", "question"),
 )
 #: More seeds, or combinations of levels, than anybody wants to run; a slip should not fill the
 #: memory.
@@ -147,24 +141,11 @@ class Reader:
         _known_keys(self.values, KEYS, "", self.where)
         if not self.values.get("recipe"):
             raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")
-        factors, labelled = self._factors()
-        zipped, zip_labels = self._zips()
+        varied = (*self._factors(), *self._zips())
         sweep = SweepFile(
-            name=self._name(name),
-            recipe=self._recipe(),
-            overrides=self._overrides(),
-            factors=factors,
-            labelled=labelled,
-            zipped=zipped,
-            zip_labels=zip_labels,
-            arms=self._arms(),
-            exclude=self._exclude(),
-            baseline=self._baseline(),
-            seeds=self._seeds(),
-            limits=self._limits(),
-            question=self._question(),
-            text=self.text,
-            origin=self.origin,
+            *(self._name(name), self._recipe(), self._overrides(), *varied, self._arms()),
+            *(self._exclude(), self._baseline(), self._seeds(), self._limits(), self._question()),
+            *(self.text, self.origin),
         )
         self._each_field_once(sweep)
         return sweep
@@ -173,7 +154,7 @@ class Reader:
 
     def _name(self, name: str) -> str:
         found = self.values.get("name") or name or "unnamed"
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if _is_number(found):
             found = value_text(found)
         if not isinstance(found, str) or not NAME.fullmatch(found):
             raise bad_name(f"The name of {self.where}", found)
@@ -230,9 +211,8 @@ class Reader:
 
     def _zips(self) -> tuple[tuple[dict[str, tuple[Any, ...]], ...], tuple[tuple[str, ...], ...]]:
         groups = self.values.get("zip") or []
-        if isinstance(groups, Mapping):
-            groups = [groups]
-        if not isinstance(groups, list | tuple) or not all(isinstance(g, Mapping) for g in groups):
+        groups = [groups] if isinstance(groups, Mapping) else groups
+        if not _is_list(groups) or not all(isinstance(g, Mapping) for g in groups):
             raise self._wrong("zip", groups, "a mapping of fields to lists, or a list of such")
         read = [self._zip(group) for group in groups]
         return tuple(g for g, _ in read), tuple(labels for _, labels in read)
@@ -240,7 +220,7 @@ class Reader:
     def _zip(self, group: Mapping[str, Any]) -> tuple[dict[str, tuple[Any, ...]], tuple[str, ...]]:
         columns = {str(k): v for k, v in group.items()}
         for field, column in columns.items():
-            if not isinstance(column, list | tuple) or not column:
+            if not _is_list(column) or not column:
                 raise self._wrong(f"zip: {field}", column, "a list of values, not an empty one")
         sizes = {field: len(column) for field, column in columns.items()}
         if len(set(sizes.values())) > 1:
@@ -286,51 +266,40 @@ class Reader:
 
     def _exclude(self) -> tuple[Mapping[str, Any], ...]:
         found = self.values.get("exclude") or []
-        if isinstance(found, Mapping):
-            found = [found]
-        if not isinstance(found, list | tuple) or not all(
-            isinstance(rule, Mapping) and rule for rule in found
-        ):
-            raise self._wrong("exclude", found, "a list of {field: value or label}")
-        return tuple(_flat(rule) for rule in found)
+        rules = [found] if isinstance(found, Mapping) else found
+        if not _is_list(rules) or not all(isinstance(r, Mapping) and r for r in rules):
+            raise self._wrong("exclude", rules, "a list of {field: value or label}")
+        return tuple(map(_flat, rules))
 
     def _baseline(self) -> str | Mapping[str, Any]:
         found = self.values.get("baseline", "")
-        found = "" if found is None else found
         if isinstance(found, Mapping):
             return _flat(found)
-        if isinstance(found, int | float) and not isinstance(found, bool):
+        if _is_number(found):
             return value_text(found)  # an arm may be called 1
-        if not isinstance(found, str):
+        if found is not None and not isinstance(found, str):
             raise self._wrong("baseline", found, "an arm's name, or {field: value or label}")
-        return found
+        return found or ""
 
     def _each_field_once(self, sweep: SweepFile) -> None:
         """Whatever varies a field is the only one that does."""
-        seen: dict[str, str] = {}
-        places = [("factors", set(sweep.factors)), *(("zip", set(g)) for g in sweep.zipped)]
-        places.append(("arms", {field for values in sweep.arms.values() for field in values}))
-        fixed = {text.partition("=")[0] for text in sweep.overrides}
-        for place, fields in places:
-            for field in sorted(fields):
-                if field in fixed and place != "arms":
-                    seen.setdefault(field, "overrides")
-                if field in seen:
-                    raise ConfigurationError(
-                        f"`{field}` stands in `{seen[field]}` and in `{place}` of {self.where}.",
-                        expected="each field in one place: else one value would hide the other",
-                        fix=f"remove it from one of the two, or move its values to `{place}`",
-                    )
-                seen[field] = place
-                if field == "seed":
-                    raise ConfigurationError(
-                        f"`{place}` of {self.where} varies `seed`.",
-                        expected="run seeds in `seeds`: every arm is tried with each",
-                        fix="write `seeds: [1, 2, 3]`",
-                    )
-        if "seed" in fixed:
+        fixed, seen = {text.partition("=")[0] for text in sweep.overrides}, dict[str, str]()
+        varied = [("factors", field) for field in sorted(sweep.factors)]
+        varied += [("zip", field) for group in sweep.zipped for field in sorted(group)]
+        varied += [("arms", f) for f in sorted({f for arm in sweep.arms.values() for f in arm})]
+        for place, field in varied:
+            other = "overrides" if field in fixed and place != "arms" else ""
+            if before := seen.get(field, other):
+                raise ConfigurationError(
+                    f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
+                    expected="each field in one place: else one value would hide the other",
+                    fix=f"remove it from one of the two, or move its values to `{place}`",
+                )
+            seen[field] = place
+        if "seed" in {*seen, *fixed}:
+            place = f"`{seen['seed']}`" if "seed" in seen else "`overrides`"
             raise ConfigurationError(
-                f"`overrides` of {self.where} sets `seed`.",
+                f"{place} of {self.where} {'varies' if 'seed' in seen else 'sets'} `seed`.",
                 expected="run seeds in `seeds`: every arm is tried with each",
                 fix="write `seeds: [1, 2, 3]`",
             )
@@ -344,9 +313,7 @@ class Reader:
         if _is_int(found) and found > 0:
             return tuple(range(1, found + 1))
         expected = "a list of whole numbers from 0 up, or how many there are to be"
-        if not isinstance(found, list | tuple) or not found:
-            raise self._wrong("seeds", found, expected)
-        if not all(_is_int(seed) and seed >= 0 for seed in found):
+        if not _is_list(found) or not found or not all(_is_int(s) and s >= 0 for s in found):
             raise self._wrong("seeds", found, expected)
         if twice := sorted({seed for seed in found if list(found).count(seed) > 1}):
             raise ConfigurationError(
@@ -358,9 +325,7 @@ class Reader:
 
     def _limits(self) -> Limits:
         found = self._mapping("limits")
-        _known_keys(
-            found, ("concurrency", "gpu_hours", "disk_gb", "judge_calls"), "limits: ", self.where
-        )
+        _known_keys(found, [f.name for f in fields(Limits)], "limits: ", self.where)
         for key, value in found.items():
             whole = key in ("concurrency", "judge_calls")
             right = _is_int(value) or (isinstance(value, float) and not whole and value < 1e308)
@@ -375,15 +340,12 @@ class Reader:
         if isinstance(found, str):
             return Question(text=found)
         found = self._mapping("question")
-        texts = ("text", "metric", "decoding", "protocol", "model")
-        _known_keys(found, (*texts, "smallest_effect"), "question: ", self.where)
+        _known_keys(found, [f.name for f in fields(Question)], "question: ", self.where)
         for key, value in found.items():
-            if key in texts and not isinstance(value, str):
+            if key != "smallest_effect" and not isinstance(value, str):
                 raise self._wrong(f"question: {key}", value, "text")
         effect = found.get("smallest_effect")
-        if effect is not None and not (
-            isinstance(effect, int | float) and not isinstance(effect, bool) and 0 < effect < 1e308
-        ):
+        if effect is not None and not (_is_number(effect) and 0 < effect < 1e308):
             raise self._wrong("question: smallest_effect", effect, "a number above zero")
         return Question(**found)
 
@@ -396,7 +358,7 @@ class Reader:
         return {str(k): v for k, v in found.items()}
 
     def _texts(self, key: str, found: Any) -> Sequence[str]:
-        if not isinstance(found, list | tuple) or not all(isinstance(t, str) for t in found):
+        if not _is_list(found) or not all(isinstance(text, str) for text in found):
             raise self._wrong(key, found, "a list of `key=value`, or a mapping of fields")
         return found
 
@@ -454,6 +416,14 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
 def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: str) -> None:
     for key in found:
         if key not in known:
@@ -466,10 +436,7 @@ def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: 
 
 
 def _belongs_elsewhere(key: str) -> str:
-    """Where a key of a recipe belongs in a sweep file."""
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.marks import walk
-
+    """Hint for a key of a recipe that stands in a sweep file."""
     known = {part for path, _ in walk(RecipeConfig) for part in (path, path.split(".")[0])}
     return " It is a field of the recipe: write it below `overrides:`." if key in known else ""
 

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -64,79 +66,42 @@ def wall_seconds(
     trials, jobs
         So many at a time; None is no limit.
     """
-    return _Schedule(trials_jobs, trials, jobs).run()
-
-
-class _Schedule:
-    """Steps from one end of a job to the next."""
-
-    def __init__(
-        self, trials_jobs: Sequence[Sequence[Job]], trials: int | None, jobs: int | None
-    ) -> None:
-        self.left = [{job.id for job in mine} for mine in trials_jobs]
-        self.most_jobs = jobs
-        self.slots = len(trials_jobs) if trials is None else trials
-        self.waiting_trials = deque(range(len(trials_jobs)))
-        self.begun = [False] * len(trials_jobs)
-        self.trials_jobs = trials_jobs
-        self.jobs: dict[str, Job] = {}
-        self.owners: dict[str, list[int]] = {}
-        for number, mine in enumerate(trials_jobs):
-            for job in mine:
-                self.jobs.setdefault(job.id, job)
-                self.owners.setdefault(job.id, []).append(number)
-        self.followers: dict[str, list[str]] = {}
-        self.open: dict[str, int] = {}
-        for job in self.jobs.values():
-            before = {a for a in job.after if a in self.jobs}
-            self.open[job.id] = len(before)
-            for name in before:
-                self.followers.setdefault(name, []).append(job.id)
-        self.wanted: set[str] = set()
-        self.ready: deque[str] = deque()
-        self.running: list[tuple[float, str]] = []
-        self.ended: set[str] = set()
-        self.now = 0.0
-
-    def run(self) -> float:
-        self._begin_trials()
-        while True:
-            self._start()
-            if not self.running:
-                return self.now
-            self.now, name = heapq.heappop(self.running)
-            self._end(name)
-
-    def _begin_trials(self) -> None:
-        while self.slots > 0 and self.waiting_trials:
-            number = self.waiting_trials.popleft()
-            if not self.left[number]:
+    known = {job.id: job for mine in trials_jobs for job in mine}
+    open_before = {job.id: known.keys() & job.after for job in known.values()}
+    left = [{job.id for job in mine} for mine in trials_jobs]
+    owners, followers = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
+    for number, ids in enumerate(left):
+        for name in ids:
+            owners[name].append(number)
+    for name, before in open_before.items():
+        for other in before:
+            followers[other].append(name)
+    slots, now = len(left) if trials is None else trials, 0.0
+    waiting, begun = deque(range(len(left))), set[int]()
+    wanted, ready, running = set[str](), deque[str](), list[tuple[float, str]]()
+    while True:
+        while slots > 0 and waiting:
+            number = waiting.popleft()
+            if not left[number]:
                 continue  # others have done all of it
-            self.slots -= 1
-            self.begun[number] = True
-            for job in self.trials_jobs[number]:
-                if job.id in self.wanted or job.id in self.ended:
-                    continue
-                self.wanted.add(job.id)
-                if self.open[job.id] == 0:
-                    self.ready.append(job.id)
-
-    def _start(self) -> None:
-        while self.ready and (self.most_jobs is None or len(self.running) < self.most_jobs):
-            name = self.ready.popleft()
-            heapq.heappush(self.running, (self.now + self.jobs[name].seconds, name))
-
-    def _end(self, name: str) -> None:
-        self.ended.add(name)
-        for follower in self.followers.get(name, ()):
-            self.open[follower] -= 1
-            if self.open[follower] == 0 and follower in self.wanted:
-                self.ready.append(follower)
-        for number in self.owners[name]:
-            self.left[number].discard(name)
-            if self.begun[number] and not self.left[number]:
-                self.slots += 1
-        self._begin_trials()
+            slots -= 1
+            begun.add(number)
+            new = [j.id for j in trials_jobs[number] if j.id in left[number] - wanted]
+            wanted.update(new)
+            ready.extend(name for name in new if not open_before[name])
+        while ready and (jobs is None or len(running) < jobs):
+            name = ready.popleft()
+            heapq.heappush(running, (now + known[name].seconds, name))
+        if not running:
+            return now
+        now, name = heapq.heappop(running)
+        for follower in followers[name]:
+            open_before[follower].discard(name)
+            if not open_before[follower] and follower in wanted:
+                ready.append(follower)
+        for number in owners[name]:
+            left[number].discard(name)
+            slots += number in begun and not left[number]
 
 
 _HOUR_S = 3600.0
@@ -159,15 +124,21 @@ class StageForecast:
     shape: Shape
     work: Work
     seconds: float | None
-    gpu_hours: float | None
     judge_calls: int | None
     basis: str
     calls_basis: str = ""
 
+    @property
+    def gpu_hours(self) -> float | None:
+        """None where nobody can say."""
+        if not self.shape.devices:
+            return 0.0
+        return None if self.seconds is None else self.seconds * self.shape.devices / _HOUR_S
+
 
 @dataclass(frozen=True)
 class TrialShare:
-    """What a trial adds to those before it: the stages that no earlier one needs. ``unknown``
+    """Share of a trial beside those before it: the stages that no earlier one needs. ``unknown``
     counts those of them without a number."""
 
     trial: str
@@ -182,7 +153,7 @@ class TrialShare:
 
 @dataclass(frozen=True)
 class SweepForecast:
-    """What a sweep still takes. Sums are over what is known; ``unknown`` names the rest.
+    """Forecast of a sweep. Sums are over what is known; ``unknown`` names the rest.
 
     Attributes
     ----------
@@ -221,7 +192,7 @@ def forecast_sweep(
     done: AbstractSet[str],
     canary: Sequence[CanaryMeasure] = (),
 ) -> SweepForecast:
-    """What is left to do of a sweep, and what it takes.
+    """Forecast of what is left to do of a sweep.
 
     Parameters
     ----------
@@ -253,9 +224,9 @@ class _Estimator:
         self.by_kind: dict[str, list[Measured]] = {}
         for measured in history.stages:
             self.by_kind.setdefault(measured.shape.kind, []).append(measured)
-        self._alike: dict[Shape, tuple[list[Measured], str]] = {}
-        self._seconds_of: dict[tuple[Shape, Work], tuple[float | None, str]] = {}
-        self._calls: dict[tuple[str, tuple[object, ...]], float | None] = {}
+        self._known_alike = cache(self._like)
+        self._known_seconds = cache(self._seconds)
+        self._known_rate = cache(self._rate)
 
     def forecast(self, stage: PlannedStage, plan: Plan, trial: str) -> StageForecast:
         """One stage as one of a trial needs it."""
@@ -267,26 +238,10 @@ class _Estimator:
             seconds, basis = None, "a server: as long as somebody asks it"
         else:
             seconds, basis = self._known_seconds(shape, work)
-        hours = None if seconds is None else seconds * devices / _HOUR_S
         return StageForecast(
-            stage=stage.id,
-            name=stage.name,
-            kind=stage.kind,
-            trial=trial,
-            shape=shape,
-            work=work,
-            seconds=seconds,
-            gpu_hours=hours if devices else 0.0,
-            judge_calls=calls,
-            basis=basis,
-            calls_basis=calls_basis,
+            *(stage.id, stage.name, stage.kind, trial, shape, work),
+            *(seconds, calls, basis, calls_basis),
         )
-
-    def _known_seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
-        """Found once for all stages of a shape with as much to do."""
-        if (shape, work) not in self._seconds_of:
-            self._seconds_of[shape, work] = self._seconds(shape, work)
-        return self._seconds_of[shape, work]
 
     def _work(self, stage: PlannedStage, plan: Plan) -> Work:
         section = getattr(plan.config, stage.kind, None)
@@ -307,7 +262,7 @@ class _Estimator:
         return work
 
     def _seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
-        alike, how = self._like(shape)
+        alike, how = self._known_alike(shape)
         if not alike:
             return None, f"unknown: no {shape.kind} stage of this model has been measured"
         if work.units is None:
@@ -325,34 +280,31 @@ class _Estimator:
     def _like(self, shape: Shape) -> tuple[list[Measured], str]:
         """Stages of that shape; else those that differ in as little as possible, and in what. Other
         weights or another number of devices can say nothing about a step."""
-        if shape not in self._alike:
-            near: dict[tuple[str, ...], list[Measured]] = {}
-            for other in self.by_kind.get(shape.kind, ()):
-                if (other.shape.model, other.shape.devices) == (shape.model, shape.devices):
-                    near.setdefault(_differing(shape, other.shape), []).append(other)
-            nearest = min(near, key=len, default=())
-            self._alike[shape] = (near.get(nearest, [])[:_ENOUGH], ", ".join(nearest))
-        return self._alike[shape]
+        near: dict[tuple[str, ...], list[Measured]] = {}
+        for other in self.by_kind.get(shape.kind, ()):
+            if (other.shape.model, other.shape.devices) == (shape.model, shape.devices):
+                near.setdefault(_differing(shape, other.shape), []).append(other)
+        nearest = min(near, key=len, default=())
+        return near.get(nearest, [])[:_ENOUGH], ", ".join(nearest)
 
     def _judge_calls(self, stage: PlannedStage, work: Work) -> tuple[int | None, str]:
-        if not work.asked and work.asked is not None:
-            return 0, ""
-        if stage.identity.get("judge.kind", "lexical") == "lexical":
+        if work.asked == 0 or stage.identity.get("judge.kind", "lexical") == "lexical":
             return 0, ""
         if work.asked is None:
             return None, "unknown: the number of prompts is not known before the data are"
-        key = (stage.kind, judge_of(stage.identity))
-        if key not in self._calls:
-            rates = [
-                m.judge_calls / m.work.asked
-                for m in self.by_kind.get(stage.kind, ())
-                if m.judge == key[1] and m.judge_calls is not None and m.work.asked
-            ]
-            self._calls[key] = median(rates[:_ENOUGH]) if rates else None
-        rate = self._calls[key]
+        rate = self._known_rate(stage.kind, judge_of(stage.identity))
         if rate is None:
             return None, f"unknown: no {stage.kind} stage has asked this judge yet"
         return round(rate * work.asked), f"measured: {rate:.1f} calls a sample"
+
+    def _rate(self, kind: str, judge: tuple[object, ...]) -> float | None:
+        """Calls of a judge for each rollout or sample."""
+        rates = [
+            m.judge_calls / m.work.asked
+            for m in self.by_kind.get(kind, ())
+            if m.judge == judge and m.judge_calls is not None and m.work.asked
+        ]
+        return median(rates[:_ENOUGH]) if rates else None
 
 
 def held_out_prompts(plan: Plan, stage: PlannedStage, history: History) -> int | None:
@@ -403,20 +355,14 @@ def _differing(one: Shape, other: Shape) -> tuple[str, ...]:
     return tuple(name for name, a, b in pairs if a != b)
 
 
-def _timed(stage: StageForecast, seconds: float | None, basis: str) -> StageForecast:
-    devices = stage.shape.devices
-    hours = None if seconds is None else seconds * devices / _HOUR_S
-    return replace(stage, seconds=seconds, gpu_hours=hours if devices else 0.0, basis=basis)
-
-
 # ---------------------------------------------------------------- canary
 
 
 def _with_canary(
     stages: tuple[StageForecast, ...], canary: Sequence[CanaryMeasure]
 ) -> tuple[StageForecast, ...]:
-    """What is of the same kind, weights and devices as a stage that the canary has tried goes by
-    its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
+    """Forecast by the canary: what is of the kind, weights and devices of a stage that it has tried
+    goes by its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
     by_id = {s.stage: s for s in stages}
     tried = [(by_id[m.stage], m) for m in canary if m.stage in by_id and m.seconds_per_step]
     found = []
@@ -440,7 +386,7 @@ def _by_canary(stage: StageForecast, like: StageForecast, measured: CanaryMeasur
     basis = f"by canary: {measured.steps} steps of {like.name}"
     if differs:
         basis += f", which differs in {', '.join(differs)}"
-    stage = _timed(stage, seconds, basis)
+    stage = replace(stage, seconds=seconds, basis=basis)
     calls = measured.judge_calls_per_step
     if calls is None or stage.judge_calls is not None or not like.work.units or not work.asked:
         return stage
@@ -456,26 +402,17 @@ def _summed(
     plan: SweepPlan, stages: tuple[StageForecast, ...], canary: tuple[CanaryMeasure, ...]
 ) -> SweepForecast:
     wall, parallel = _wall(plan, stages)
-    stages = tuple(_served(stage, wall) if is_service(stage.stage) else stage for stage in stages)
+    if wall is not None:
+        basis = "a server: as long as the sweep lasts, at most"
+        stages = tuple(
+            replace(s, seconds=wall, basis=basis) if is_service(s.stage) else s for s in stages
+        )
     return SweepForecast(
-        stages=stages,
-        trials=_shares(plan, stages),
-        seconds=sum(s.seconds or 0.0 for s in stages),
-        gpu_hours=sum(s.gpu_hours or 0.0 for s in stages),
-        judge_calls=sum(s.judge_calls or 0 for s in stages),
-        wall_seconds=wall,
-        parallel=parallel,
+        *(stages, _shares(plan, stages), *_sums(stages), wall, parallel),
         unknown=tuple(s.stage for s in stages if s.seconds is None),
         unknown_calls=tuple(s.stage for s in stages if s.judge_calls is None),
         canary=canary,
     )
-
-
-def _served(stage: StageForecast, wall: float | None) -> StageForecast:
-    """A server takes its devices as long as the sweep lasts, at most."""
-    if wall is None:
-        return stage
-    return _timed(stage, wall, "a server: as long as the sweep lasts, at most")
 
 
 def _shares(plan: SweepPlan, stages: Iterable[StageForecast]) -> tuple[TrialShare, ...]:
@@ -485,26 +422,24 @@ def _shares(plan: SweepPlan, stages: Iterable[StageForecast]) -> tuple[TrialShar
     shares = []
     for trial in plan.trials:
         mine = own.get(trial.name, [])
-        shares.append(
-            TrialShare(
-                trial=trial.name,
-                arm=trial.arm,
-                seed=trial.seed,
-                stages=len(mine),
-                seconds=sum(s.seconds or 0.0 for s in mine),
-                gpu_hours=sum(s.gpu_hours or 0.0 for s in mine),
-                judge_calls=sum(s.judge_calls or 0 for s in mine),
-                unknown=sum(s.seconds is None for s in mine),
-            )
-        )
+        unknown = sum(s.seconds is None for s in mine)
+        which = (trial.name, trial.arm, trial.seed, len(mine))
+        shares.append(TrialShare(*which, *_sums(mine), unknown))
     return tuple(shares)
+
+
+def _sums(stages: Sequence[StageForecast]) -> tuple[float, float, int]:
+    """Seconds, GPU-hours and judge calls, as far as they are known."""
+    return (
+        sum(s.seconds or 0.0 for s in stages),
+        sum(s.gpu_hours or 0.0 for s in stages),
+        sum(s.judge_calls or 0 for s in stages),
+    )
 
 
 def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | None, str]:
     """Seconds from begin to end, and how many at a time that supposes."""
-    if not plan.trials:
-        return 0.0, ""
-    dispatch = plan.trials[0].plan.config.dispatch
+    dispatch = plan.config.dispatch
     jobs = dispatch.max_parallel if dispatch.executor == "local" else None
     trials = plan.sweep.limits.concurrency
     words = [f"{trials} trials at a time"] if trials else []
@@ -512,16 +447,14 @@ def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | Non
     seconds = {s.stage: s.seconds for s in stages if not is_service(s.stage)}
     if any(value is None for value in seconds.values()):
         return None, ", ".join(words)
-    todo: list[list[Job]] = []
-    for trial in plan.trials:
-        by_name: Mapping[str, PlannedStage] = trial.plan.by_name
-        todo.append(
-            [
-                Job(s.id, seconds[s.id] or 0.0, tuple(by_name[n].id for n in s.inputs.values()))
-                for s in trial.plan.stages
-                if s.id in seconds
-            ]
-        )
+    todo = [
+        [
+            Job(s.id, seconds[s.id] or 0.0, tuple(own.by_name[n].id for n in s.inputs.values()))
+            for s in own.stages
+            if s.id in seconds
+        ]
+        for own in (trial.plan for trial in plan.trials)
+    ]
     return wall_seconds(todo, trials=trials, jobs=jobs), ", ".join(words)
 
 
@@ -577,24 +510,15 @@ def passed_limits(
         What the sweep's stages have used already, in earlier versions of it.
     """
     found = []
-    if limits.gpu_hours is not None:
-        needed = used_gpu_hours + forecast.gpu_hours
-        if needed > limits.gpu_hours:
-            unknown = any(s.gpu_hours is None for s in forecast.stages)
-            fits = _fitting(forecast.trials, limits.gpu_hours - used_gpu_hours, _hours)
-            found.append(
-                _passed("gpu_hours", "GPU-hours", limits.gpu_hours, needed, unknown, forecast, fits)
-            )
-    if limits.judge_calls is not None:
-        calls = used_judge_calls + forecast.judge_calls
-        if calls > limits.judge_calls:
-            fits = _fitting(forecast.trials, limits.judge_calls - used_judge_calls, _calls)
-            unknown = bool(forecast.unknown_calls)
-            found.append(
-                _passed(
-                    "judge_calls", "judge calls", limits.judge_calls, calls, unknown, forecast, fits
-                )
-            )
+    hours = ("gpu_hours", "GPU-hours", used_gpu_hours)
+    for name, unit, used in (hours, ("judge_calls", "judge calls", used_judge_calls)):
+        limit, needed = getattr(limits, name), used + getattr(forecast, name)
+        if limit is not None and needed > limit:
+            unknown = any(getattr(s, name) is None for s in forecast.stages)
+            costs = accumulate(getattr(t, name) for t in forecast.trials)
+            fits = sum(cost <= limit - used for cost in costs)
+            words = what_fits(forecast.trials, fits)
+            found.append(Passed(name, unit, float(limit), float(needed), unknown, fits, words))
     if limits.disk_gb is not None and forecast.disk_bytes is not None:
         gib = forecast.disk_bytes / GIB
         if gib > limits.disk_gb:
@@ -624,47 +548,14 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
     )
 
 
-def _passed(
-    field: str,
-    unit: str,
-    allowed: float,
-    needed: float,
-    unknown: bool,
-    forecast: SweepForecast,
-    fits: int,
-) -> Passed:
-    words = what_fits(forecast.trials, fits)
-    return Passed(field, unit, float(allowed), float(needed), unknown, fits, words)
-
-
-def _hours(trial: TrialShare) -> float:
-    return trial.gpu_hours
-
-
-def _calls(trial: TrialShare) -> float:
-    return trial.judge_calls
-
-
-def _fitting(trials: Sequence[TrialShare], room: float, cost: Callable[[TrialShare], float]) -> int:
-    total, count = 0.0, 0
-    for trial in trials:
-        total += cost(trial)
-        if total > room:
-            break
-        count += 1
-    return count
-
-
 def what_fits(trials: Sequence[TrialShare], count: int) -> str:
     """The first ``count`` trials in words: ``3 of 5 seeds of every arm, and 1 of 4 arms of the
     next``."""
     if count == 0:
         return "not one trial"
-    seeds = list(dict.fromkeys(t.seed for t in trials))
-    arms = len({t.arm for t in trials})
+    seeds, arms = Counter(t.seed for t in trials), len({t.arm for t in trials})
     left, whole = count, 0
-    for seed in seeds:
-        of_seed = sum(t.seed == seed for t in trials)
+    for of_seed in seeds.values():
         if left < of_seed:
             break
         left -= of_seed

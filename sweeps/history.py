@@ -1,4 +1,4 @@
-"""What was measured of stages, and how much there is to do in one: what a forecast is made of.
+"""History of stages and the work in one: what a forecast is made of.
 
 In: the identity of planned and of finished stages. Out: their :class:`Work` (how many steps or
 samples, of what size) and :class:`Shape` (whatever else decides how long one takes), so that a
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How much there is to do: ``units`` (steps, samples, or 1 where a stage is not divided; None:
+    """Work of a stage: ``units`` (steps, samples, or 1 where a stage is not divided; None:
     nobody can say yet), of ``size`` tokens each at most (1: not known), in ``unit`` for people;
     ``asked`` rollouts or samples that a judge sees; ``saves`` of checkpoints."""
 
@@ -119,7 +119,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CanaryMeasure:
-    """What the first real steps of a sweep's first trial have shown of one stage.
+    """Measure of one stage by the first real steps of a sweep's first trial.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class CanaryMeasure:
 
 @dataclass(frozen=True)
 class History:
-    """What a workspace knows.
+    """Knowledge of a workspace.
 
     Attributes
     ----------
@@ -170,12 +170,12 @@ def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -
 
 
 def judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides how much a judge is asked about one rollout or sample."""
+    """Values that decide how much a judge is asked about one rollout or sample."""
     return tuple(_plain(identity.get(name)) for name in JUDGE_FIELDS)
 
 
 def steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What decides the number of steps, beside the data; empty where steps are configured."""
+    """Values that decide the number of steps, beside the data; empty where steps are configured."""
     if kind not in FINE_TUNING:
         return ()
     return tuple(identity.get(f"{kind}.{name}") for name in _SFT_STEPS)
@@ -184,7 +184,7 @@ def steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
 def work_of(
     kind: str, identity: Mapping[str, Any], *, prompts: int | None = None, save_freq: int = 0
 ) -> Work:
-    """How much there is to do in a stage of this identity.
+    """Work of a stage of this identity.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Whether a planned sweep can answer its question: the smallest effect that it would see.
+"""Power of a planned sweep to answer its question: the smallest effect that it would see.
 
 In: a planned sweep, how many prompts it is evaluated on, and what earlier evaluations say about
 spreads (:class:`Evidence`). Out: a :class:`Detectable` with warnings and with what would do. The
@@ -8,8 +8,9 @@ formula is that of the comparison itself (:mod:`refiner_core.evaluation.power`).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from refiner_core.contract.planned import PlannedStage
@@ -20,7 +21,7 @@ from refiner_core.evaluation.power import (
     likely_components,
     power_of,
 )
-from sweeps.values import Question, SweepPlan
+from sweeps.values import SweepPlan
 
 POWER, ALPHA = 0.8, 0.05
 #: Spreads of seeds (standard deviations) that are tried where nobody knows it, for shares.
@@ -35,7 +36,7 @@ Basis = Literal["pairs", "one seed", "seeds of one arm", "assumed", "nothing"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of spreads before the sweep.
+    """Evidence of spreads before the sweep.
 
     Attributes
     ----------
@@ -65,7 +66,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What would do: so many seeds with the prompts as they are, or so many prompts with the seeds
+    """Remedies: so many seeds with the prompts as they are, or so many prompts with the seeds
     as they are. None: no reasonable number would."""
 
     seeds: int | None
@@ -74,7 +75,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Detectable:
-    """What the sweep can see.
+    """Detectability: what the sweep can see.
 
     Attributes
     ----------
@@ -117,17 +118,12 @@ def aim_of(plan: SweepPlan) -> Aim:
     """The number that decides; what the question leaves open is the last model, ``oracle`` where
     answers have a known truth and else ``rubric_score`` (of agents ``pass@1``), and the sampled
     decoding."""
-    question: Question = plan.sweep.question
-    if not plan.trials:
-        return Aim(question.model, question.metric, question.decoding, question.protocol)
-    stages = plan.trials[0].plan.stages
+    question, stages = plan.sweep.question, plan.trials[0].plan.stages
     found = [s for s in stages if s.kind == "evaluate"]
     model = question.model or (found[-1].model if found else "")
     synthetic = any(s.sources.get("data.rl", "").startswith("synthetic:") for s in stages)
     usual = "oracle" if synthetic else "rubric_score"
-    if plan.trials[0].plan.config.environment.name:
-        usual = "pass@1"
-    metric = question.metric or usual
+    metric = question.metric or ("pass@1" if plan.config.environment.name else usual)
     chosen = evaluation_of(plan, model, question.protocol)
     decodings = tuple(chosen.identity.get("evaluate.decoding") or ()) if chosen else ()
     default = "sampled" if "sampled" in decodings or not decodings else decodings[0]
@@ -136,11 +132,12 @@ def aim_of(plan: SweepPlan) -> Aim:
 
 def evaluation_of(plan: SweepPlan, model: str, protocol: str) -> PlannedStage | None:
     """The evaluation of a model in the first trial, under a protocol's name or the recipe's own."""
-    return plan.trials[0].plan.evaluation(model, protocol) if plan.trials else None
+    return plan.trials[0].plan.evaluation(model, protocol)
 
 
 def assumed(metric: str) -> Evidence:
-    """Where nothing was measured: the most that shares can spread; nothing for other numbers."""
+    """Evidence where nothing was measured: the most that shares can spread; nothing for other
+    numbers."""
     if is_number(metric):
         text = f"nothing: {metric} has no bounds, and no earlier evaluation of it was found"
         return Evidence(None, "nothing", text)
@@ -153,7 +150,7 @@ def assumed(metric: str) -> Evidence:
 
 
 def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Detectable:
-    """What the sweep can see, and what it cannot.
+    """Detectability of effects by a sweep.
 
     Parameters
     ----------
@@ -165,16 +162,14 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
     known = evidence.components
-    effect = alone = found = None
+    effect = alone = found = limits = remedy = None
     spreads: tuple[tuple[float, float], ...] = ()
-    limits: tuple[float, float] | None = None
-    remedy = None
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
         alone = detectable_effect(known, seeds, prompts, POWER, ALPHA)
         if known.seed is None and not is_number(aim.metric):
-            tried = TRIED_SEED_SPREADS
-            spreads = tuple(_with_spread(known, sd, seeds, prompts, strict) for sd in tried)
+            effects = (_with_spread(known, s, seeds, prompts, strict) for s in TRIED_SEED_SPREADS)
+            spreads = tuple(zip(TRIED_SEED_SPREADS, effects, strict=True))
         if (likely := likely_components(known)) is not None and seeds > 1:
             low, high = (detectable_effect(c, seeds, prompts, POWER, strict) for c in likely)
             limits = low, high
@@ -186,19 +181,19 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
         *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy),
         effect_range=limits,
     )
-    return _with_warnings(plan, result)
+    return replace(result, warnings=tuple(_warnings(plan, result)))
 
 
 def _with_spread(
     known: Components, deviation: float, seeds: int, prompts: int, alpha: float
-) -> tuple[float, float]:
+) -> float:
     """The effect where seeds differ by so much, for the difference of two of them."""
-    supposed = known._replace(seed=2 * deviation**2)
     # One seed cannot tell its own effect from an arm's: what it may hide comes on top.
     if seeds == 1:
         hidden = 1.96 * math.sqrt(2) * deviation
-        return deviation, detectable_effect(known, 1, prompts, POWER, alpha) + hidden
-    return deviation, detectable_effect(supposed, seeds, prompts, POWER, alpha)
+        return detectable_effect(known, 1, prompts, POWER, alpha) + hidden
+    supposed = known._replace(seed=2 * deviation**2)
+    return detectable_effect(supposed, seeds, prompts, POWER, alpha)
 
 
 def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: float) -> Remedy:
@@ -212,25 +207,21 @@ def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: f
 
 def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
     """The smallest number from ``low`` to ``high`` that is enough; more is never less."""
-    if not enough(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
-    return high
+    found = low + bisect_left(range(low, high + 1), True, key=enough)
+    return found if found <= high else None
 
 
 # ---------------------------------------------------------------- warnings
 
 
-def _with_warnings(plan: SweepPlan, result: Detectable) -> Detectable:
-    return replace(result, warnings=tuple(_warnings(plan, result)))
-
-
 def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     aim, texts = found.aim, []
     if evaluation_of(plan, aim.model, aim.protocol) is None:
-        return [_nothing_measured(aim)]
+        where = f" under protocol {aim.protocol}" if aim.protocol else ""
+        return [
+            f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
+            "open; add `evaluate` to stages, or correct `question:`"
+        ]
     texts += _own_yardsticks(plan, aim)
     if found.prompts is not None and found.prompts < 2:
         texts.append(
@@ -254,31 +245,15 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     return texts
 
 
-def _nothing_measured(aim: Aim) -> str:
-    where = f" under protocol {aim.protocol}" if aim.protocol else ""
-    return (
-        f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays open; "
-        "add `evaluate` to stages, or correct `question:`"
-    )
-
-
 def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
     """Arms that are measured in different ways cannot be compared on that number."""
     if aim.protocol:
         return []
-    measured: dict[str, dict[str, object]] = {}
-    for trial in plan.trials:
-        if trial.arm in measured:
-            continue
-        for stage in trial.plan.stages:
-            if stage.kind == "evaluate" and stage.model == aim.model and "@" not in stage.name:
-                measured[trial.arm] = dict(stage.identity)
-    if len(measured) < 2:
-        return []
-    first = next(iter(measured.values()))
-    fields = sorted(
-        {k for other in measured.values() for k in {*first, *other} if first.get(k) != other.get(k)}
-    )
+    firsts = {trial.arm: trial.plan for trial in reversed(plan.trials)}.values()
+    found = (own.by_name.get(f"evaluate-{aim.model}") for own in firsts)
+    measured = [stage.identity for stage in found if stage is not None]
+    first = measured[0] if measured else {}
+    fields = sorted({k for m in measured for k in {*first, *m} if first.get(k) != m.get(k)})
     shared = ("reward.rubric", "reward.static", "reward.instance", "judge.", "evaluate.", "grpo.")
     decides = [f for f in fields if f.startswith(shared) or aim.metric == "reward"]
     if not decides:
@@ -294,34 +269,26 @@ def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
     if mean is None or is_number(found.aim.metric):
         return []
+    text = f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
     if mean >= 1 - _EDGE:
-        return [
-            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-            "to be better; choose another metric or harder prompts"
-        ]
+        return [text + "to be better; choose another metric or harder prompts"]
     if mean <= _EDGE:
-        return [
-            f"{found.aim.metric} has stood at {mean:.2f} so far: there is hardly room for an arm "
-            "to be worse, and little that it learns from; look at the samples first"
-        ]
+        more = "to be worse, and little that it learns from; look at the samples first"
+        return [text + more]
     return []
 
 
 def _too_small(found: Detectable) -> list[str]:
-    if found.wanted is None or found.power_for_wanted is None or found.effect is None:
-        return []
-    if found.power_for_wanted >= POWER:
+    power, remedy = found.power_for_wanted, found.remedy
+    if found.wanted is None or power is None or found.effect is None or power >= POWER:
         return []
     text = (
         f"The smallest effect that matters ({_digits(found.wanted)}) is less than what this sweep "
-        f"can see ({_digits(found.effect)}): it would be found in "
-        f"{100 * found.power_for_wanted:.0f} of 100 such sweeps"
+        f"can see ({_digits(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
+        "sweeps"
     )
-    ways = []
-    if found.remedy and found.remedy.seeds:
-        ways.append(f"{found.remedy.seeds} seeds")
-    if found.remedy and found.remedy.prompts:
-        ways.append(f"{found.remedy.prompts} prompts")
+    would_do = asdict(remedy) if remedy else {}
+    ways = [f"{number} {what}" for what, number in would_do.items() if number]
     if ways:
         return [f"{text}; {' or '.join(ways)} would do"]
     return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]

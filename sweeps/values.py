@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a sweep may take; None is no limit.
+    """Limits of a sweep; None is no limit.
 
     Attributes
     ----------
@@ -38,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """What the sweep is to answer: which number decides, and how small a change matters.
+    """Question that the sweep is to answer: which number decides, and how small a change matters.
 
     Attributes
     ----------
@@ -148,6 +149,11 @@ class SweepPlan:
     baseline: str
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> RecipeConfig:
+        """Settings that all trials have in common: where and how they run."""
+        return self.trials[0].plan.config
 
     def stages(self) -> dict[str, PlannedStage]:
         """Every stage by id, each once however many trials share it, in an order in which inputs

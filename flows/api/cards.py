@@ -89,7 +89,8 @@ def begin_publication(
     from flows.publishing import by_hand
 
     room = Workspace.read_only(workspace)
-    return by_hand.begin_publication(room, run, steps, overrides, evaluate=evaluate)
+    prepared = by_hand.plan_publication(room, run, steps, overrides, evaluate=evaluate)
+    return by_hand.begin_publication(room, prepared)
 
 
 def publish_checkpoints(

@@ -177,12 +177,12 @@ def nightly_page(
     OSError
         The page cannot be written there.
     """
-    from flows.nightly.night import page_text, write_page
+    from flows.nightly.night import page_text
     from infra.store import atomic
 
     reading, records = nightly_history(file, overrides)
     if out is None:
-        return write_page(reading, records)
+        return records.write_page(page_text(reading))
     path = Path(out).expanduser().absolute()
     atomic.write_text(path, page_text(reading))
     return path

@@ -15,7 +15,6 @@ from flows.sweeping.launching import (
     Launch,
     SweepOutcome,
     check_launch,
-    config_of,
     is_finished,
     work_on_sweep,
     workspace_of,
@@ -170,7 +169,7 @@ def begin_sweep(
         refuse_what_cannot_fit(before.passed)
     workspace = workspace_of(plan, to_write=True)
     return with_room(
-        config_of(plan),
+        plan.config,
         lambda: record_version(plan, workspace, overrides, forecast, take_over=take_over),
     )
 

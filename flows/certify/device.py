@@ -41,12 +41,13 @@ from flows.certify.work import (
     STEPS,
     EnoughSteps,
     Load,
+    MeasuringIO,
     Order,
     absent,
     check,
     load_of,
-    measuring_io,
     metrics_of,
+    open_io,
     random_model,
     recipe,
     sft_recipe,
@@ -89,7 +90,7 @@ class Scored:
     gradient_P: torch.Tensor | None
 
 
-def numeric_checks(order: Order, kernels: Sequence[str] = KERNELS) -> Iterator[CertifiedCheck]:
+def numeric_checks(order: Order, _: Path) -> Iterator[CertifiedCheck]:
     """All checks of numerics, one by one."""
     dtypes = list(dict.fromkeys(("float32", order.dtype)))
     samples, sampled = own_samples(order)
@@ -98,7 +99,7 @@ def numeric_checks(order: Order, kernels: Sequence[str] = KERNELS) -> Iterator[C
     coarse = score_rows(_load(order, "eager", "bfloat16"), samples)
     allowed = {name: ALLOWANCE * gap for name, gap in gaps(coarse, exact).items()}
     yield _compared("bfloat16 against float32, padded rows", coarse, exact, COARSE)
-    for kernel in kernels:
+    for kernel in KERNELS:
         for dtype in dtypes:
             limits = EXACT if dtype == "float32" else allowed
             yield kernel_check(order, kernel, dtype, samples, exact, limits)
@@ -154,7 +155,7 @@ def kernel_check(
 
 
 def gaps(found: Scored, exact: Scored) -> dict[str, float]:
-    """How far off, by the names of :data:`EXACT`."""
+    """Gaps by the names of :data:`EXACT`."""
     gap_F = (found.logprob_F - exact.logprob_F).abs()
     figures = {"gap_max": float(gap_F.max()), "gap_mean": float(gap_F.mean())}
     if found.gradient_P is not None and exact.gradient_P is not None:
@@ -174,7 +175,7 @@ def _compared(
 
 
 def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
-    """What training computes of these samples."""
+    """Scores of these samples as training computes them."""
     packs = pack_samples(
         *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
     )
@@ -315,7 +316,7 @@ def _sft(
             data_dir=folder / "rows",
             model_ref=str(model),
             output_dir=place / "output",
-            io=measuring_io(place),
+            io=open_io(place, MeasuringIO),
         )
     rows = metrics_of(place)[1:]
     per_s = statistics.median(row["tokens_per_second"] for row in rows)
@@ -425,20 +426,13 @@ def time_split(order: Order, act: Callable[[], None]) -> dict[str, float]:
             continue
         name = event.key.lower()
         kind = next((k for k, words in _KINDS.items() if any(w in name for w in words)), "other")
-        spent[kind] += _own_time(event, bool(order.gpus)) / 1e6
+        own_us = event.self_device_time_total if order.gpus else event.self_cpu_time_total
+        spent[kind] += own_us / 1e6
     busy = sum(spent.values())
     if order.gpus:
         spent["waiting for the host"] = max(0.0, wall - busy)
     whole = sum(spent.values()) or 1.0
     return {kind: seconds / whole for kind, seconds in spent.items()}
-
-
-def _own_time(event: Any, gpu: bool) -> float:
-    """Microseconds; the name of the field differs between versions of torch."""
-    if not gpu:
-        return float(event.self_cpu_time_total)
-    value = getattr(event, "self_device_time_total", None)
-    return float(event.self_cuda_time_total if value is None else value)
 
 
 # ---------------------------------------------------------------- sampling and saving

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flows.certify.part import ORDER, read_checks
+from flows.certify.part import ORDER, PARTS, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
-from infra.doctor.check import last_json
+from infra.doctor.check import ask, last_json
 from infra.foreign.process import TrainerProcess
 from infra.host.processes import environment
 from infra.store import atomic
@@ -36,7 +35,6 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 
-PARTS = ("numerics", "ranks", "speed", "servers", "faults", "hang")
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
@@ -64,21 +62,11 @@ def probe() -> dict[str, Any]:
     StageFailed
         torch cannot be imported, or hangs.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        done = None
-    value = last_json(done.stdout) if done is not None else None
+    answer = ask([sys.executable, "-P", "-c", _PROBE], _PROBE_S)
+    value = last_json(answer.out)
     if value is None:
-        said = done.stderr.strip().splitlines()[-1:] if done is not None else ["it hangs"]
         raise StageFailed(
-            f"torch cannot be asked for its GPUs ({''.join(said)})",
+            f"torch cannot be asked for its GPUs ({answer.last_line})",
             expected="torch as it is installed with refiner, and a driver that answers",
             fix="refiner doctor --only gpu",
         )
@@ -89,7 +77,7 @@ def probe() -> dict[str, Any]:
 
 
 def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -> Order:
-    """What to try on a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
+    """The order for a node: on all of its GPUs in bfloat16, or on its CPU in the recipe's type.
 
     ``model`` is a shape; by default the largest that fits on a GPU, or the tiny one on a CPU.
 
@@ -108,13 +96,9 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
         )
     tried = [model] if model else (list(reversed(SHAPES)) if gpus else ["tiny"])
     worlds = tuple(sorted({1, 2, gpus} & set(range(1, gpus + 1)))) or (2,)
-    order = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
-    for name in tried:
-        for checkpointing in (False, True):
-            one = Order(gpus, dtype, name, checkpointing, worlds, vllm=order.vllm)
-            if not gpus or _fits(one, found):
-                return one
-    return order
+    last = Order(gpus, dtype, tried[-1], False, worlds, vllm=_vllm(config))
+    orders = (replace(last, model=n, checkpointing=c) for n in tried for c in (False, True))
+    return next((order for order in orders if not gpus or _fits(order, found)), last)
 
 
 def certify(
@@ -149,13 +133,12 @@ def certify(
     NoSpaceError
         The scratch folder or the certificate does not fit.
     """
-    for name in only:
-        if name not in PARTS:
-            raise ConfigurationError(
-                f"There is no part {name!r}.{suggest(name, PARTS)}",
-                expected="one of: " + ", ".join(PARTS),
-                fix="see `refiner certify --help`",
-            )
+    if unknown := [name for name in only if name not in PARTS]:
+        raise ConfigurationError(
+            f"There is no part {unknown[0]!r}.{suggest(unknown[0], PARTS)}",
+            expected="one of: " + ", ".join(PARTS),
+            fix="see `refiner certify --help`",
+        )
     began = time.monotonic()
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
@@ -175,25 +158,24 @@ def certify(
             run_part(name, order, scratch / name, began + time_limit_s, made, stop)
 
     try:
-        with ThreadPoolExecutor(2) as beside, _set_on_error(stop):
-            # Faults mostly wait. Only where they cannot take a GPU's memory, and nothing is timed.
-            waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
-            for name in ("numerics", "ranks", "servers"):
-                run(name)
-            for part in waiting:
-                part.result()
-            for name in ("speed",) if waiting else ("speed", "faults", "hang"):
-                run(name)
+        with ThreadPoolExecutor(2) as beside:
+            try:
+                # Faults mostly wait; only where they take no GPU's memory, and nothing is timed.
+                waiting = [] if order.gpus else [beside.submit(run, n) for n in ("hang", "faults")]
+                for name in ("numerics", "ranks", "servers"):
+                    run(name)
+                for part in waiting:
+                    part.result()
+                for name in ("speed",) if waiting else ("speed", "faults", "hang"):
+                    run(name)
+            except BaseException:
+                stop.set()  # before the parts beside it are waited for
+                raise
     finally:
         _kill_workers(scratch)
         atomic.remove_tree(scratch)
     certificate = Certificate(
-        made_at=now_text(),
-        host=host(),
-        gpus=tuple(found["gpus"]),
-        versions=found["versions"],
-        model=order.model,
-        dtype=order.dtype,
+        *(now_text(), host(), tuple(found["gpus"]), found["versions"], order.model, order.dtype),
         seconds=round(time.monotonic() - began, 1),
         checks=tuple(checks),
     )
@@ -236,15 +218,6 @@ def run_part(
         tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
 
 
-@contextmanager
-def _set_on_error(stop: threading.Event) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        stop.set()
-        raise
-
-
 def _kill_workers(scratch: Path) -> None:
     """Workers outlive an orchestrator that was killed; these have nothing to go on with."""
     for process in psutil.process_iter():
@@ -254,14 +227,14 @@ def _kill_workers(scratch: Path) -> None:
 
 
 def _fits(order: Order, found: Mapping[str, Any]) -> bool:
-    """Whether a shape fits on a GPU, and its weights twice on the disk."""
+    """True if a shape fits on a GPU, and its weights twice on the disk."""
     need = training_memory(sft_recipe(order, load_of(order)), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters
     return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
 
 
 def _vllm(config: RecipeConfig) -> dict[str, Any]:
-    """Where vLLM is, if the recipe says so; a plain `vllm` on PATH counts too."""
+    """Place of vLLM, if the recipe names it; a plain `vllm` on PATH counts too."""
     server, plain = config.grpo.rollout_server, RolloutServerConfig()
     names = ("python", "setup", "container", "args", "weights_dir")
     said = {name: getattr(server, name) for name in names}

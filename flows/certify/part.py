@@ -6,17 +6,26 @@ is made; what the part prints is its log.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flows.certify.work import Order
-from refiner_core.contract.proofs import CertifiedCheck
 
 CHECKS, ORDER = "checks.jsonl", "order.json"
+#: Part -> the module and function that make its checks, imported there: torch takes seconds.
+_MADE_BY = {
+    "numerics": ("device", "numeric_checks"),
+    "ranks": ("processes", "rank_checks"),
+    "speed": ("device", "speed_checks"),
+    "servers": ("processes", "server_checks"),
+    "faults": ("processes", "fault_checks"),
+    "hang": ("processes", "hang_checks"),
+}
+PARTS = tuple(_MADE_BY)
 
 
 def main(arguments: list[str]) -> int:
@@ -24,37 +33,16 @@ def main(arguments: list[str]) -> int:
     name, folder = arguments[0], Path(arguments[1])
     order = Order.read(folder / ORDER)
     with (folder / CHECKS).open("a") as file:
-        for found in _checks_of(name)(order, folder):
+        module, function = _MADE_BY[name]
+        checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
+        for found in checks(order, folder):
             file.write(json.dumps(asdict(found)) + "\n")
             file.flush()
     return 0
 
 
-def _checks_of(name: str) -> Callable[[Order, Path], Iterator[CertifiedCheck]]:
-    """The checks of a part; each imports what it needs, since torch takes seconds."""
-    if name == "numerics":
-        from flows.certify.device import numeric_checks
-
-        return lambda order, folder: numeric_checks(order)
-    if name == "ranks":
-        from flows.certify.ranks import rank_checks
-
-        return rank_checks
-    if name == "speed":
-        from flows.certify.device import speed_checks
-
-        return speed_checks
-    if name == "servers":
-        from flows.certify.servers import server_checks
-
-        return server_checks
-    from flows.certify.faults import fault_checks, hang_checks
-
-    return hang_checks if name == "hang" else fault_checks
-
-
 def read_checks(folder: Path) -> list[dict[str, Any]]:
-    """What a part has found so far; a line that is still being written is left out."""
+    """Checks that a part has made so far; a line that is still being written is left out."""
     path = folder / CHECKS
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]

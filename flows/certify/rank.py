@@ -1,4 +1,4 @@
-"""What each rank of a certification runs: ``python -m flows.certify.rank``, under torchrun.
+"""Program of each rank of a certification: ``python -m flows.certify.rank``, under torchrun.
 
 In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
 losses and gradient norms of a short SFT, and what collectives gave and took.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.certify.work import Order, metrics_of, open_io, recipe
-from infra.process.minder import die_with_parent
-from infra.ranks.agent import ignore_stop_signals
+from flows.ranks.rank import run_rank
 from infra.ranks.bridge import RemoteIO
-from infra.ranks.protocol import ORDER, tell_error
+from infra.ranks.protocol import ORDER
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.ranks import Ranks, open_ranks
@@ -30,27 +28,15 @@ _ELEMENTS = {True: 1 << 26, False: 1 << 21}
 _ROUNDS = 5
 
 
-def main() -> int:
-    """Train and measure as one rank; returns the exit code."""
-    die_with_parent()
-    ignore_stop_signals()
-    rank = int(os.environ["RANK"])
-    try:
-        order = json.loads(os.environ[ORDER])
-        io = RemoteIO.from_environment() if rank == 0 else None
-        asked = Order.read(Path(order["order"]))
-        with open_ranks(cuda=asked.gpus > 0) as ranks:
-            report = _measured(asked, Path(order["folder"]), ranks)
-        if io is not None:
-            io.finish(report)
-    except BaseException as error:
-        tell_error(rank, error)
-        code = 1
-    else:
-        code = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of libraries that wait for a rank that is gone must not keep this one
+def _measure_as(rank: int) -> None:
+    """Train and measure as one rank."""
+    order = json.loads(os.environ[ORDER])
+    io = RemoteIO.from_environment() if rank == 0 else None
+    asked = Order.read(Path(order["order"]))
+    with open_ranks(cuda=asked.gpus > 0) as ranks:
+        report = _measured(asked, Path(order["folder"]), ranks)
+    if io is not None:
+        io.finish(report)
 
 
 def short_sft(config: RecipeConfig) -> RecipeConfig:
@@ -150,4 +136,4 @@ def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(_measure_as)

@@ -1,4 +1,4 @@
-"""What the parts of a certification train: models, rows, recipes and folders.
+"""Material that the parts of a certification train on: models, rows, recipes and folders.
 
 In: a shape and a device. Out: a model folder with random weights, prepared rows, a recipe and the
 IO of an attempt, as a training stage has them. Nothing is fetched.
@@ -21,6 +21,7 @@ from infra.store.traces import read_metrics
 from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, SftConfig
 from refiner_core.contract.placement import ModelShape
 from refiner_core.contract.proofs import CertifiedCheck, CheckVerdict
+from refiner_core.contract.records import from_json
 from refiner_core.contract.steering_config import Resources
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
@@ -46,7 +47,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Order:
-    """What one part is to do, as the parent process writes it down.
+    """Order of one part, as the parent process writes it down.
 
     Attributes
     ----------
@@ -80,8 +81,7 @@ class Order:
     @classmethod
     def read(cls, path: Path) -> Order:
         """The order in a file."""
-        given = json.loads(path.read_text())
-        return cls(**{**given, "worlds": tuple(given["worlds"]), "zero": tuple(given["zero"])})
+        return from_json(cls, json.loads(path.read_text()))
 
     def write(self, path: Path) -> None:
         """Write it down."""
@@ -89,7 +89,7 @@ class Order:
 
     @property
     def device(self) -> str:
-        """Where one process computes."""
+        """Device of one process."""
         return "cuda" if self.gpus else "cpu"
 
 
@@ -109,14 +109,6 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def within(name: str, gap: float, tolerance: float, what: str, **figures: Any) -> CertifiedCheck:
-    """A check of a difference against its tolerance; one that is no number fails."""
-    return check(
-        *(name, gap <= tolerance, f"{what} {gap:.2g}, tolerance {tolerance:.2g}"),
-        **{"gap": gap, "tolerance": tolerance, **figures},
-    )
 
 
 # ---------------------------------------------------------------- models and rows
@@ -209,7 +201,7 @@ def recipe(order: Order, *, attention: str = "sdpa", ranks: int = 1, zero: int =
 
 @dataclass(frozen=True)
 class Load:
-    """What is trained on: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
+    """Load of a training: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
 
     pack: int
     packs: int
@@ -225,7 +217,7 @@ ON_CPU = Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
 
 
 def load_of(order: Order) -> Load:
-    """How much is trained on to measure speed."""
+    """The load that speed is measured with."""
     return ON_GPU if order.gpus else ON_CPU
 
 
@@ -242,10 +234,10 @@ def sft_recipe(order: Order, load: Load) -> RecipeConfig:
     return replace(config, sft=sft)
 
 
-def open_io(folder: Path) -> AttemptIO:
+def open_io(folder: Path, kind: type[AttemptIO] = AttemptIO) -> AttemptIO:
     """The IO of an attempt in a folder of its own, with the real store of checkpoints."""
     paths = StagePaths(folder / "control", folder / "data")
-    return AttemptIO(paths, 1, CheckpointStore(paths.checkpoints, 1))
+    return kind(paths, 1, CheckpointStore(paths.checkpoints, 1))
 
 
 class EnoughSteps(Exception):
@@ -253,20 +245,14 @@ class EnoughSteps(Exception):
 
 
 class MeasuringIO(AttemptIO):
-    """The IO of an attempt that ends by :class:`EnoughSteps`, before anything is saved: the state
-    of a large model would fill a quota."""
+    """The IO of an attempt that ends by :class:`EnoughSteps` after :data:`STEPS` steps and one to
+    warm up, before anything is saved: the state of a large model would fill a quota."""
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step; the last one that is wanted ends the training."""
         super().log_metrics(step, metrics)
         if step > STEPS:
             raise EnoughSteps
-
-
-def measuring_io(folder: Path) -> MeasuringIO:
-    """As :func:`open_io`, for :data:`STEPS` steps and one to warm up."""
-    paths = StagePaths(folder / "control", folder / "data")
-    return MeasuringIO(paths, 1, CheckpointStore(paths.checkpoints, 1))
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

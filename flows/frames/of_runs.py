@@ -263,7 +263,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
     WorkspaceError
         A record is damaged.
     """
-    from flows.sweeping.status import SweepReader
+    from flows.sweeping.status import SweepWatcher
 
     room = Workspace.read_only(workspace)
     record = read_sweep(room, sweep)
@@ -277,7 +277,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
             "stage": standing.stage or None,
             "baseline": standing.arm == record.baseline,
         }
-        for standing in SweepReader(room, record.name).standings(record)
+        for standing in SweepWatcher(room, record.name).standings(record)
     ]
     return make_frame("trials", rows, list(dict.fromkeys(n for of in levels.values() for n in of)))
 

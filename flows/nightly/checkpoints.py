@@ -25,7 +25,6 @@ from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.kinds import TRAINED
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, trial_of
@@ -180,33 +179,17 @@ def _commit(source: Source) -> str:
     with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
         refs = hub.refs()
     known = {**refs.tags, **refs.branches}
-    if source.revision in known:
-        return known[source.revision]
-    raise ConfigurationError(
-        f"{source.ref} has no revision {source.revision!r}.",
-        expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
-        fix="correct `revision`",
-    )
-
-
-def occasion_of(nightly: Nightly, night: str) -> str:
-    """Under which name the canary is evaluated afresh."""
-    return f"{nightly.name}/{night}"
-
-
-def base_config(nightly: Nightly) -> RecipeConfig:
-    """The recipe with the file's own overrides: read once for all checkpoints of a night.
-
-    Raises
-    ------
-    ConfigurationError
-        Unknown recipe, key or value.
-    """
-    return load_recipe(nightly.recipe, nightly.overrides)
+    if source.revision not in known:
+        raise ConfigurationError(
+            f"{source.ref} has no revision {source.revision!r}.",
+            expected="a commit (40 hex digits), or one of: " + ", ".join(sorted(known)[:12]),
+            fix="correct `revision`",
+        )
+    return known[source.revision]
 
 
 def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
-    """What the recipe is given beside that."""
+    """Fields that the recipe is given for a checkpoint."""
     changes: dict[str, Any] = {
         "stages": ["data", "evaluate"],
         "only": [],
@@ -217,7 +200,7 @@ def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
     if found.revision:
         changes["model.revision"] = found.revision
     if found.checkpoint == nightly.canary:
-        changes["evaluate.occasion"] = occasion_of(nightly, night)
+        changes["evaluate.occasion"] = f"{nightly.name}/{night}"
     return changes
 
 
@@ -228,7 +211,8 @@ def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
 
 
 def night_plan(nightly: Nightly, found: Resolved, night: str, base: RecipeConfig) -> Plan:
-    """The plan of one checkpoint in one night; ``base`` is :func:`base_config`.
+    """The plan of one checkpoint in one night; ``base`` is the recipe with the
+    file's own overrides, read once for all checkpoints of a night.
 
     Raises
     ------
@@ -246,5 +230,5 @@ def evaluations_in(plan: Plan) -> list[PlannedStage]:
 
 
 def is_done(plan: Plan, workspace: Workspace) -> bool:
-    """Whether all numbers are there."""
+    """True if all numbers are there."""
     return all(workspace.read_result(s.id) is not None for s in evaluations_in(plan))

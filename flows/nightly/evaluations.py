@@ -16,6 +16,7 @@ Nights that nobody has worked on, or not to the end, are completed as far as tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -70,45 +71,35 @@ class Job(NamedTuple):
     run: RunRecord
 
 
-def begin_jobs(
-    nightly: Nightly,
-    night: str,
-    wanted: Sequence[tuple[Resolved, Plan]],
-    workspace: Workspace,
-    records: NightlyRecords,
-) -> list[Job]:
+def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> list[Job]:
     """A recorded call for each plan; one that was begun in this night and not finished goes on."""
     pinned, jobs = None, []
     for found, plan in wanted:
-        run = _begun(night, found, plan, workspace, records)
+        name = found.checkpoint.name
+        run = _begun(at, night, name, plan)
         if run is None:
-            pinned = pinned or pin_code(workspace)
-            words = night_overrides(nightly, found, night)
-            of_night = {"name": nightly.name, "night": night, "checkpoint": found.checkpoint.name}
-            more = {"nightly": of_night}
-            run = record_pinned_run(plan, workspace, nightly.recipe, words, pinned, more)
+            pinned = pinned or pin_code(at.workspace)
+            words = night_overrides(at.nightly, found, night)
+            more = {"nightly": {"name": at.nightly.name, "night": night, "checkpoint": name}}
+            run = record_pinned_run(plan, at.workspace, at.nightly.recipe, words, pinned, more)
             if pinned.diff:
-                atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
-            workspace.write_run(run)
-            records.note_run(night, found.checkpoint.name, run.run, found.digest)
+                atomic.write_text(at.workspace.layout.run(run.run).diff, pinned.diff)
+            at.workspace.write_run(run)
+            at.records.note_run(night, name, run.run, found.digest)
         jobs.append(Job(found, plan, run))
     return jobs
 
 
-def _begun(
-    night: str, found: Resolved, plan: Plan, workspace: Workspace, records: NightlyRecords
-) -> RunRecord | None:
+def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
     wanted = {s.name: s.id for s in plan.stages}
-    for noted in reversed(records.runs_of(night, found.checkpoint.name)):
-        run = workspace.read_run(noted["run"])
-        if dict(run.stages) == wanted and not orchestrator_of(workspace, run.run).works:
+    for noted in reversed(at.records.runs_of(night, checkpoint)):
+        run = at.workspace.read_run(noted["run"])
+        if dict(run.stages) == wanted and not orchestrator_of(at.workspace, run.run).works:
             return run
     return None
 
 
-def carry_out(
-    jobs: Sequence[Job], workspace: Workspace, tell: Tell
-) -> dict[str, Mapping[str, StageView]]:
+def carry_out(at: At, jobs: Sequence[Job]) -> dict[str, Mapping[str, StageView]]:
     """Work on all calls to their end; views by checkpoint.
 
     Raises
@@ -118,16 +109,23 @@ def carry_out(
     """
     if not jobs:
         return {}
-    config = jobs[0].plan.config
-    members = []
-    for job in jobs:
-        member = Member(job.plan, job.run, workspace, job.found.checkpoint.name)
+    config, workspace = jobs[0].plan.config, at.workspace
+    members = [Member(j.plan, j.run, workspace, j.found.checkpoint.name) for j in jobs]
+    for member in members:
         member.take_up()
-        members.append(member)
-    source = Given(members, lambda member: tell(f"{member.name}: {_words(member.views())}"))
+
+    def tell(member: Member) -> None:
+        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in ended_badly(member.views()))
+        at.tell(f"{member.name}: {bad or 'evaluated'}")
+
     router = make_router(config.dispatch, workspace)
-    orchestrate(source, workspace, router, config, console=_Teller(tell))
+    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
     return {member.name: member.views() for member in members}
+
+
+def ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
+    """The stages that have failed, or were stopped."""
+    return [v for v in views.values() if v.state in ("failed", "interrupted")]
 
 
 class _Teller:
@@ -146,11 +144,7 @@ class _Teller:
         """Nothing is open."""
 
 
-def _words(views: Mapping[str, StageView]) -> str:
-    bad = [v for v in views.values() if v.state in ("failed", "interrupted")]
-    if bad:
-        return "; ".join(f"{v.name} {v.state}: {v.message}" for v in bad)
-    return "evaluated"
+# ---------------------------------------------------------------- lines of the history
 
 
 _NUMBER = ("value", "low", "high", "n", "protocol")
@@ -167,7 +161,6 @@ class Occasion:
         made elsewhere, and nobody knows under which conditions.
     """
 
-    nightly: Nightly
     night: str
     measured_in: str
     late: bool = False
@@ -175,104 +168,68 @@ class Occasion:
     measured: bool = True
 
 
-def harvest(
-    plan: Plan,
-    found: Resolved,
-    occasion: Occasion,
-    workspace: Workspace,
-    records: NightlyRecords,
-    known: Sequence[Row],
-) -> list[Row]:
-    """Write what the evaluations of a checkpoint say into the history; the lines that are new.
-
-    ``known`` are the lines so far.
-    """
+def harvest(at: At, plan: Plan, found: Resolved, occasion: Occasion, known: Sequence[Row]) -> None:
+    """Write what the evaluations of a checkpoint say into the history; ``known`` are the lines so
+    far."""
     before = {row.stage: row.measured_in for row in known}
-    written = []
     for stage in evaluations_in(plan):
-        result = workspace.read_result(stage.id)
+        result = at.workspace.read_result(stage.id)
         if result is None:
             continue
         facts = _facts(plan, stage, result)
-        for entries in _by_protocol(result.report["evaluations"]):
-            row = _row(stage, entries, found, occasion, before, facts)
-            _keep_values(row, entries, occasion.nightly, workspace, records)
-            if records.add_row(row):
-                written.append(row)
-    return written
+        evaluations = result.report["evaluations"]
+        for decoding in dict.fromkeys(e["decoding"] for e in evaluations):
+            entries = [e for e in evaluations if e["decoding"] == decoding]
+            main = next((e for e in entries if e["metric"] != "reward"), entries[0])
+            row = Row(
+                version=ROW_VERSION,
+                nightly=at.nightly.name,
+                night=occasion.night,
+                checkpoint=found.checkpoint.name,
+                canary=found.checkpoint == at.nightly.canary,
+                protocol=str(main["protocol"]),
+                protocol_name=str(main["protocol_name"]),
+                protocol_set=stage.protocol,
+                decoding=str(main["decoding"]),
+                digest=found.digest,
+                source=found.what,
+                stage=stage.id,
+                samples=str(main["samples_file"]),
+                run=occasion.run,
+                fresh=stage.id not in before and occasion.measured,
+                late=occasion.late,
+                measured_in=before.get(stage.id, occasion.measured_in if occasion.measured else ""),
+                evaluated_at=now_text(),
+                numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
+                facts=facts,
+            )
+            _keep_values(at, row, entries)
+            at.records.add_row(row)
 
 
-def _by_protocol(entries: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    for decoding in dict.fromkeys(e["decoding"] for e in entries):
-        yield [e for e in entries if e["decoding"] == decoding]
-
-
-def _row(
-    stage: PlannedStage,
-    entries: Sequence[Mapping[str, Any]],
-    found: Resolved,
-    occasion: Occasion,
-    before: Mapping[str, str],
-    facts: Mapping[str, str],
-) -> Row:
-    main = next((e for e in entries if e["metric"] != "reward"), entries[0])
-    nightly = occasion.nightly
-    return Row(
-        version=ROW_VERSION,
-        nightly=nightly.name,
-        night=occasion.night,
-        checkpoint=found.checkpoint.name,
-        canary=found.checkpoint == nightly.canary,
-        protocol=str(main["protocol"]),
-        protocol_name=str(main["protocol_name"]),
-        protocol_set=stage.protocol,
-        decoding=str(main["decoding"]),
-        digest=found.digest,
-        source=found.what,
-        stage=stage.id,
-        samples=str(main["samples_file"]),
-        run=occasion.run,
-        fresh=stage.id not in before and occasion.measured,
-        late=occasion.late,
-        measured_in=before.get(stage.id, occasion.measured_in if occasion.measured else ""),
-        evaluated_at=now_text(),
-        numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
-        facts=facts,
-    )
-
-
-def _keep_values(
-    row: Row,
-    entries: Sequence[Mapping[str, Any]],
-    nightly: Nightly,
-    workspace: Workspace,
-    records: NightlyRecords,
-) -> None:
+def _keep_values(at: At, row: Row, entries: Sequence[Mapping[str, Any]]) -> None:
     there = {e["metric"] for e in entries}
-    wanted = [
-        metric
-        for metric in nightly.alerts.metrics
-        if metric in there and records.values(row.stage, row.protocol, metric) is None
-    ]
-    output = workspace.output_dir(row.stage)
+    watched = [metric for metric in at.nightly.alerts.metrics if metric in there]
+    wanted = [m for m in watched if at.records.values(row.stage, row.protocol, m) is None]
+    output = at.workspace.output_dir(row.stage)
     if not wanted or output is None or not (output / row.samples).exists():
         return
     from refiner_core.evaluation.metrics import load_samples
 
     samples = load_samples(output / row.samples)
     found = {metric: per_prompt(samples, metric) for metric in wanted}
-    records.keep_values(row.stage, row.protocol, found)
+    at.records.keep_values(row.stage, row.protocol, found)
 
 
 def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, str]:
-    """What may have changed beside the weights."""
+    """Facts beside the weights that may have changed."""
     judge, said = plan.config_of(stage).judge, result.provenance
-    host = said.get("host") or {}
+    host, usage = said.get("host") or {}, result.report.get("judge_usage") or {}
     found = {
         "judge.kind": judge.kind,
         "judge.model": judge.model,
         "judge.revision": judge.revision or "",
-        "judge.served": ", ".join(sorted(_usage(result).get("served") or {})),
+        "judge.served": ", ".join(sorted(usage.get("served") or {})),
         "code": said.get("code") or "",
         "python": said.get("python") or "",
         "host.name": host.get("name") or "",
@@ -283,109 +240,88 @@ def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, st
     return {name: str(value) for name, value in found.items() if value}
 
 
-def _usage(result: StageResult) -> Mapping[str, Any]:
-    usage: Mapping[str, Any] = result.report.get("judge_usage") or {}
-    return usage
+# ---------------------------------------------------------------- nights that were missed
 
 
-def look_after(at: At, now: datetime, only: str = "") -> dict[str, str]:
-    """Complete earlier nights; night -> ``done``, ``incomplete`` or ``busy``.
+@contextmanager
+def night_held(records: NightlyRecords, night: str, take_over: bool = False) -> Iterator[str]:
+    """Take a night up for the time of the block; yields why not, where somebody else has it."""
+    who = records.worker_of(night)
+    if who is not None and who.works and not (take_over and not who.here):
+        hint = "" if who.here else "; if you know that it is gone: --take-over"
+        yield f"The night of {night} is worked on already, by process {who.process}{hint}."
+        return
+    turn = who.turn if who else 0
+    if not records.take_night(night, turn):
+        yield f"The night of {night} has just been taken up by another process."
+        return
+    try:
+        yield ""
+    finally:
+        records.leave_night(night, turn + 1)
 
-    Parameters
-    ----------
-    only
-        This night alone, which the caller has taken up; else all within reach.
-    """
+
+def look_after(at: At, now: datetime) -> dict[str, str]:
+    """Complete earlier nights within reach; night -> ``done``, ``incomplete`` or ``busy``. Before
+    the first known night there was nothing."""
+    known = at.records.nights()
+    if not known or not at.nightly.catch_up:
+        return {}
+    reach = at.schedule.nights_up_to(now, at.nightly.catch_up + 1)[:-1]
     found: dict[str, str] = {}
-    for night in [only] if only else _nights(at, now):
-        if at.records.ended(night) is not None:
-            found[night] = "done"
-            continue
-        if only:
-            found[night] = _complete(at, night)
-            continue
-        who = at.records.worker_of(night)
-        turn = who.turn if who else 0
-        if (who is not None and who.works) or not at.records.take_night(night, turn):
-            found[night] = "busy"
-            continue
-        try:
-            found[night] = _complete(at, night)
-        finally:
-            at.records.leave_night(night, turn + 1)
+    for night in (n for n in reach if n >= known[0] and at.records.ended(n) is None):
+        with night_held(at.records, night) as refusal:
+            found[night] = "busy" if refusal else complete(at, night)
     return found
 
 
-def _nights(at: At, now: datetime) -> Sequence[str]:
-    """Those within reach that are not done; before the first known night there was nothing."""
-    known = at.records.nights()
-    if not known or not at.nightly.catch_up:
-        return []
-    reach = at.schedule.nights_up_to(now, at.nightly.catch_up + 1)[:-1]
-    return [n for n in reach if n >= known[0] and at.records.ended(n) is None]
-
-
-def _complete(at: At, night: str) -> str:
+def complete(at: At, night: str) -> str:
+    """Complete a night that has passed, and that the caller has taken up: ``done`` or
+    ``incomplete``."""
+    if at.records.ended(night) is not None:
+        return "done"
     at.tell(f"The night of {night} is looked after, late.")
-    complete = True
-    for checkpoint in at.nightly.everybody:
-        if checkpoint == at.nightly.canary:
-            _canary(at, night)
-        elif checkpoint.source.frozen:
-            complete &= _frozen(at, night, checkpoint)
-        else:
-            complete &= _as_recorded(at, night, checkpoint)
-    if not complete:
+    found = [_look_after(at, night, checkpoint) for checkpoint in at.nightly.everybody]
+    if not all(found):
         return "incomplete"
     at.records.end_night(night, {"late": True, "in": at.current})
     return "done"
 
 
-def _canary(at: At, night: str) -> None:
-    canary = at.nightly.canary
-    found = resolve(canary, at.workspace)
-    plan = night_plan(at.nightly, found, night, at.base)
-    if is_done(plan, at.workspace):
-        # Who has measured it did so in that night: nobody begins a canary later.
-        _keep(at, night, night, found, plan)
-        return
-    at.records.miss(night, canary.name, "nobody measured the canary that night; it cannot be now")
-
-
-def _frozen(at: At, night: str, checkpoint: Checkpoint) -> bool:
-    try:
-        found = resolve(checkpoint, at.workspace)
-        plan = night_plan(at.nightly, found, night, at.base)
-    except RefinerError as error:
-        at.tell(f"{checkpoint.name}: {error}")
-        return False
+def _look_after(at: At, night: str, checkpoint: Checkpoint) -> bool:
+    """True if nothing is left to say of a checkpoint in a night that has passed."""
+    run, measured_in, is_canary = "", at.current, checkpoint == at.nightly.canary
+    if is_canary or checkpoint.source.frozen:
+        try:
+            found = resolve(checkpoint, at.workspace)
+            plan = night_plan(at.nightly, found, night, at.base)
+        except RefinerError as error:
+            if is_canary:
+                raise
+            at.tell(f"{checkpoint.name}: {error}")
+            return False
+        if is_canary:
+            measured_in = night  # who has measured it did so then: nobody begins a canary later
+            if not is_done(plan, at.workspace):
+                why = "nobody measured the canary that night; it cannot be now"
+                at.records.miss(night, checkpoint.name, why)
+                return True
+    else:
+        noted = at.records.runs_of(night, checkpoint.name)
+        if not noted:
+            why = f"nobody looked that night which one {checkpoint.source.text} was"
+            at.records.miss(night, checkpoint.name, why)
+            return True
+        record = at.workspace.read_run(noted[-1]["run"])
+        run, plan = record.run, plan_of_run(at.workspace, record)
+        ref, digest = plan.config.model.name_or_path, str(noted[-1]["digest"])
+        found = Resolved(checkpoint, ref, "", digest, checkpoint.source.text)
+        if is_done(plan, at.workspace):
+            measured_in = night
+        else:
+            carry_out(at, [Job(found, plan, record)])
     if not is_done(plan, at.workspace):
         return False  # this night's own evaluation has not ended well either
-    _keep(at, night, at.current, found, plan)
+    occasion = Occasion(night, measured_in, late=True, run=run)
+    harvest(at, plan, found, occasion, at.records.rows())
     return True
-
-
-def _as_recorded(at: At, night: str, checkpoint: Checkpoint) -> bool:
-    noted = at.records.runs_of(night, checkpoint.name)
-    if not noted:
-        why = f"nobody looked that night which one {checkpoint.source.text} was"
-        at.records.miss(night, checkpoint.name, why)
-        return True
-    run = at.workspace.read_run(noted[-1]["run"])
-    plan = plan_of_run(at.workspace, run)
-    config = plan.config.model
-    digest = str(noted[-1]["digest"])
-    found = Resolved(checkpoint, config.name_or_path, "", digest, checkpoint.source.text)
-    measured_in = night
-    if not is_done(plan, at.workspace):
-        carry_out([Job(found, plan, run)], at.workspace, at.tell)
-        measured_in = at.current
-    if not is_done(plan, at.workspace):
-        return False
-    _keep(at, night, measured_in, found, plan, run.run)
-    return True
-
-
-def _keep(at: At, night: str, measured_in: str, found: Resolved, plan: Plan, run: str = "") -> None:
-    occasion = Occasion(at.nightly, night, measured_in, late=True, run=run, measured=True)
-    harvest(plan, found, occasion, at.workspace, at.records, at.records.rows())

@@ -8,8 +8,9 @@ a shipped one, below the current folder).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
-from refiner_core.nightly.definition import Nightly, parse_nightly
+from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
 
 
 def shipped_nightlies() -> dict[str, Path]:
@@ -74,16 +75,9 @@ def _whole(override: str) -> str:
     return override
 
 
-@contextlib.contextmanager
-def in_folder_of(nightly: Nightly) -> Iterator[None]:
-    """Work where the file's paths are meant."""
-    with contextlib.chdir(nightly.folder):
-        yield
-
-
 def workspace_of(nightly: Nightly) -> Path:
     """The folder of the workspace that its recipe and overrides name."""
-    with in_folder_of(nightly):
+    with contextlib.chdir(nightly.folder):
         config = load_recipe(nightly.recipe, nightly.overrides)
         return Path(config.workspace).expanduser().absolute()
 
@@ -126,3 +120,11 @@ def find_nightly(wanted: str, overrides: Sequence[str] = ()) -> Nightly:
                 fix="name one of these, its file, or another workspace=DIR",
             )
     return load_nightly(wanted, overrides)
+
+
+def due_night(nightly: Nightly, now: datetime) -> str:
+    """The newest night, where something was done before and it is not; else empty."""
+    workspace = Workspace.read_only(workspace_of(nightly))
+    records = NightlyRecords(workspace, nightly.name)
+    night = Schedule(nightly.schedule, nightly.timezone).night_at(now)
+    return night if records.nights() and records.ended(night) is None else ""

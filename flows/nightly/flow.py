@@ -8,26 +8,33 @@ may be ended at any time) leaves records whole, and the next run goes on. Import
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO, Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.events import emit_event
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import EntrypointType
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
 from flows.artifacts import artifact_key, inert
-from infra.host.processes import environment
+from flows.nightly.files import load_nightly, shipped_nightlies
+from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
+from refiner_core.nightly.definition import Nightly, Schedule
 
 #: Name of the event that tells an alert.
 ALERT = "refiner.nightly.alert"
+#: The flow's former name, under which deployments of earlier versions stand.
+_FORMER = "refiner-nightly"
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0
 
@@ -43,16 +50,18 @@ def nightly(name: str, file: str, folder: str, overrides: list[str], night: str 
     """Work on the night that was scheduled, or on ``night``."""
     log = get_run_logger()
     try:
-        wanted = night or _scheduled_night(file, folder)
+        if not night:  # the one whose occasion this run is, however late it has come
+            loaded, due = load_nightly(file), flow_run.scheduled_start_time or datetime.now(UTC)
+            night = Schedule(loaded.schedule, loaded.timezone).night_at(due)
     except RefinerError as error:
         return Failed(message=str(error))
-    code, said = _run(["nightly", "run", file, *overrides, "--night", wanted, "--json"], folder)
+    code, said = _run(["nightly", "run", file, *overrides, "--night", night, "--json"], folder)
     if not said or "night" not in said:
         return Failed(message=str(said.get("error") or f"it ended with code {code}"))
     create_markdown_artifact(
         inert(_markdown(said)),
         key=artifact_key("nightly", name, "night"),
-        description=f"Night {wanted}",
+        description=f"Night {night}",
     )
     for alert in said["alerts"]:
         log.warning("%s", alert["title"])
@@ -69,25 +78,12 @@ def emit_alert(name: str, alert: dict[str, Any]) -> None:
     emit_event(ALERT, {**who, **labels}, payload=alert)
 
 
-def _scheduled_night(file: str, folder: str) -> str:
-    """The night whose occasion this run is, however late it has come."""
-    from flows.nightly.files import load_nightly
-    from refiner_core.nightly.definition import Schedule
-
-    loaded = load_nightly(file)
-    moment = flow_run.scheduled_start_time or datetime.now(UTC)
-    return Schedule(loaded.schedule, loaded.timezone).night_at(moment)
-
-
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
     """The command, to its end; exit code, and what it printed."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    env = environment()
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
         cwd=folder,
-        env=env,
+        env=own_python(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -125,3 +121,36 @@ def _markdown(said: dict[str, Any]) -> str:
     head = f"Night of {said['night']}: **{said['state']}**{' (late)' if said['late'] else ''}"
     page = [f"Trend page: `{said['page']}`"] if said["page"] else []
     return "\n".join([head, "", *table, "", *alerts, "", *page])
+
+
+# ---------------------------------------------------------------- deployments
+
+
+def nightly_deployment(evaluation: Nightly) -> Any:
+    """The deployment of a nightly evaluation, with its schedule."""
+    shipped = {str(path): name for name, path in shipped_nightlies().items()}
+    return nightly.to_deployment(
+        name=evaluation.name,
+        schedule=CronSchedule(cron=evaluation.schedule, timezone=evaluation.timezone),
+        parameters={
+            "name": evaluation.name,
+            "file": shipped.get(evaluation.origin, evaluation.origin),
+            "folder": evaluation.folder,
+            "overrides": [o for o in evaluation.overrides if o.startswith("workspace=/")],
+        },
+        description=f"`refiner nightly run {evaluation.origin}` in each night",
+        tags=["refiner", "nightly"],
+        enforce_parameter_schema=False,
+        entrypoint_type=EntrypointType.MODULE_PATH,
+    )
+
+
+def remove_former(name: str, tell: Callable[[str], None]) -> None:
+    """Take the deployment of an earlier version off the server: each night would begin twice."""
+    with get_client(sync_client=True) as client:
+        try:
+            former = client.read_deployment_by_name(f"{_FORMER}/{name}")
+            client.delete_deployment(former.id)
+        except ObjectNotFound:
+            return
+    tell(f"{_FORMER}/{name} is gone from the server: nightly/{name} has taken its place.")

@@ -9,8 +9,8 @@ not done again. A night that an earlier process has left unfinished goes on. Its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,27 +19,38 @@ from typing import Any, Literal
 from flows.nightly.checkpoints import (
     NothingYet,
     Resolved,
-    base_config,
     is_done,
     night_plan,
     resolve,
 )
-from flows.nightly.evaluations import At, Occasion, Tell, begin_jobs, carry_out, harvest, look_after
-from flows.nightly.files import in_folder_of, workspace_of
+from flows.nightly.evaluations import (
+    At,
+    Occasion,
+    Tell,
+    begin_jobs,
+    carry_out,
+    complete,
+    ended_badly,
+    harvest,
+    look_after,
+    night_held,
+)
 from flows.nightly.history import Reading, deliver, raise_alerts, read_history
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.types import StageView
+from refiner_core.contract.records import to_json
 from refiner_core.nightly.definition import Nightly, Schedule
 from refiner_core.nightly.page import Trends, open_alerts, trend_page
 
 
 def page_text(reading: Reading) -> str:
-    """The page as HTML."""
+    """The trend page as HTML."""
     nightly = reading.nightly
     return trend_page(
         Trends(
@@ -53,17 +64,12 @@ def page_text(reading: Reading) -> str:
     )
 
 
-def write_page(reading: Reading, records: NightlyRecords) -> Path:
-    """Write the page; where it lies."""
-    return records.write_page(page_text(reading))
-
-
 NightState = Literal["done", "incomplete", "busy", "missed"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a checkpoint stands in a night.
+    """Standing of a checkpoint in a night.
 
     ``state``: ``measured`` now, ``kept`` (its numbers still hold), ``missing`` (``why`` says it,
     and that it stays so), ``failed`` (the same command tries again).
@@ -78,7 +84,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class NightOutcome:
-    """How a night stands.
+    """Outcome of a night.
 
     Attributes
     ----------
@@ -145,25 +151,25 @@ def run_night(
             expected=f"{current}, or an earlier one",
             fix="wait, or drop --night",
         )
-    with in_folder_of(nightly):
-        base = base_config(nightly)
+    with contextlib.chdir(nightly.folder):
+        base = load_recipe(nightly.recipe, nightly.overrides)
         workspace = Workspace.open(Path(base.workspace).absolute(), base.data_root)
         records = NightlyRecords(workspace, nightly.name)
         at = At(nightly, schedule, workspace, records, current, base, tell)
         _pinned_canary(nightly, workspace)
         if nothing := _nothing_known(records, wanted, current):
             return NightOutcome(nightly.name, wanted, "missed", True, message=nothing)
-        records.note_version(_version(nightly))
-        with _held(records, wanted, take_over) as refusal:
+        values = {name: getattr(nightly, name) for name in ("name", "text", "origin", "folder")}
+        records.note_version({**values, "overrides": list(nightly.overrides)})
+        with night_held(records, wanted, take_over) as refusal:
             if refusal:
-                return NightOutcome(
-                    nightly.name, wanted, "busy", wanted != current, message=refusal
-                )
+                late = wanted != current
+                return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
             return _work(at, wanted, now)
 
 
 def _nothing_known(records: NightlyRecords, night: str, current: str) -> str:
-    """Why nothing can be said of a night that is past; empty where something can."""
+    """The reason that nothing can be said of a night that is past; empty where something can."""
     known = records.nights()
     if night == current or (known and night >= known[0]):
         return ""
@@ -179,13 +185,13 @@ def _work(at: At, night: str, now: datetime) -> NightOutcome:
         entries = _tonight(at, night)
         if all(e.state != "failed" for e in entries):
             at.records.end_night(night, {"entries": {e.checkpoint: e.state for e in entries}})
-    looked_after = look_after(at, now, only=night if late else "")
+    looked_after = {night: complete(at, night)} if late else look_after(at, now)
     reading = read_history(at.nightly, at.workspace)
     alerts = raise_alerts(reading, at.records)
     undelivered = deliver(at.nightly, alerts, at.records)
     if alerts:
         reading = read_history(at.nightly, at.workspace)
-    page = write_page(reading, at.records)
+    page = at.records.write_page(page_text(reading))
     return NightOutcome(
         nightly=at.nightly.name,
         night=night,
@@ -214,65 +220,28 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
             if checkpoint == at.nightly.canary:
                 raise
             at.tell(f"{checkpoint.name}: {error}")
-            why = str(error)
-            entries[checkpoint.name] = Entry(
-                checkpoint.name, "failed", why, exit_code=error.exit_code
-            )
+            code = error.exit_code
+            entries[checkpoint.name] = Entry(checkpoint.name, "failed", str(error), exit_code=code)
     wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
-    jobs = begin_jobs(at.nightly, night, wanted, at.workspace, at.records)
-    views = carry_out(jobs, at.workspace, at.tell)
+    jobs = begin_jobs(at, night, wanted)
+    views = carry_out(at, jobs)
     runs = {job.found.checkpoint.name: job.run.run for job in jobs}
     known = at.records.rows()
     for name, (found, plan) in plans.items():
-        run = runs.get(name) or _earlier_run(at, night, name)
-        ours = bool(run) or found.checkpoint == at.nightly.canary  # its stage is this night's
-        occasion = Occasion(at.nightly, night, night, run=run, measured=ours)
-        harvest(plan, found, occasion, at.workspace, at.records, known)
-        entries[name] = _entry(name, plan, run if name in runs else "", views.get(name), at)
+        run, noted = runs.get(name, ""), at.records.runs_of(night, name)
+        earlier = str(noted[-1]["run"]) if noted else ""  # another process has worked on it
+        # The canary's stage is this night's.
+        ours = bool(run or earlier) or found.checkpoint == at.nightly.canary
+        occasion = Occasion(night, night, run=run or earlier, measured=ours)
+        harvest(at, plan, found, occasion, known)
+        if is_done(plan, at.workspace):
+            entries[name] = Entry(name, "measured" if run else "kept", run=run)
+            continue
+        bad = ended_badly(views.get(name, {}))
+        why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
+        code = next((v.exit_code for v in bad if v.exit_code), 1)
+        entries[name] = Entry(name, "failed", why, run, code)
     return tuple(entries[c.name] for c in at.nightly.everybody)
-
-
-def _earlier_run(at: At, night: str, checkpoint: str) -> str:
-    """The call of this night that another process has worked on."""
-    noted = at.records.runs_of(night, checkpoint)
-    return str(noted[-1]["run"]) if noted else ""
-
-
-def _entry(name: str, plan: Plan, run: str, views: Mapping[str, StageView] | None, at: At) -> Entry:
-    if is_done(plan, at.workspace):
-        return Entry(name, "measured" if run else "kept", run=run)
-    bad = [v for v in (views or {}).values() if v.state in ("failed", "interrupted")]
-    why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
-    code = next((v.exit_code for v in bad if v.exit_code), 1)
-    return Entry(name, "failed", why, run, code)
-
-
-@contextmanager
-def _held(records: NightlyRecords, night: str, take_over: bool) -> Iterator[str]:
-    """Take a night up for the time of the block; yields why not, where somebody else has it."""
-    who = records.worker_of(night)
-    if who is not None and who.works and not (take_over and not who.here):
-        hint = "" if who.here else "; if you know that it is gone: --take-over"
-        yield f"The night of {night} is worked on already, by process {who.process}{hint}."
-        return
-    turn = who.turn if who else 0
-    if not records.take_night(night, turn):
-        yield f"The night of {night} has just been taken up by another process."
-        return
-    try:
-        yield ""
-    finally:
-        records.leave_night(night, turn + 1)
-
-
-def _version(nightly: Nightly) -> dict[str, Any]:
-    return {
-        "name": nightly.name,
-        "text": nightly.text,
-        "origin": nightly.origin,
-        "folder": nightly.folder,
-        "overrides": list(nightly.overrides),
-    }
 
 
 def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
@@ -288,7 +257,7 @@ def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
 
 
 def check_nightly(nightly: Nightly) -> list[str]:
-    """Whether a nightly evaluation can be carried out; warnings.
+    """Check that a nightly evaluation can be carried out; warnings.
 
     Raises
     ------
@@ -296,14 +265,12 @@ def check_nightly(nightly: Nightly) -> list[str]:
         It cannot: the recipe, the canary, or a checkpoint that can never be there.
     """
     warnings: list[str] = []
-    with in_folder_of(nightly):
-        base = base_config(nightly)
-        workspace = Workspace.read_only(workspace_of(nightly))
+    with contextlib.chdir(nightly.folder):
+        base = load_recipe(nightly.recipe, nightly.overrides)
+        workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
         canary = _pinned_canary(nightly, workspace)
         plan = night_plan(nightly, canary, "2026-01-01", base)
-        unknown = _unknown_metrics(nightly, base)
-        if unknown:
-            raise unknown
+        _refuse_unknown_metrics(nightly, base)
         for checkpoint in nightly.checkpoints:
             try:
                 resolve(checkpoint, workspace)
@@ -318,20 +285,18 @@ def check_nightly(nightly: Nightly) -> list[str]:
     return warnings
 
 
-def _unknown_metrics(nightly: Nightly, base: RecipeConfig) -> ConfigurationError | None:
-    from refiner_core.contract.fields import suggest
+def _refuse_unknown_metrics(nightly: Nightly, base: RecipeConfig) -> None:
     from refiner_core.evaluation.metrics import has_metric, metrics_of
 
     for metric in nightly.alerts.metrics:
         if not has_metric(base, metric):
             known = metrics_of(base)
-            return ConfigurationError(
+            raise ConfigurationError(
                 f"`alerts.metrics` names {metric!r}, which no evaluation has."
                 f"{suggest(metric, known)}",
                 expected="one of: " + ", ".join(known),
                 fix="correct `alerts.metrics`",
             )
-    return None
 
 
 OUTPUT_VERSION = 1
@@ -340,21 +305,14 @@ _LAST = 7
 
 def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
     """A night for scripts."""
+    value = to_json(outcome)
+    entries = value.pop("entries")
     return {
         "version": OUTPUT_VERSION,
-        "nightly": outcome.nightly,
-        "night": outcome.night,
-        "state": outcome.state,
-        "late": outcome.late,
-        "message": outcome.message,
+        **value,
         "checkpoints": [
-            {"checkpoint": e.checkpoint, "state": e.state, "why": e.why, "run": e.run}
-            for e in outcome.entries
+            {name: e[name] for name in ("checkpoint", "state", "why", "run")} for e in entries
         ],
-        "looked_after": dict(outcome.looked_after),
-        "alerts": [dict(a) for a in outcome.alerts],
-        "undelivered": dict(outcome.undelivered),
-        "page": outcome.page,
         "exit_code": outcome.exit_code,
     }
 
@@ -382,7 +340,7 @@ def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
 
 
 def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
-    """How a nightly evaluation stands, for scripts."""
+    """Standing of a nightly evaluation, for scripts."""
     nightly = reading.nightly
     schedule = Schedule(nightly.schedule, nightly.timezone)
     current = schedule.night_at(now)

@@ -157,7 +157,7 @@ def _post(name: str, message: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _heard() -> Iterator[list[str]]:
-    """What Apprise says in this thread; nobody else hears it, as an address may be in it."""
+    """Words of Apprise in this thread; nobody else hears it, as an address may be in it."""
     said: list[str] = []
     here = threading.get_ident()
 
@@ -175,7 +175,8 @@ def _heard() -> Iterator[list[str]]:
 
 
 def _service(address: str, message: Mapping[str, Any], asset: Any) -> tuple[Any, bool]:
-    """What takes a message by an address, and whether it is a POST of the message's own JSON."""
+    """The service that takes a message by an address; True if it is a POST of the message's own
+    JSON."""
     import apprise
 
     if (service := apprise.Apprise.instantiate(address, asset=asset)) is not None:

@@ -27,7 +27,7 @@ from refiner_core.contract.steering_config import alarms_of
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a message by one channel.
+    """Result of a message by one channel.
 
     ``why`` says why it did not get through; empty where it did.
     """

@@ -47,7 +47,7 @@ class Pauses:
         self._open: dict[str, Pause] = {}
 
     def look(self, sights: Mapping[str, Sight], now: float, *, quiet: bool = False) -> list[Pause]:
-        """What is news; ``now`` in seconds. ``quiet``: no pause is, yet."""
+        """Pauses that are news; ``now`` in seconds. ``quiet``: no pause is, yet."""
         for stage, sight in sights.items():
             if sight.cause:
                 pause = self._open.setdefault(sight.cause, Pause(sight.cause, now))
@@ -90,7 +90,7 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Topic:
-    """What all messages about one call have in common."""
+    """Topic of all messages about one call."""
 
     call: str
     recipe: str

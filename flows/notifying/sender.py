@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flows.notifying.channels import ChannelFailed, send
-from infra.host.processes import environment
+from infra.host.processes import own_python
 from infra.store.records import now_text
 from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.records import from_json, to_json
@@ -65,17 +64,15 @@ class Sender:
 
     @property
     def quiet(self) -> bool:
-        """Whether it is too early to tell anybody of anything."""
+        """True if it is too early to tell anybody of anything."""
         return time.time() < self._loud_at
 
     def begin(self, gone: Mapping[str, Any]) -> None:
         """Start the process; ``gone`` is what it says should this one die."""
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "flows.notifying.sender"],
-                env={**environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={**own_python(), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # a traceback may hold an address

@@ -22,7 +22,6 @@ from flows.notifying.messages import Message, Pauses, Sight, Topic
 from flows.notifying.sender import Sender
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import paused_after
-from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig
@@ -34,10 +33,10 @@ from refiner_core.contract.types import StageView
 
 
 class Hears:
-    """What is asked of who tells somebody; this one tells nobody."""
+    """Listener to a call that may tell somebody; this one tells nobody."""
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """How all stages are now."""
+        """Hear how all stages are now."""
 
     def asked_to_stop(self, why: str) -> None:
         """Somebody wants it to end."""
@@ -52,15 +51,11 @@ class Hears:
         """Wait a while for what is on its way."""
 
 
-#: Where no channel is named.
-Nobody = Hears
-
-
 log = logging.getLogger(__name__)
 
 
 class Watching(Hears):
-    """What runs and sweeps have in common.
+    """Watcher of a run or a sweep.
 
     Parameters
     ----------
@@ -68,7 +63,7 @@ class Watching(Hears):
         What it is about, what is told of, and where it lies.
     sender
         Sends messages.
-    before
+    before, resumed
         Who worked on it last: what had ended well is no news when it is taken up again.
     clock
         Seconds, monotonic.
@@ -81,10 +76,12 @@ class Watching(Hears):
         workspace: Workspace,
         sender: Sender,
         before: Orchestrator,
+        resumed: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.topic, self._workspace, self._sender = topic, workspace, sender
         self._was_over = before.standing == "ended" and before.exit_code == 0
+        self._resumed, self._worked = resumed, False
         self._clock, self._began = clock, clock()
         self._pauses = Pauses(60.0 * notify.pause_min)
         self._asked = ""
@@ -96,7 +93,7 @@ class Watching(Hears):
         self._asked = why
 
     def show(self, views: Mapping[str, StageView]) -> None:
-        """How all stages are now."""
+        """Hear how all stages are now."""
         self._safely(lambda: self._look(views))
 
     def over(self, views: Mapping[str, StageView]) -> None:
@@ -151,9 +148,9 @@ class Watching(Hears):
 class RunWatching(Watching):
     """Watches one run."""
 
-    def __init__(self, plan: Plan, *, resumed: bool, **common: Any) -> None:
+    def __init__(self, plan: Plan, **common: Any) -> None:
         super().__init__(**common)
-        self._plan, self._resumed, self._worked = plan, resumed, False
+        self._plan = plan
 
     def _look(self, views: Mapping[str, StageView]) -> None:
         self._worked = self._worked or not all(view.terminal for view in views.values())
@@ -198,7 +195,7 @@ def _ended_badly(view: StageView) -> bool:
 
 
 def sight_of(view: StageView) -> Sight:
-    """Whether a stage stands still, why, and how far it has come."""
+    """Sight of a stage: why it stands still, if it does, and how far it has come."""
     done = view.progress.done if view.progress is not None else 0
     cause = ""
     if view.state == "paused":
@@ -208,37 +205,29 @@ def sight_of(view: StageView) -> Sight:
     return Sight(cause, view.message, done, view.terminal)
 
 
-def hears_of_run(
-    plan: Plan,
+def hears_of(
+    watch: Callable[..., Watching],
+    call: str,
+    record: RunRecord | SweepRecord,
+    notify: NotifyConfig,
     workspace: Workspace,
-    run: RunRecord,
     before: Orchestrator,
     *,
     resumed: bool,
     say: Callable[[str], None],
 ) -> Hears:
-    """Who tells somebody of a run that this process has just taken up; nobody, where no channel is
-    named."""
-    notify = plan.config.notify
+    """A watcher of a call that this process has just taken up; one that tells nobody where no
+    channel is named."""
     if not alarms_of(notify):
-        return Nobody()
-    topic = Topic(run.run, plan.recipe, str(workspace.root), host_name())
-    common = common_of(topic, notify, workspace, run.started_at, before, say)
-    return RunWatching(plan, resumed=resumed, **common)
-
-
-def common_of(
-    topic: Topic,
-    notify: NotifyConfig,
-    workspace: Workspace,
-    began_at: str,
-    before: Orchestrator,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """What a :class:`Watching` needs of a call that this process has just taken up."""
-    sender = Sender(notify, began_at, workspace.layout.run(topic.call).events, say)
-    known = {"topic": topic, "notify": notify, "workspace": workspace}
-    return {**known, "sender": sender, "before": before}
+        return Hears()
+    return watch(
+        topic=Topic(call, record.recipe, str(workspace.root), host_name()),
+        notify=notify,
+        workspace=workspace,
+        sender=Sender(notify, record.started_at, workspace.layout.run(call).events, say),
+        before=before,
+        resumed=resumed,
+    )
 
 
 #: A trial that fails when the sweep is about to end is told of with its end.
@@ -246,40 +235,31 @@ _TRIAL_WAIT_S = 5.0
 
 
 class SweepAtWork(Protocol):
-    """What is asked of a sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
+    """A sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
 
     held: str
 
     def standing(self) -> Mapping[str, Any]:
-        """How every trial stands: ``state`` in a word, and the ``reason``."""
-        ...
-
-    def working(self) -> Mapping[str, Mapping[str, StageView]]:
-        """The stages of the trials at work."""
+        """Every trial's ``state`` in a word, and the ``reason``."""
         ...
 
 
 class SweepWatching(Watching):
     """Watches one sweep."""
 
-    def __init__(self, sweep: SweepAtWork, *, resumed: bool, **common: Any) -> None:
+    def __init__(self, sweep: SweepAtWork, **common: Any) -> None:
         super().__init__(**common)
-        self._sweep, self._resumed, self._worked = sweep, resumed, False
+        self._sweep = sweep
         self._told_held = self._told_trial = False
         self._failed_at: float | None = None
         self._was_wrong: frozenset[str] | None = None
 
-    def _look(self, _: Mapping[str, StageView]) -> None:
+    def _look(self, views: Mapping[str, StageView]) -> None:
         trials = self._sweep.standing()
-        working = self._sweep.working()
-        self._worked = self._worked or bool(working)
-        self._watch_pauses(
-            {
-                f"{t} {name}": sight_of(v)
-                for t, found in working.items()
-                for name, v in found.items()
-            }
-        )
+        self._worked = self._worked or bool(views)
+        # ARM/seed1/grpo is a stage of the trial ARM/seed1.
+        sights = {" ".join(n.rsplit("/", 1)): sight_of(view) for n, view in views.items()}
+        self._watch_pauses(sights)
         if self._sweep.held:
             self._tell_held()
         self._watch_trials(trials)
@@ -322,22 +302,3 @@ def counted(trials: Mapping[str, Any]) -> str:
     """``7 trials done, 1 failed``."""
     found = Counter(word.state for word in trials.values())
     return f"{len(trials)} trials: " + ", ".join(f"{n} {state}" for state, n in found.items())
-
-
-def hears_of_sweep(
-    sweep: SweepAtWork,
-    record: SweepRecord,
-    notify: NotifyConfig,
-    workspace: Workspace,
-    before: Orchestrator,
-    *,
-    resumed: bool,
-    say: Callable[[str], None],
-) -> Hears:
-    """Who tells somebody of a sweep that this process has just taken up; nobody, where no channel
-    is named."""
-    if not alarms_of(notify):
-        return Nobody()
-    topic = Topic(sweep_call(record.name), record.recipe, str(workspace.root), host_name())
-    common = common_of(topic, notify, workspace, record.started_at, before, say)
-    return SweepWatching(sweep, resumed=resumed, **common)

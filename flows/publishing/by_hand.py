@@ -47,6 +47,7 @@ class Prepared(NamedTuple):
     plan: Plan
     run: RunRecord
     sources: dict[str, str]
+    overrides: list[str]
 
 
 def plan_publication(
@@ -57,7 +58,7 @@ def plan_publication(
     *,
     evaluate: bool = True,
 ) -> Prepared:
-    """What publishing ``steps`` (none: the last checkpoint) of a run's final model takes.
+    """Plan to publish ``steps`` (none: the last checkpoint) of a run's final model.
 
     Raises
     ------
@@ -66,7 +67,10 @@ def plan_publication(
     """
     run = _run_with_model(workspace, run_id)
     sources = _recorded_sources(workspace, run)
-    recorded = _recorded(workspace, run)
+    recorded = from_json(RecipeConfig, run.config)
+    if "publish" not in recorded.stages:
+        recorded = replace(recorded, stages=(*recorded.stages, "publish"))
+    recorded = replace(recorded, only=(), workspace=str(workspace.root))  # where it lies now
     made = make_plan(recorded, sources).by_name[final_model(recorded)]
     if made.id not in run.stages.values():
         raise ConfigurationError(
@@ -84,20 +88,16 @@ def plan_publication(
     assert names, "an empty `only` would mean the whole recipe"
     plan = make_plan(replace(config, only=names), sources)
     check_supported(plan.config)
-    return Prepared(plan, run, sources)
+    publish = plan.config.publish
+    listed = f"publish.steps=[{','.join(map(str, publish.steps))}]"
+    words = [*run.overrides, f"publish.which={publish.which}", listed, *overrides]
+    return Prepared(plan, run, sources, words)
 
 
 def begin_publication(
-    workspace: Workspace,
-    run_id: str | None = None,
-    steps: Sequence[int] = (),
-    overrides: Sequence[str] = (),
-    *,
-    evaluate: bool = True,
+    workspace: Workspace, prepared: Prepared
 ) -> tuple[Plan, Workspace, RunRecord]:
-    """Record a call that publishes, for somebody to work on; arguments and errors as of
-    :func:`plan_publication`."""
-    prepared = plan_publication(workspace, run_id, steps, overrides, evaluate=evaluate)
+    """Record a call that publishes, for somebody to work on."""
     plan, run = prepared.plan, prepared.run
     check_hub_access(plan.config)
 
@@ -105,9 +105,8 @@ def begin_publication(
         room = Workspace.open(workspace.root)
         make_router(plan.config.dispatch, room).check(plan.stages)
         recipe = str(run.provenance.get("recipe") or run.recipe)
-        words = [*run.overrides, *_words(plan.config.publish), *overrides]
         more = {"sources": prepared.sources, "publishes": run.run}
-        record = record_run(plan, room, recipe, words, **more)
+        record = record_run(plan, room, recipe, prepared.overrides, **more)
         room.write_run(record)
         return plan, room, record
 
@@ -131,13 +130,6 @@ def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:
         expected="a run with a model",
         fix="name its workspace=DIR (`refiner status --all` lists runs), or begin one",
     )
-
-
-def _recorded(workspace: Workspace, run: RunRecord) -> RecipeConfig:
-    """The run's configuration, where its workspace lies now."""
-    config = from_json(RecipeConfig, run.config)
-    stages = config.stages if "publish" in config.stages else (*config.stages, "publish")
-    return replace(config, stages=stages, only=(), workspace=str(workspace.root))
 
 
 def _config(
@@ -174,12 +166,6 @@ def _with_steps(config: RecipeConfig, steps: Sequence[int]) -> PublishConfig:
     if not steps:
         return replace(publish, which="final", steps=())
     return replace(publish, which="listed", steps=tuple(sorted(own | set(steps))))
-
-
-def _words(publish: PublishConfig) -> list[str]:
-    """Overrides that say which checkpoints are published."""
-    listed = ",".join(map(str, publish.steps))
-    return [f"publish.which={publish.which}", f"publish.steps=[{listed}]"]
 
 
 def _recorded_sources(workspace: Workspace, run: RunRecord) -> dict[str, str]:

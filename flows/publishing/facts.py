@@ -42,18 +42,12 @@ from refiner_core.evaluation.metrics import higher_is_better
 
 
 class Candidate(NamedTuple):
-    """A checkpoint: the role of its weights, the name under which it was measured, its step, and
-    the number that counts."""
+    """A checkpoint: the role of its weights, its step, and the number that counts, which is
+    finite."""
 
     role: str
-    model: str
     step: int
     entry: Mapping[str, Any]
-
-    @property
-    def value(self) -> float:
-        """The number; it is finite."""
-        return float(self.entry["value"])
 
 
 @dataclass(frozen=True)
@@ -102,37 +96,25 @@ def measured_as(role: str, model: str) -> str:
     return f"{model}-{step}" if step else model
 
 
-def choose(
-    workspace: Workspace,
-    inputs: Mapping[str, str],
-    steps: Mapping[str, int],
-    model: str,
-    config: PublishConfig,
-) -> Choice:
-    """The best of several checkpoints.
-
-    Parameters
-    ----------
-    inputs
-        Role -> stage id; ``evaluation-<model>-step50`` belongs to ``weights-step50``.
-    steps
-        Role of weights -> step.
+def choose(subject: Subject) -> Choice:
+    """The best of several checkpoints; ``evaluation-<model>-step50`` belongs to ``weights-step50``.
 
     Raises
     ------
     StageFailed
         One has no such number, or they were measured in different ways.
     """
-    found = []
-    for role, step in sorted(steps.items(), key=lambda item: item[1]):
-        name = measured_as(role, model)
-        stage_id = inputs.get(f"evaluation-{name}")
-        result = workspace.read_result(stage_id) if stage_id else None
+    workspace, config, found = subject.workspace, subject.config.publish, []
+    for role, stage_id in weights_of(subject).items():
+        step = int(need_result(workspace, stage_id).report["steps"])
+        measured = subject.inputs.get(f"evaluation-{measured_as(role, subject.spec.model)}")
+        result = workspace.read_result(measured) if measured else None
         entries = result.report["evaluations"] if result is not None else ()
-        found.append(Candidate(role, name, step, _number(entries, step, config)))
+        found.append(Candidate(role, step, _number(entries, step, config)))
+    found.sort(key=lambda candidate: candidate.step)
     _refuse_mixed(found)
     sign = -1.0 if higher_is_better(config.best_metric) is False else 1.0
-    best = max(found, key=lambda c: (sign * c.value, -c.step))
+    best = max(found, key=lambda c: (sign * float(c.entry["value"]), -c.step))
     return Choice(best, tuple(found))
 
 
@@ -172,7 +154,7 @@ def _refuse_mixed(found: Sequence[Candidate]) -> None:
 
 @dataclass(frozen=True)
 class Collected:
-    """What a publication says, and is about.
+    """Facts of a publication, and the weights that it is about.
 
     ``decided`` is for the stage's report: what cannot be found out from records later.
     ``choice`` is set where the best checkpoint is published.
@@ -185,12 +167,12 @@ class Collected:
 
     @property
     def ends_run(self) -> bool:
-        """Whether these are the weights that the repository is to end at."""
+        """True if these are the weights that the repository is to end at."""
         return self.made.whole or self.choice is not None
 
 
 def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
-    """What the card of a finished `publish` or `card` stage says, from records alone.
+    """Facts of the card of a finished `publish` or `card` stage, from records alone.
 
     Raises
     ------
@@ -203,40 +185,45 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
 
 
 def collect(subject: Subject) -> Collected:
-    """What a `publish` or `card` stage says."""
+    """Facts of a `publish` or `card` stage."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
-    role, weights, choice = _published(subject)
-    made = behind(workspace, weights)
+    weights = weights_of(subject)
+    choice = choose(subject) if subject.spec.name == "publish-best" else None
+    role = next(iter(weights)) if choice is None else choice.best.role
+    made = behind(workspace, weights[role])
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
     records |= _record_paths(subject, made, runs)
-    adopted = made.reports.get(model, {}).get("adopted")
-    ends_run = made.whole or choice is not None
+    proof, fingerprint = read_proof(workspace, made.trained), made.model.spec.fingerprint
+    report, ends_run = made.reports.get(model, {}), made.whole or choice is not None
+    # What another trainer has started from, as far as it is known; ours start at the recipe's.
+    other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
     facts = CardFacts(
         repo_id=config.publish.repo_id.format(
             recipe=config.recipe,
             seed=config.seed,
             step=made.step,
-            fingerprint=made.model.spec.fingerprint[:8],
+            fingerprint=fingerprint[:8],
         ),
         config=config,
         stage=model,
         step=made.step,
-        final=made.whole and not adopted,  # nobody knows whether that one had more to come
+        # Of an adopted one nobody knows whether it had more to come.
+        final=made.whole and not report.get("adopted"),
         command=str(decided["command"]),
         license=config.publish.license,
         reports=made.reports,
         evaluations=evaluations,
         attempts=[n for name, found in made.attempts.items() for n in attempt_notes(name, found)],
         provenance=_provenance(workspace, made, runs[1]),
-        base_model=_other_base(model, made.reports.get(model, {})),
+        base_model=other_base,
         static_rubric_titles=tuple(t for t, _ in decided["static_rubrics"]),
         static_rubric_weights=tuple(w for _, w in decided["static_rubrics"]),
         recorded_fields=_recorded_fields(workspace, made),
         description=f"{config.description} {choice.sentence() if choice else ''}".strip(),
         measured_as=_measured_as(made, role, model),
-        fingerprint=made.model.spec.fingerprint,
+        fingerprint=fingerprint,
         recipe_file=decided["recipe_file"],
         sources=decided["sources"],
         cost=cost_of(workspace, made, config),
@@ -245,7 +232,8 @@ def collect(subject: Subject) -> Collected:
         protocols=protocols,
         template=decided["template"],
         stopped=decided.get("stopped") or {},
-        proof=_proof(workspace, made),
+        # How exactly this training resumes, as far as it is known by now.
+        proof=public_proof(proof) if proof and proof.fingerprint == fingerprint else {},
         certificate=public_certificate(read_certificates(workspace), _worker(workspace, made)),
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
@@ -253,30 +241,10 @@ def collect(subject: Subject) -> Collected:
     return Collected(facts, made, decided, choice)
 
 
-def _published(subject: Subject) -> tuple[str, str, Choice | None]:
-    """The weights that a publication is about: their role, the stage that has them, and how they
-    were chosen, where there are several."""
-    weights, config = weights_of(subject), subject.config.publish
-    if subject.spec.name != "publish-best":
-        ((role, stage_id),) = weights.items()
-        return role, stage_id, None
-    steps = {
-        role: int(need_result(subject.workspace, stage_id).report["steps"])
-        for role, stage_id in weights.items()
-    }
-    choice = choose(subject.workspace, subject.inputs, steps, subject.spec.model, config)
-    return choice.best.role, weights[choice.best.role], choice
-
-
 def _measured_as(made: Behind, role: str, model: str) -> str:
     if made.whole:
         return model
     return measured_as(role if role != "weights" else f"weights-step{made.step}", model)
-
-
-def _other_base(model: str, report: Mapping[str, Any]) -> str | None:
-    """What another trainer has started from, as far as it is known; ours start at the recipe's."""
-    return str(report.get("base_model") or UNKNOWN) if model == "command" else None
 
 
 # ---------------------------------------------------------------- numbers
@@ -341,30 +309,18 @@ def _provenance(workspace: Workspace, made: Behind, began: RunRecord | None) -> 
     }
 
 
-def _proof(workspace: Workspace, made: Behind) -> dict[str, Any]:
-    """What is known by now of how exactly this training resumes."""
-    proof = read_proof(workspace, made.trained)
-    if proof is None or proof.fingerprint != made.model.spec.fingerprint:
-        return {}
-    return public_proof(proof)
-
-
 def _worker(workspace: Workspace, made: Behind) -> Mapping[str, Any]:
     """On what the attempt ran that made the weights."""
     if made.whole:
         return need_result(workspace, made.trained).provenance
-    attempts = made.attempts[made.model.spec.name]
-    number = attempts[-1].number if attempts else 1
-    started = workspace.read_control(workspace.layout.attempt(made.trained, number).started) or {}
-    found: Mapping[str, Any] = started.get("provenance") or {}
-    return found
+    attempt = workspace.layout.attempt(made.trained, made.last_attempt)
+    started = workspace.read_control(attempt.started) or {}
+    return started.get("provenance") or {}
 
 
 def _recorded_fields(workspace: Workspace, made: Behind) -> tuple[str, ...] | None:
     """Fields that the training's configuration had, where today's has others."""
-    attempts = made.attempts[made.model.spec.name]
-    number = attempts[-1].number if attempts else 1
-    recorded = workspace.part(workspace.layout.attempt(made.trained, number), "config")
+    recorded = workspace.part(workspace.layout.attempt(made.trained, made.last_attempt), "config")
     known = tuple(p for p, _ in walk(RecipeConfig) if _has(recorded, p))
     return None if len(known) == len(walk(RecipeConfig)) or not known else known
 
@@ -390,7 +346,7 @@ def _tracking(workspace: Workspace, made: Behind) -> dict[str, str]:
 
 
 def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
-    """Where an attempt's configuration stands: earlier versions gave it a file of its own."""
+    """Place of an attempt's configuration: earlier versions gave it a file of its own."""
     apart = subject.workspace.layout.attempt(stage_id, attempt).control / "config.json"
     name = apart.name if apart.exists() else "intent.json#config"
     return f"{subject.attempt_path(stage_id, attempt)}/{name}"
@@ -399,10 +355,9 @@ def _config_path(subject: Subject, stage_id: str, attempt: int) -> str:
 def _record_paths(
     subject: Subject, made: Behind, runs: tuple[RunRecord | None, RunRecord | None]
 ) -> dict[str, str]:
-    """Where each fact was read (numbers aside), by the front of its dotted path."""
+    """Places where facts were read (numbers aside), by the front of its dotted path."""
     asked, began = runs
-    trained, name = made.trained, made.model.spec.name
-    last = made.attempts[name][-1].number if made.attempts[name] else 1
+    trained, name, last = made.trained, made.model.spec.name, made.last_attempt
     found = {
         "config": _config_path(subject, subject.stage_id, subject.attempt),
         "fingerprint": subject.path(trained, "spec.json#fingerprint"),

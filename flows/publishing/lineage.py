@@ -68,7 +68,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Behind:
-    """Where weights come from.
+    """Origin of weights.
 
     Attributes
     ----------
@@ -105,6 +105,12 @@ class Behind:
     def model(self) -> StageRecord:
         """The record of the stage that trained them."""
         return next(r for n, r in self.records.items() if self.ids[n] == self.trained)
+
+    @property
+    def last_attempt(self) -> int:
+        """The number of the attempt that made them."""
+        attempts = self.attempts[self.model.spec.name]
+        return attempts[-1].number if attempts else 1
 
 
 def subject_at_work(work: StageWork) -> Subject:
@@ -144,7 +150,7 @@ def recorded_subject(workspace: Workspace, stage_id: str) -> Subject:
 
 
 def _decided_before(workspace: Workspace, inputs: Mapping[str, str]) -> Mapping[str, Any]:
-    """What the publication has decided whose card is written again."""
+    """Decisions of the publication whose card is written again."""
     published = workspace.read_result(inputs["publish"]) if "publish" in inputs else None
     return (published.report.get("made_with") or {}) if published is not None else {}
 
@@ -169,7 +175,8 @@ def behind(workspace: Workspace, weights: str) -> Behind:
     made = need_result(workspace, weights)
     exported = weights.startswith("export-")
     trained = str(made.report["stage"]) if exported else weights
-    records = _chain(workspace, trained)
+    chain = _chain(workspace, trained)
+    records = dict(sorted(chain.items(), key=lambda item: BEHIND.index(item[1].spec.kind)))
     reports = {n: r.result.report for n, r in records.items() if r.result is not None}
     attempts = {name: _until_done(record) for name, record in records.items()}
     name = next(n for n, r in records.items() if trained.endswith(r.spec.fingerprint[:12]))
@@ -177,17 +184,8 @@ def behind(workspace: Workspace, weights: str) -> Behind:
         hidden = ("stage", "attempt", "elapsed_s")
         reports[name] = {k: v for k, v in made.report.items() if k not in hidden}
         attempts[name] = _until_checkpoint(records[name], made.report)
-    order = {kind: position for position, kind in enumerate(BEHIND)}
-    names = sorted(records, key=lambda n: order.get(records[n].spec.kind, len(order)))
-    return Behind(
-        weights=weights,
-        trained=trained,
-        records={n: records[n] for n in names},
-        reports={n: reports[n] for n in names if n in reports},
-        attempts={n: attempts[n] for n in names},
-        step=int(made.report["steps"]),
-        whole=not exported,
-    )
+    step = int(made.report["steps"])
+    return Behind(weights, trained, records, reports, attempts, step, not exported)
 
 
 def need_result(workspace: Workspace, stage_id: str) -> StageResult:
@@ -308,7 +306,7 @@ def decide(
 
 
 def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:
-    """How the training behind a checkpoint had ended by now, if it had and was not taken up again;
+    """End of the training behind a checkpoint by now, if it had and was not taken up again;
     empty where it goes on or is done. Later the records may tell of another attempt."""
     attempts = made.model.attempts
     if made.whole or made.model.result is not None or not attempts:
@@ -390,7 +388,10 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
                 if attempt.started_at is not None:
                     unknown.add(name)
                 continue
-            asked = _resources(workspace, stage_id, attempt.number, kind)
+            # By the configuration that was recorded with it.
+            paths = workspace.layout.attempt(stage_id, attempt.number)
+            recorded = from_json(RecipeConfig, workspace.part(paths, "config"))
+            asked: Resources = getattr(recorded, kind).resources
             used = {"gpu_hours": asked.gpus * asked.nodes, "core_hours": asked.cpus * asked.nodes}
             lost = _lost_share(attempt, attempts[place + 1 :])
             for unit, count in used.items():
@@ -406,14 +407,6 @@ def cost_of(workspace: Workspace, made: Behind, config: RecipeConfig) -> dict[st
         found["price"] = config.publish.price_per_gpu_hour
         found["currency"] = config.publish.currency
     return found
-
-
-def _resources(workspace: Workspace, stage_id: str, number: int, kind: str) -> Resources:
-    """What an attempt asked for, by the configuration that was recorded with it."""
-    recorded = workspace.part(workspace.layout.attempt(stage_id, number), "config")
-    config = from_json(RecipeConfig, recorded)
-    resources: Resources = getattr(config, kind).resources
-    return resources
 
 
 def _lost_share(attempt: Attempt, later: Sequence[Attempt]) -> float:

@@ -149,17 +149,13 @@ def publish(work: StageWork) -> dict[str, Any]:
     if work.spec.model == "command":
         require_whole(work.inputs[role] / "model", "publishing")
     weights = model_files(work.workspace, found.made.weights, work.config.publish.files)
-    target = make_target(work.config, work.workspace.layout.published)
-    sent = _papers(work, found, target, [f.described for f in weights])
-    publication = Publication(
-        repo_id=found.facts.repo_id,
-        files=(*weights, *sent.files),
-        step=found.facts.step,
-        final=found.ends_run,
-        fingerprint=found.facts.fingerprint,
-        message=_message(found),
-    )
-    return _send(work, target, publication, found, sent)
+    message = f"Step {found.facts.step}"
+    if found.choice is not None:
+        message += f", the best of {len(found.choice.candidates)} checkpoints"
+    elif found.facts.final:
+        message += ", the last"
+    others = [f.described for f in weights]
+    return _send(work, found, weights, others, found.facts.repo_id, message)
 
 
 def _require_an_answer(work: StageWork, found: Collected) -> None:
@@ -194,23 +190,31 @@ def refresh_card(work: StageWork) -> dict[str, Any]:
     found = collect(subject_at_work(work))
     published = need_result(work.workspace, work.input_stages["publish"]).report
     listed = [OutputFile(f["path"], f["bytes"], f["sha256"]) for f in published["files"]]
-    target = make_target(work.config, work.workspace.layout.published)
-    sent = _papers(work, found, target, listed)
-    publication = Publication(
-        repo_id=str(published["repo_id"]),
-        files=sent.files,
-        step=found.facts.step,
-        final=found.ends_run,
-        fingerprint=found.facts.fingerprint,
-        message=f"Step {found.facts.step}: numbers in the card",
-        only_these=True,
-    )
-    return _send(work, target, publication, found, sent)
+    message = f"Step {found.facts.step}: numbers in the card"
+    return _send(work, found, None, listed, str(published["repo_id"]), message)
 
 
 def _send(
-    work: StageWork, target: Target, publication: Publication, found: Collected, sent: _Papers
+    work: StageWork,
+    found: Collected,
+    weights: Sequence[FileToPublish] | None,
+    others: Sequence[OutputFile],
+    repo_id: str,
+    message: str,
 ) -> dict[str, Any]:
+    """Send card and evidence, and ``weights`` where they are not there already; ``others`` are the
+    publication's files beside card and evidence."""
+    target = make_target(work.config, work.workspace.layout.published)
+    sent = _papers(work, found, target, others)
+    publication = Publication(
+        repo_id=repo_id,
+        files=(*(weights or ()), *sent.files),
+        step=found.facts.step,
+        final=found.ends_run,
+        fingerprint=found.facts.fingerprint,
+        message=message,
+        only_these=weights is None,
+    )
     published = target.publish(publication, work.io.progress, work.io.should_stop)
     report = {
         **report_of(published, publication),
@@ -225,13 +229,6 @@ def _send(
     return report
 
 
-def _message(found: Collected) -> str:
-    what = f"Step {found.facts.step}"
-    if found.choice is not None:
-        return f"{what}, the best of {len(found.choice.candidates)} checkpoints"
-    return f"{what}, the last" if found.facts.final else what
-
-
 # ---------------------------------------------------------------- the newer card stays
 
 
@@ -241,7 +238,7 @@ def _papers(
     """Card and evidence to send: those of this stage, unless others that lie there already say the
     same of the same weights and more (a stage that is repeated after a later one)."""
     made = papers(found.facts, files, work.output_dir)
-    texts = {paper.name: _text(paper) for paper in made}
+    texts = {paper.name: (paper.content or b"").decode() for paper in made}
     there = _newer(target, found.facts, texts[EVIDENCE])
     if there is None:
         return _Papers(tuple(made), texts[CARD], kept=False)
@@ -274,7 +271,3 @@ def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str] | 
 def _numbers(facts: CardFacts) -> set[tuple[str, ...]]:
     names = ("stage", "protocol", "decoding", "metric", "value", "n")
     return {tuple(str(entry.get(name)) for name in names) for entry in facts.evaluations}
-
-
-def _text(paper: FileToPublish) -> str:
-    return (paper.content or b"").decode()

@@ -1,4 +1,4 @@
-"""What each rank of a training stage runs: ``python -P -m flows.ranks.rank``, under torchrun.
+"""Program of each rank of a training stage: ``python -P -m flows.ranks.rank``, under torchrun.
 
 In: the order of its attempt and torchrun's settings, both in the environment. Out: a trained stage.
 Rank 0 has the attempt's IO, the judge and the report; the others train. Whatever ends a rank is
@@ -10,33 +10,37 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from flows.stages.work import StageWork, judged_as_planned
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
 from infra.ranks.bridge import RemoteIO
 from infra.ranks.protocol import ORDER, tell_error
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
 from refiner_core.contract.placement import TrainingStage, section_of, training_stage
+from refiner_core.contract.records import StageSpec, from_json
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from flows.stages.work import StageWork
     from refiner_core.training.engines.protocol import Engine
     from refiner_core.training.ranks import Ranks
     from refiner_core.training.rollouts.policies import Servers
 
 
-def main() -> int:
-    """Train as one rank; returns the exit code."""
+def run_rank(act: Callable[[int], None]) -> NoReturn:
+    """Do what one rank is to do, and end this process."""
     die_with_parent()
     ignore_stop_signals()
     rank = int(os.environ["RANK"])
     try:
-        _train_as(rank)
+        act(rank)
     except BaseException as error:
         tell_error(rank, error)
         # All ranks stop on request together, and none is in the way of another that still saves.
@@ -50,7 +54,6 @@ def main() -> int:
 
 
 def _train_as(rank: int) -> None:
-    from flows.stages.work import planned_prompts, planned_rubrics
     from infra.attempt.stage_io import set_up_logging
     from refiner_core.training.ranks import open_ranks
 
@@ -64,8 +67,7 @@ def _train_as(rank: int) -> None:
     set_up_logging(work.config)
     with ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(planned_rubrics(work.spec, work.config))
-            stack.enter_context(planned_prompts(work.spec, work.config))
+            stack.enter_context(judged_as_planned(work.spec, work.config))
         with open_ranks(cuda=section.resources.gpus > 0) as ranks:
             report = train(work, stage, ranks)
     if io is not None:
@@ -73,11 +75,6 @@ def _train_as(rank: int) -> None:
 
 
 def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
-    from flows.stages.work import StageWork
-    from infra.store.workspace import Workspace
-    from refiner_core.contract.config import RecipeConfig
-    from refiner_core.contract.records import StageSpec, from_json
-
     opened = Workspace.read_only if io is None else Workspace.open
     workspace = opened(order["workspace"])
     stage_id, attempt = order["stage_id"], int(order["attempt"])
@@ -130,17 +127,14 @@ def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[
     """The stage's own vLLM servers, as children of this process."""
     from infra.rollouts.servers import open_vllm
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
-
     return open_vllm(
         work.config,
         engine.tokenizer,
         work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
         should_stop=work.io.should_stop,
-        tell=tell,
+        tell=work.starts("starting rollout servers"),
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank(_train_as)

@@ -10,10 +10,11 @@ torch there alone: the worker keeps the heartbeat, the fence and the outcome.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from flows.stages.work import as_planned
-from infra.jobs.signals import AttemptClosed, job_of
+from flows.stages.work import StageWork, as_planned
+from infra.jobs.signals import job_of
 from infra.ranks.launch import OtherNodes, RanksJob, run_ranks
 from infra.store import atomic
 from refiner_core.contract.config import RecipeConfig
@@ -26,9 +27,6 @@ from refiner_core.contract.placement import (
     section_of,
     training_stage,
 )
-
-if TYPE_CHECKING:
-    from flows.stages.work import StageWork
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"
@@ -63,27 +61,19 @@ def run_training(work: StageWork) -> dict[str, Any]:
 
 
 def in_worker(config: RecipeConfig, stage: TrainingStage) -> bool:
-    """Whether a training stage needs no process beside the worker."""
+    """True if a training stage needs no process beside the worker."""
     section = section_of(config, stage)
     return placement_of(config, stage).world == 1 and not section.deepspeed_stage
 
 
 def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
-    """What moves the weights, in the words of cards and reports."""
+    """Name of the engine, in the words of cards and reports."""
     zero = section_of(config, stage).deepspeed_stage
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
 
 def _job(work: StageWork, placement: Placement) -> RanksJob:
     layout = work.workspace.layout
-
-    def check_fence() -> None:
-        if work.workspace.is_stale(work.stage_id, work.attempt):
-            raise AttemptClosed(
-                f"Attempt {work.attempt} of {work.stage_id} is no longer the newest, so its ranks "
-                "end",
-                fix="nothing; the newer attempt goes on",
-            )
 
     def meet() -> OtherNodes:
         job = job_of(work.workspace, work.stage_id, work.attempt)
@@ -109,7 +99,7 @@ def _job(work: StageWork, placement: Placement) -> RanksJob:
             "output_dir": str(work.output_dir),
         },
         folder=layout.stage(work.stage_id).data,
-        check_fence=check_fence,
+        check_fence=partial(work.check_fence, "ranks end"),
         meet=meet if placement.nodes > 1 else None,
     )
 

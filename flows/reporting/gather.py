@@ -19,7 +19,7 @@ import numpy as np
 
 from flows.reporting.questions import questions_of
 from flows.reporting.samples import SamplesReader
-from flows.sweeping.status import SweepReader, TrialStanding
+from flows.sweeping.status import SweepWatcher, TrialStanding
 from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
@@ -62,7 +62,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
     record = read_sweep(workspace, sweep)
     read = _Read(workspace)
     with ThreadPoolExecutor(1) as pool:  # records beside samples: these leave a core to others
-        looked = pool.submit(SweepReader(workspace, record.name).standings, record)
+        looked = pool.submit(SweepWatcher(workspace, record.name).standings, record)
         read.evaluations_of(record.trials)
         standings = looked.result()
     trials = tuple(

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -419,7 +420,7 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     ConfigurationError
         Another process works on it.
     """
-    from flows.notifying.watching import hears_of_run
+    from flows.notifying.watching import RunWatching, hears_of
     from flows.running.background import attach
     from flows.running.console import Console
     from flows.running.showing import orchestrate
@@ -434,7 +435,11 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     where = plan.config.workspace
     own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
     console = showing.console or own
-    hears = hears_of_run(plan, workspace, run, before, resumed=showing.resumed, say=console.warn)
+    hears = hears_of(
+        *(partial(RunWatching, plan), run.run, run, plan.config.notify, workspace, before),
+        resumed=showing.resumed,
+        say=console.warn,
+    )
     views = orchestrate(
         Given([member]),
         workspace,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Protocol
 
-from flows.notifying.watching import Hears, Nobody
+from flows.notifying.watching import Hears
 from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
 from infra.jobs.dispatch import Router
 from infra.orchestrator.members import Source
@@ -193,7 +193,7 @@ def run_shown(
     dict of str to StageView
         The last view of each stage.
     """
-    hears = hears or Nobody()
+    hears = hears or Hears()
     with StopSignals() as signals:
         orchestrator.start()  # work begins before anything else is even imported
         try:

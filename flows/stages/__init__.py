@@ -1,7 +1,7 @@
-"""What each kind of stage does: the wiring from records and configuration to the science.
+"""Functions of the kinds of stages: the wiring from records and configuration to the science.
 
-``kinds`` has one function a kind. What they share: ``judging`` (a judge with store and servers),
-``serving`` (the judge as a service), ``environments``, ``rubric_sets`` and ``judge_prompts`` (what
-a stage was planned with, or it is refused). Of their own: ``fetch`` and ``foreign`` (trainers of
-others).
+One module for a kind of stage, or for kinds that belong together: ``data``, ``sampling``,
+``evaluating``, ``export``, ``fetch``, ``foreign`` (trainers of others). What they share: ``work``
+(what a stage may use, and what it was planned with, or it is refused), ``judging`` (a judge with
+store and servers, and the judge as a service).
 """

@@ -5,60 +5,42 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from flows.stages.judging import judge_for
 from flows.stages.work import StageWork, as_planned
+from infra.foreign.exports import require_whole
+from refiner_core.contract.protocols import protocol_name
 
 
 def run_evaluate(work: StageWork) -> dict[str, Any]:
-    """Weights and a protocol to per-sample results and numbers."""
-    from flows.stages.judging import judge_for
-    from infra.foreign.exports import require_whole
-    from refiner_core.contract.protocols import protocol_name
+    """Weights and a protocol to per-sample results and numbers. Of an agent nobody is asked to
+    judge but where the environment is to ask."""
     from refiner_core.evaluation.run import Circumstances, evaluate_model
 
     if work.spec.model == "command":
         require_whole(work.inputs["weights"] / "model", "evaluation")
-    if work.config.environment.name:
-        return _evaluate_agent(work)
-    with judge_for(work) as (judge, io):
-        return evaluate_model(
-            work.config,
-            data_dir=work.inputs["data"],
-            data_digest=work.spec.input_fingerprints["data"],
-            model_ref=work.model_ref,
-            model_name=work.spec.model,
-            output_dir=work.output_dir,
-            io=io,
-            judge=judge,
-            circumstances=Circumstances(protocol_name(work.spec.name), _first_attempt(work)),
-        )
-
-
-def _evaluate_agent(work: StageWork) -> dict[str, Any]:
-    """The same of an agent; nobody is asked to judge but where the environment is to ask."""
-    from flows.stages.judging import judge_for
-    from refiner_core.contract.protocols import protocol_name
+    common: dict[str, Any] = {
+        "data_dir": work.inputs["data"],
+        "data_digest": work.spec.input_fingerprints["data"],
+        "model_ref": work.model_ref,
+        "model_name": work.spec.model,
+        "output_dir": work.output_dir,
+    }
+    protocol, environment = protocol_name(work.spec.name), work.config.environment
+    if not environment.name:
+        around = Circumstances(protocol, _first_attempt(work))
+        with judge_for(work) as (judge, io):
+            return evaluate_model(work.config, **common, io=io, judge=judge, circumstances=around)
     from refiner_core.evaluation.episodes import evaluate_episodes
-    from refiner_core.evaluation.run import Circumstances
 
     as_planned(work.spec.sources, work.config)
-    asks = work.config.environment.nl_assertions == "judge"
-    judged = judge_for(work) if asks else nullcontext((None, work.io))
-    with judged as (judge, io):
-        return evaluate_episodes(
-            work.config,
-            data_dir=work.inputs["data"],
-            data_digest=work.spec.input_fingerprints["data"],
-            model_ref=work.model_ref,
-            model_name=work.spec.model,
-            output_dir=work.output_dir,
-            io=io,
-            judge=judge,
-            circumstances=Circumstances(protocol_name(work.spec.name)),
-        )
+    asks = environment.nl_assertions == "judge"
+    around = Circumstances(protocol)
+    with judge_for(work) if asks else nullcontext((None, work.io)) as (judge, io):
+        return evaluate_episodes(work.config, **common, io=io, judge=judge, circumstances=around)
 
 
 def _first_attempt(work: StageWork) -> str:
-    """What tells this making of a stage from all others, also from one whose record was deleted:
-    the same in all of its attempts."""
+    """Mark that tells this making of a stage from all others, also from one whose record was
+    deleted: the same in all of its attempts."""
     record = work.workspace.read_record(work.stage_id)
     return record.attempts[0].comment if record is not None and record.attempts else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from flows.stages.work import StageWork
@@ -23,13 +22,10 @@ def run_export(work: StageWork) -> dict[str, Any]:
         output_dir=work.output_dir,
         io=work.io,
     )
-    return {**report, "stage": trained, **_made_by(work.inputs["policy"])}
-
-
-def _made_by(checkpoint: Path) -> dict[str, Any]:
-    """The attempt that made a checkpoint, and for how long it had run by then."""
-    marker = atomic.read_json(checkpoint / MARKER) or {}
-    return {"attempt": marker.get("attempt"), "elapsed_s": marker.get("elapsed_s")}
+    # The attempt that made the checkpoint, and for how long it had run by then.
+    marker = atomic.read_json(work.inputs["policy"] / MARKER) or {}
+    made_by = {"attempt": marker.get("attempt"), "elapsed_s": marker.get("elapsed_s")}
+    return {**report, "stage": trained, **made_by}
 
 
 def _trained_from(work: StageWork, stage_id: str) -> str:

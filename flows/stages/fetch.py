@@ -9,7 +9,6 @@ one that was cut off goes on where it was: run it as often as you like.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.kinds.kind import JUDGE_WEIGHTS
 from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
-from refiner_core.contract.types import Progress, StageIO
+from refiner_core.contract.types import Progress
 from refiner_core.generation.load import resolve_ref
 
 log = logging.getLogger(__name__)
@@ -49,14 +48,7 @@ class Wanted:
 
 
 def run_fetch(work: StageWork) -> dict[str, Any]:
-    """Models and data sets of a Hub into this machine's cache."""
-    return fetch(work.config, work.spec.sources, output_dir=work.output_dir, io=work.io)
-
-
-def fetch(
-    config: RecipeConfig, sources: Mapping[str, str], *, output_dir: Path, io: StageIO
-) -> dict[str, Any]:
-    """Fetch everything; returns the report.
+    """Models and data sets of a Hub into this machine's cache.
 
     Raises
     ------
@@ -67,7 +59,7 @@ def fetch(
     Interrupted
         Somebody asked to stop between two repositories.
     """
-    wanted = [_wanted(config, role) for role in sources]
+    io, wanted = work.io, [_wanted(work.config, role) for role in work.spec.sources]
     fetched: list[dict[str, Any]] = []
     for number, repository in enumerate(wanted):
         if io.should_stop():
@@ -81,7 +73,7 @@ def fetch(
         fetched.append(_described(repository, folder))
         log.info("%s: %d bytes in %s", repository.repo_id, fetched[-1]["bytes"], folder)
     io.progress(Progress(len(wanted), len(wanted), "fetched"))
-    atomic.write_json(output_dir / _REPORT, {"fetched": fetched})
+    atomic.write_json(work.output_dir / _REPORT, {"fetched": fetched})
     return {"fetched": fetched, "bytes": sum(f["bytes"] for f in fetched)}
 
 
@@ -117,7 +109,7 @@ def local_model(config: ModelConfig) -> str:
 
 
 def _wanted(config: RecipeConfig, source: str) -> Wanted:
-    """What a source (``model``, ``data.rl@held-out-v1``) stands for."""
+    """The repository that a source (``model``, ``data.rl@held-out-v1``) stands for."""
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
         config = configs_under(config)[protocol]

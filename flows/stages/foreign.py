@@ -8,10 +8,13 @@ which all attempts share.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import infra
+from flows.stages.fetch import local_model
+from flows.stages.work import StageWork
 from infra.attempt.stage_io import AttemptIO
 from infra.disk.keeper import DiskKeeper
 from infra.foreign.checkpoints import work_folder
@@ -19,12 +22,8 @@ from infra.foreign.exports import find_export, make_model
 from infra.foreign.process import Call, fill
 from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
 from infra.jobs.protocol import AttemptRef
-from infra.jobs.signals import AttemptClosed
 from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
-
-if TYPE_CHECKING:
-    from flows.stages.work import StageWork
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +48,9 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
     source = find_export(job.call.output, command.exports, report.checkpoints)
     # Sizes and shards were looked at; the fence once more, before anything is made of them.
     job.check_fence()
-    made = work.output_dir / "model"
-    missing = make_model(source, made, _companions(work, job.call), within=job.call.output)
+    made, text = work.output_dir / "model", command.companions
+    companions = Path(fill(text, job.call.values())).expanduser() if text else None
+    missing = make_model(source, made, companions, within=job.call.output)
     newest = max((c.step for c in report.checkpoints if not c.damage), default=0)
     steps = newest if command.exports == "auto" else max(newest, report.step)
     remark = _remark(report, steps)
@@ -61,7 +61,8 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
         "steps_planned": max(report.total, steps),
         "remark": remark,
         "command": command.run,
-        "base_model": _base_model(work),
+        # Empty where only the trainer knows.
+        "base_model": work.config.model.name_or_path if uses(command, "model") else "",
         "version": command.version,
         "export": source.relative_to(job.call.output).as_posix(),
         "missing": missing,
@@ -71,7 +72,7 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
 
 
 def _remark(report: TrainerReport, steps: int) -> str:
-    """How the weights fall short of what the trainer had spoken of; empty: they do not."""
+    """Remark on weights that fall short of what the trainer had spoken of; empty: they do not."""
     if report.step < report.total:
         end = f"the trainer ended by itself at step {report.step} of {report.total}"
     elif steps < report.step:
@@ -82,37 +83,24 @@ def _remark(report: TrainerReport, steps: int) -> str:
     return f"{end}{more}: that is its result"
 
 
-def _base_model(work: StageWork) -> str:
-    """The model that training started from; empty where only the trainer knows."""
-    return work.config.model.name_or_path if uses(work.config.command, "model") else ""
-
-
 def _job(work: StageWork) -> TrainerJob:
     config, io = work.config, _io(work)
-    number = io.checkpoints.attempt
     call = Call(
         output=work_folder(work.workspace.layout.stage(work.stage_id)),
         workdir=Path(config.command.workdir or Path.cwd()).expanduser().absolute(),
         seed=config.seed,
         stage_id=work.stage_id,
-        attempt=number,
+        attempt=work.attempt,
         data=work.inputs.get("data"),
         model=_model_folder(work) if uses(config.command, "model") else None,
     )
 
-    def check_fence() -> None:
-        if work.workspace.is_stale(work.stage_id, number):
-            raise AttemptClosed(
-                f"Attempt {number} of {work.stage_id} is no longer the newest, so its trainer ends",
-                fix="nothing; the newer attempt goes on",
-            )
-
     keeper = DiskKeeper(work.workspace, config.disk, stop_asked=io.should_stop)
-    ref = AttemptRef(work.stage_id, number)
+    ref = AttemptRef(work.stage_id, work.attempt)
     return TrainerJob(
         command=config.command,
         call=call,
-        check_fence=check_fence,
+        check_fence=partial(work.check_fence, "trainer ends"),
         shortage=lambda need: keeper.shortage(need, ref, fresh=True),
         make_room=lambda need: keeper.make_room(need, ref),
         grace_s=config.dispatch.grace_s,
@@ -129,13 +117,4 @@ def _io(work: StageWork) -> AttemptIO:
 def _model_folder(work: StageWork) -> str:
     if "policy" in work.inputs:
         return work.model_ref
-    from flows.stages.fetch import local_model
-
     return local_model(work.config.model)
-
-
-def _companions(work: StageWork, call: Call) -> Path | None:
-    text = work.config.command.companions
-    if not text:
-        return None
-    return Path(fill(text, call.values())).expanduser()

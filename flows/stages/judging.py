@@ -17,9 +17,9 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flows.stages.work import StageWork
 from infra.host.processes import node_address
@@ -27,10 +27,10 @@ from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
 from infra.services.registry import live_endpoints, service_key, write_endpoint
 from infra.services.server import Server
-from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder
+from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, NoSpaceError
+from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.plan_builder import judge_service
 from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.contract.types import (
@@ -38,14 +38,11 @@ from refiner_core.contract.types import (
     FreshJudge,
     Judge,
     Progress,
-    SavedCheckpoint,
     StageIO,
 )
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from infra.judgements.store import WorkspaceStore
     from refiner_core.judges.surroundings import Surroundings
 
@@ -78,18 +75,16 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     if engine_of(judge) != "transformers":
         key, source = service_key(folder)
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting", {"seconds": round(seconds)}))
-
     work.io.progress(Progress(0, 0, "starting"))
     with Server(
         *(judge, folder),
         key=key,
-        host=_host(work),
+        # Jobs on a cluster are on other nodes.
+        host=node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1",
         weights=_weights(judge.model),
         log=str(work.workspace.layout.attempt(*ref).log),
         should_stop=work.io.should_stop,
-        tell=tell,
+        tell=work.starts("starting"),
     ) as server:
         process = str(server.process or "")
         named = {"model": judge.model, "process": process, "key_from": source}
@@ -98,11 +93,6 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     why = f"nobody needed it for {idle_s:.0f} s"
     log.info("the server has ended: %s", why)
     return {"ended": why}
-
-
-def _host(work: StageWork) -> str:
-    """Where it listens: jobs on a cluster are on other nodes."""
-    return node_address() if work.spec.identity["serve.reach"] == "cluster" else "127.0.0.1"
 
 
 def _weights(model: str) -> str | None:
@@ -145,7 +135,8 @@ def _serve(work: StageWork, server: Server) -> float:
 
 @contextlib.contextmanager
 def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
-    """Where a stage asks its judge, for as long as it works; None where refiner serves none.
+    """Addresses at which a stage asks its judge, for as long as it works; None where refiner serves
+    none.
 
     A shared server is kept by a lease, and looked up anew at each call: it may have been replaced
     elsewhere, and while it is there is no address. One beside the stage is started here and ended
@@ -175,9 +166,6 @@ def _server_beside(work: StageWork) -> Server:
     if engine_of(judge) != "transformers":
         key, _ = service_key(paths.control)
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting the judge", {"seconds": round(seconds)}))
-
     return Server(
         *(judge, paths.control),
         key=key,
@@ -185,7 +173,7 @@ def _server_beside(work: StageWork) -> Server:
         log=str(paths.log),
         prefix="[judge] ",
         should_stop=work.io.should_stop,
-        tell=tell,
+        tell=work.starts("starting the judge"),
     )
 
 
@@ -224,7 +212,8 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
     from refiner_core.judges import build_judge
     from refiner_core.judges.surroundings import Surroundings
 
-    io = _NotedIO(work.io)
+    noted = _NotedIO(work.io)
+    io = cast(StageIO, noted)
     if not asks_judge(work.config, work.spec.kind):
         yield StageJudge(build_judge(JudgeConfig(), Surroundings()), io)
         return
@@ -235,20 +224,14 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
             store=stack.enter_context(stored(work.config.judge, work.workspace, writer)),
             endpoints=endpoints,
             should_stop=work.io.should_stop,
-            on_pause=io.pause,
+            on_pause=noted.pause,
         )
-        yield StageJudge(
-            _for_occasion(work, stack.enter_context(_built(work.config.judge, around))), io
-        )
-
-
-def _for_occasion(work: StageWork, judge: Judge) -> Judge:
-    """An evaluation of an occasion of its own is judged afresh; what its attempts have been
-    answered before it keeps."""
-    occasion = work.config.evaluate.occasion
-    if occasion and work.spec.kind == "evaluate" and isinstance(judge, FreshJudge):
-        return judge.fresh(work.stage_id)
-    return judge
+        judge = stack.enter_context(_built(work.config.judge, around))
+        # An evaluation of an occasion of its own is judged afresh; what its attempts have been
+        # answered before it keeps.
+        if work.config.evaluate.occasion and work.spec.kind == "evaluate":
+            judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
+        yield StageJudge(judge, io)
 
 
 @contextlib.contextmanager
@@ -284,7 +267,7 @@ def judge_by_hand(
 def endpoints_by_hand(
     workspace: Workspace, config: JudgeConfig, *, calls: bool = True
 ) -> Iterator[Endpoints | None]:
-    """Where a server answers that a run has started, which is kept meanwhile; None where the
+    """Addresses of a server that a run has started, which is kept meanwhile; None where the
     configuration says where to ask.
 
     Raises
@@ -297,8 +280,6 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
-    from infra.store.orchestrators import Lease, hand_holder
-
     if not live_endpoints(workspace, service.id):
         if not calls:
             yield tuple
@@ -357,23 +338,5 @@ class _NotedIO:
         self._last = progress
         self._io.progress(progress)
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._io.log_metrics(step, metrics)
-
-    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._io.save_rollouts(step, rows)
-
-    def latest_checkpoint(self) -> SavedCheckpoint | None:
-        return self._io.latest_checkpoint()
-
-    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        self._io.pass_over(checkpoint, why)
-
-    def new_checkpoint(self, step: int) -> contextlib.AbstractContextManager[Path]:
-        return self._io.new_checkpoint(step)
-
-    def room_again(self, error: NoSpaceError) -> bool:
-        return self._io.room_again(error)
-
-    def should_stop(self) -> bool:
-        return self._io.should_stop()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._io, name)

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from flows.stages.judging import judge_for
 from flows.stages.work import StageWork, as_planned
-from refiner_core.contract.types import Generator, Progress
+from refiner_core.contract.types import Generator
 
 
 def run_sample(work: StageWork) -> dict[str, Any]:
     """A model's attempts at the training prompts, and those of them that are worth learning."""
-    from flows.stages.judging import judge_for
     from refiner_core.rejection.stage import sample_attempts
 
     as_planned(work.spec.sources, work.config)
@@ -36,15 +36,12 @@ def _sampling_servers(
     """The stage's own vLLM servers, as children of this process, on a model that does not move."""
     from infra.rollouts.servers import open_sampler
 
-    def tell(seconds: float) -> None:
-        work.io.progress(Progress(0, 0, "starting rollout servers", {"seconds": round(seconds)}))
-
     return open_sampler(
         work.config,
         work.model_ref,
         tokenizer,
         work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
         should_stop=work.io.should_stop,
-        tell=tell,
+        tell=work.starts("starting rollout servers"),
         on_step=on_step,
     )

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.jobs.signals import AttemptClosed
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import StageSpec
-from refiner_core.contract.types import StageIO
+from refiner_core.contract.types import Progress, StageIO
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,24 @@ class StageWork:
             if role in self.inputs:
                 return str(self.inputs[role] / "model")
         return self.config.model.name_or_path
+
+    def starts(self, what: str) -> Callable[[float], None]:
+        """Tells as progress for how many seconds something has been starting."""
+        return lambda s: self.io.progress(Progress(0, 0, what, {"seconds": round(s)}))
+
+    def check_fence(self, what: str) -> None:
+        """Refuse to go on where a newer attempt does; ``what`` ends then.
+
+        Raises
+        ------
+        AttemptClosed
+            It is so.
+        """
+        if self.workspace.is_stale(self.stage_id, self.attempt):
+            raise AttemptClosed(
+                f"Attempt {self.attempt} of {self.stage_id} is no longer the newest, so its {what}",
+                fix="nothing; the newer attempt goes on",
+            )
 
 
 def run_stage(work: StageWork) -> dict[str, Any]:
@@ -88,38 +107,24 @@ def as_planned(sources: Mapping[str, str], config: RecipeConfig) -> str:
 
 
 @contextlib.contextmanager
-def planned_rubrics(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
-    """Judge by the rubrics of the plan. Stages that judge by no static ones are left alone.
+def judged_as_planned(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
+    """Judge by the static rubrics of the plan, and ask the judge as planned. Stages that do neither
+    are left alone.
 
     Raises
     ------
     ConfigurationError
-        The set's file is gone, or says something else than when the stage was planned.
+        The file of the set, or the folder of the prompts, is gone, or says something else than when
+        the stage was planned.
     """
-    digest = spec.sources.get("rubrics")
-    if digest is None:
-        yield
-        return
-    from refiner_core.rubrics import hold_rubrics
+    with contextlib.ExitStack() as stack:
+        if (digest := spec.sources.get("rubrics")) is not None:
+            from refiner_core.rubrics import hold_rubrics
 
-    with hold_rubrics(config.reward.static_rubrics, digest):
-        yield
+            stack.enter_context(hold_rubrics(config.reward.static_rubrics, digest))
+        if (digest := spec.sources.get("judge_prompt")) is not None:
+            from refiner_core.judges.prompting import hold_judge_prompts
 
-
-@contextlib.contextmanager
-def planned_prompts(spec: StageSpec, config: RecipeConfig) -> Iterator[None]:
-    """Ask the judge as planned. Stages that ask none are left alone.
-
-    Raises
-    ------
-    ConfigurationError
-        The prompts' folder is gone, or says something else than when the stage was planned.
-    """
-    digest = spec.sources.get("judge_prompt")
-    if digest is None:
-        yield
-        return
-    from refiner_core.judges.prompting import hold_judge_prompts
-
-    with hold_judge_prompts(config.judge.prompt, config.judge.form, digest):
+            judge = config.judge
+            stack.enter_context(hold_judge_prompts(judge.prompt, judge.form, digest))
         yield

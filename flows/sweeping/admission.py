@@ -1,4 +1,4 @@
-"""Which trials of a sweep may begin now, and how each stands.
+"""Admission of the trials of a sweep: those that may begin now, and how each stands.
 
 In: a planned sweep, trials that can be begun, a budget. Out: members for an orchestrator, as they
 may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from flows.sweeping.budget import Budget
+from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.live import LivePage
 from flows.sweeping.trials import (
     OVER,
@@ -24,7 +25,6 @@ from flows.sweeping.trials import (
     Trials,
     TrialWord,
     failed_by_its_arm,
-    how,
     measured_canary,
     word_of_error,
     word_of_views,
@@ -39,7 +39,6 @@ from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
-from refiner_core.contract.types import StageView
 from sweeps.forecast import SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
@@ -52,7 +51,7 @@ _AGAIN_S = 5.0
 
 @dataclass
 class Outlook:
-    """What is expected of the sweep, and who hears when that changes.
+    """Expectations of the sweep, and who hears when they change.
 
     Parameters
     ----------
@@ -117,7 +116,6 @@ class Admission:
     at_once: bool = False
     _waiting: list[Trial] = field(default_factory=list)
     _begun: set[str] = field(default_factory=set)
-    _done: set[str] = field(default_factory=set)
     _stopping: bool = False
     _ahead: Canary | None = None
     _not_before: float = 0.0
@@ -146,8 +144,9 @@ class Admission:
             with_patience(lambda trial=trial: self._sort_out(trial))  # type: ignore[misc]
 
     def _sort_out(self, trial: Trial) -> None:
-        self._begun |= {s.id for s in trial.plan.stages if self._is_begun(s.id)}
-        if all(self._is_done(s.id) for s in trial.plan.stages if not is_service(s.id)):
+        stages, layout, is_done = trial.plan.stages, self.workspace.layout, self.budget.use.is_done
+        self._begun |= {s.id for s in stages if is_done(s.id) or layout.stage(s.id).spec.exists()}
+        if all(is_done(s.id) for s in stages if not is_service(s.id)):
             self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
         else:
             self._waiting.append(trial)
@@ -176,21 +175,18 @@ class Admission:
         del self.live[member.name]
         self._not_before = 0.0
         run = member.run.run
-        if error is None:
-            self._say(trial, word_of_views(member.views(), run))
-        else:  # one trial's trouble is told with it, and stops no other
-            self._say(trial, word_of_error(error, run))
+        # One trial's trouble is told with it, and stops no other.
+        word = word_of_error(error, run) if error else word_of_views(member.views(), run)
+        self._say(trial, word)
 
     def end(self, error: BaseException | None) -> None:
         """Say that nobody works on the sweep any more."""
-        if error is None:
-            self._hold_the_rest()
+        for trial in self._waiting if self.held and error is None else ():
+            self._say(trial, TrialWord("held", self.held))
         code = self.exit_code if error is None else getattr(error, "exit_code", 70)
         self._diary.write_orchestrator("ended", code)
-        if self.page is not None and error is None:
-            self.page.end()
-        elif self.page is not None:
-            self.page.close()
+        if self.page is not None:
+            (self.page.end if error is None else self.page.close)()
 
     def note(self, event: Mapping[str, Any]) -> None:
         """One line in the sweep's event log. One writer: this process."""
@@ -199,26 +195,19 @@ class Admission:
     # ------------------------------------------------------------ for who shows it
 
     def standing(self) -> dict[str, TrialWord]:
-        """How every trial stands."""
+        """Standing of every trial."""
         with self._lock:
             return dict(self.words)
-
-    def working(self) -> dict[str, dict[str, StageView]]:
-        """The stages of the trials at work."""
-        return {member.name: member.views() for member in self.shown}
 
     @property
     def exit_code(self) -> int:
         """0: all is done. 1: a trial has failed. Else that of the first trial that can go on."""
-        words = list(self.words.values())
+        words = self.words.values()
         if any(w.state == "failed" for w in words):
             return 1
-        codes = [
-            w.exit_code for w in words if w.state == "interrupted" and w.exit_code not in (0, 6)
-        ]
-        if codes:
-            return codes[0]
-        return 0 if all(w.state == "done" for w in words) else 6
+        codes = (w.exit_code for w in words if w.state == "interrupted")
+        otherwise = 0 if all(w.state == "done" for w in words) else 6
+        return next((code for code in codes if code not in (0, 6)), otherwise)
 
     # ------------------------------------------------------------ ending
 
@@ -234,16 +223,8 @@ class Admission:
         reason = f"cancelled by {by}"
         self.note({"event": "cancel", "reason": reason})
         ours = {member.run.run for member in self.shown}
-        self._stop_all(reason, "cancelled", wanted_by_others(self.workspace, ours))
-
-    def _stop_all(
-        self,
-        reason: str,
-        failure: Literal["interrupted", "cancelled"] = "interrupted",
-        spared: Mapping[str, str] | None = None,
-    ) -> None:
         self._stopping = True
-        self.request_stop(reason, failure, spared)
+        self.request_stop(reason, "cancelled", wanted_by_others(self.workspace, ours))
 
     # ------------------------------------------------------------ beginning
 
@@ -291,18 +272,13 @@ class Admission:
                 self._say(trial, TrialWord("waiting", why))
             return
         self.live[trial.name] = member
-        self._begun |= {s.id for s in trial.plan.stages}
+        self._begun.update(s.id for s in trial.plan.stages)
         self._say(trial, TrialWord("running", run=member.run.run))
 
     def _hold(self, why: str) -> None:
         """Begin nothing more. What runs goes on."""
         self.held = why
         self.note({"event": "hold", "reason": why})
-
-    def _hold_the_rest(self) -> None:
-        if self.held:
-            for trial in self._waiting:
-                self._say(trial, TrialWord("held", self.held))
 
     # ------------------------------------------------------------ the canary
 
@@ -313,36 +289,35 @@ class Admission:
         ahead, word = self._ahead, self.words.get(self._ahead.trial.name, TrialWord())
         measured = measured_canary(self.workspace, ahead.stage)
         if measured is not None:
-            self._release(measured)
+            self._ahead = None
+            self._release(ahead.trial.name, measured)
         elif word.state in OVER and word.state != "done":
+            self._ahead = None
             if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
-                self._ahead = None
                 self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
             else:
-                self._ahead = None
+                how = "failed" if word.state == "failed" else "been stopped"
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {how(word)}: "
+                    f"{ahead.trial.name}, which went ahead, has {how}: "
                     f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
                     "(--past-canary goes on without it)"
                 )
 
-    def _release(self, measured: CanaryMeasure) -> None:
-        assert self._ahead is not None
-        name, self._ahead = self._ahead.trial.name, None
+    def _release(self, name: str, measured: CanaryMeasure) -> None:
         forecast = self.outlook.corrected([measured])
         before = self.outlook.forecast
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
         self.tell(canary_line(name, measured, forecast))
-        known = set(self.outlook.passed(before)) if before is not None else set()
-        fields = {text.partition(" ")[0] for text in known}
-        new = [t for t in self.outlook.passed(forecast) if t.partition(" ")[0] not in fields]
+        known = {t.partition(" ")[0] for t in self.outlook.passed(before)} if before else set()
+        new = [t for t in self.outlook.passed(forecast) if t.partition(" ")[0] not in known]
         if new and not self.outlook.past_canary and self._waiting:
             self._hold(
                 f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
                 "take what fits with --past-canary)"
             )
-            self._stop_all("the sweep is held: its forecast passes a limit")
+            self._stopping = True
+            self.request_stop("the sweep is held: its forecast passes a limit")
 
     # ------------------------------------------------------------ telling
 
@@ -354,28 +329,11 @@ class Admission:
             self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":
             return  # it was said in an earlier call
-        self.note(
-            {
-                "event": "trial",
-                "trial": trial.name,
-                "state": word.state,
-                "reason": word.reason,
-                "run": word.run,
-            }
-        )
-
-    def _is_done(self, stage_id: str) -> bool:
-        if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():
-            self._done.add(stage_id)
-        return stage_id in self._done
-
-    def _is_begun(self, stage_id: str) -> bool:
-        return stage_id in self._done or self.workspace.layout.stage(stage_id).spec.exists()
+        how = {"state": word.state, "reason": word.reason, "run": word.run}
+        self.note({"event": "trial", "trial": trial.name, **how})
 
 
 def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> str:
-    """What the canary has shown, and what follows for the sweep."""
-    from flows.sweeping.forecasting import canary_text, forecast_lines
-
+    """Line on what the canary has shown, and what follows for the sweep."""
     total = next(iter(forecast_lines(forecast)), "")
     return f"{name} has shown what training takes: {canary_text(measured)}\n{total}"

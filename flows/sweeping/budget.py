@@ -1,4 +1,4 @@
-"""What stages have taken so far, and whether another trial may begin within the limits.
+"""Use of stages so far, and the budget that another trial may begin within.
 
 In: a workspace and ids of stages; the limits of a sweep file, a forecast by stage. Out: a
 :class:`Use` each (time, devices, queue, waste, calls of a judge), and sums of them; a reason why a
@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Use:
-    """What has been used; all attempts together.
+    """Resources that have been used; all attempts together.
 
     Attributes
     ----------
@@ -77,6 +78,12 @@ def _sum(one: Any, other: Any) -> Any:
 NOTHING = Use()
 
 
+def judge_calls_in(report: Mapping[str, Any]) -> int | None:
+    """The calls of a judge that a finished stage tells of; None where it kept no count."""
+    usage = report.get("judge") or report.get("judge_usage")
+    return int(usage["calls"]) if isinstance(usage, Mapping) and "calls" in usage else None
+
+
 class UseReader:
     """Reads what stages have used; remembers what cannot change any more.
 
@@ -85,14 +92,17 @@ class UseReader:
 
     def __init__(self, workspace: Workspace, kept: Path | None = None) -> None:
         self.workspace = workspace
+        self._finished: set[str] = set()
         self._done: dict[str, Use] = {}
         self._kept: dict[str, list[Any]] = {}
         if kept is not None:
             self._kept = (workspace.read_control(kept) or {}).get("stages", {})
 
     def is_done(self, stage_id: str) -> bool:
-        """Whether a stage is done."""
-        return stage_id in self._done or self.workspace.layout.stage(stage_id).result.exists()
+        """True if a stage is done."""
+        if stage_id not in self._finished and self.workspace.layout.stage(stage_id).result.exists():
+            self._finished.add(stage_id)
+        return stage_id in self._finished
 
     def of(self, stage_id: str) -> Use:
         """One stage; nothing where nobody has begun it."""
@@ -108,10 +118,7 @@ class UseReader:
 
     def total(self, stage_ids: Iterable[str]) -> Use:
         """Several stages, each once."""
-        total = NOTHING
-        for stage_id in dict.fromkeys(stage_ids):
-            total = total.plus(self.of(stage_id))
-        return total
+        return reduce(Use.plus, map(self.of, dict.fromkeys(stage_ids)), NOTHING)
 
     def keep(self, path: Path, stage_ids: Iterable[str]) -> None:
         """Leave what is known of done stages for other readers. One writer: who works on the
@@ -123,7 +130,7 @@ class UseReader:
         atomic.write_json(path, {"version": 1, "stages": known})
 
     def _from_file(self, stage_id: str) -> Use | None:
-        """What a file has of a stage, if its result is still the one that it speaks of."""
+        """Use of a stage that a file has, if its result is still the one that it speaks of."""
         stamp, values = self._kept.get(stage_id) or (None, None)
         if stamp is None or stamp != self._stamp(stage_id):
             return None
@@ -178,8 +185,7 @@ class UseReader:
 
     def _judge_calls(self, stage_id: str, record: StageRecord) -> int | None:
         if record.result is not None:
-            told = record.result.report.get("judge") or record.result.report.get("judge_usage")
-            return int(told["calls"]) if isinstance(told, dict) and "calls" in told else None
+            return judge_calls_in(record.result.report)
         if record.spec.kind != "grpo":
             return None
         path = self.workspace.layout.attempt(stage_id, record.attempts[-1].number).metrics
@@ -198,7 +204,7 @@ _SIZE_HOLDS_S = 60.0
 
 @dataclass
 class Budget:
-    """What may still be spent.
+    """Budget of a sweep.
 
     Parameters
     ----------
@@ -221,16 +227,16 @@ class Budget:
 
     @property
     def limited(self) -> bool:
-        """Whether anything is limited but the number of trials at a time."""
+        """True if anything is limited but the number of trials at a time."""
         limits = self.limits
         return any(v is not None for v in (limits.gpu_hours, limits.disk_gb, limits.judge_calls))
 
     def expect(self, forecast: SweepForecast) -> None:
-        """What stages are expected to take from now on."""
+        """Take in what stages are expected to take from now on."""
         self._forecast = {s.stage: s for s in forecast.stages}
 
     def why_held(self, trial: Trial, begun: Iterable[str], live: Sequence[Trial]) -> str:
-        """Why a trial may not begin now; empty where it may.
+        """The reason that a trial may not begin now; empty where it may.
 
         Parameters
         ----------
@@ -246,40 +252,28 @@ class Budget:
             return ""
         begun = set(begun)
         coming = {i for other in live for i in self._left(other)}
-        reasons = (
-            self._hours(begun, coming, mine - coming),
-            self._calls(begun, coming, mine - coming),
-            self._disk(trial, begun, live, coming),
-        )
-        return "; ".join(filter(None, reasons))
+        counted = (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls"))
+        reasons = [self._counted(*each, begun, coming, mine - coming) for each in counted]
+        return "; ".join(filter(None, [*reasons, self._disk(trial, begun, live, coming)]))
 
     def _left(self, trial: Trial) -> set[str]:
         """Ids of a trial's stages that are not done."""
         return {s.id for s in trial.plan.stages if not self.use.is_done(s.id)}
 
-    def _hours(self, begun: set[str], live: set[str], new: set[str]) -> str:
-        limit = self.limits.gpu_hours
+    def _counted(self, name: str, unit: str, begun: set[str], live: set[str], new: set[str]) -> str:
+        limit = getattr(self.limits, name)
         if limit is None:
             return ""
+
+        def used(stage_id: str) -> float:
+            return getattr(self.use.of(stage_id), name) or 0
 
         def left(stage_id: str) -> float:
-            return max(0.0, self._expected(stage_id) - self.use.of(stage_id).gpu_hours)
+            expected = getattr(self._forecast.get(stage_id), name, None)
+            return max(0, (expected or 0) - used(stage_id))
 
-        used = sum(self.use.of(i).gpu_hours for i in begun)
-        coming, adds = sum(map(left, live)), sum(map(left, new))
-        return _passed("gpu_hours", "GPU-hours", limit, used, coming, adds)
-
-    def _calls(self, begun: set[str], live: set[str], new: set[str]) -> str:
-        limit = self.limits.judge_calls
-        if limit is None:
-            return ""
-
-        def left(stage_id: str) -> int:
-            return max(0, self._expected_calls(stage_id) - (self.use.of(stage_id).judge_calls or 0))
-
-        used = sum(self.use.of(i).judge_calls or 0 for i in begun)
-        coming, adds = sum(map(left, live)), sum(map(left, new))
-        return _passed("judge_calls", "judge calls", limit, used, coming, adds)
+        sums = (sum(map(count, ids)) for count, ids in ((used, begun), (left, live), (left, new)))
+        return _passed(name, unit, limit, *sums)
 
     def _disk(self, trial: Trial, begun: set[str], live: Sequence[Trial], working: set[str]) -> str:
         limit = self.limits.disk_gb
@@ -301,14 +295,6 @@ class Budget:
         if self.use.is_done(stage_id):
             self._sizes[stage_id] = (now, size)
         return size
-
-    def _expected(self, stage_id: str) -> float:
-        found = self._forecast.get(stage_id)
-        return 0.0 if found is None else found.gpu_hours or 0.0
-
-    def _expected_calls(self, stage_id: str) -> int:
-        found = self._forecast.get(stage_id)
-        return 0 if found is None else found.judge_calls or 0
 
 
 def _passed(name: str, unit: str, limit: float, used: float, coming: float, adds: float) -> str:

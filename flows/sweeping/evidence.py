@@ -16,8 +16,8 @@ import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import Components, variance_components
-from refiner_core.evaluation.statistics import Estimate
 from sweeps.power import Aim, Evidence, assumed
 from sweeps.values import SweepPlan, Trial
 
@@ -57,7 +56,7 @@ class _Group:
 
 
 def read_evidence(workspace: Workspace, aim: Aim) -> Evidence:
-    """What earlier evaluations of that number say; an assumption where there are none."""
+    """Evidence of earlier evaluations of that number; an assumption where there are none."""
     groups = list(_groups(workspace, aim).values())
     best: Evidence | None = None
     for group in groups:
@@ -75,11 +74,9 @@ def _with_mean(evidence: Evidence, groups: Sequence[_Group]) -> Evidence:
     """One evaluation says nothing of the spread of a difference, but where the metric stands."""
     if not groups:
         return evidence
-    text = evidence.text.replace(
-        "no earlier evaluation was found", "earlier ones say nothing of it"
-    )
+    found, known = "no earlier evaluation was found", "earlier ones say nothing of it"
     mean = float(np.mean(groups[0].values))
-    return Evidence(evidence.components, evidence.basis, text, mean)
+    return replace(evidence, text=evidence.text.replace(found, known), mean=mean)
 
 
 def _rank(evidence: Evidence) -> tuple[int, int]:
@@ -96,13 +93,12 @@ def _groups(workspace: Workspace, aim: Aim) -> dict[str, _Group]:
     name = under(f"evaluate-{aim.model}", aim.protocol)
     found: dict[str, _Group] = {}
     seen: set[str] = set()
-    for run_id in list(reversed(workspace.run_ids()))[:MOST_RUNS]:
+    for run in islice(workspace.runs(newest_first=True), MOST_RUNS):
+        stage_id = run.stages.get(name)
+        if stage_id is None or stage_id in seen:
+            continue
+        seen.add(stage_id)
         try:
-            run = workspace.read_run(run_id)
-            stage_id = run.stages.get(name)
-            if stage_id is None or stage_id in seen:
-                continue
-            seen.add(stage_id)
             result = workspace.read_result(stage_id)
         except RefinerError as error:
             log.debug("%s", error)
@@ -129,7 +125,7 @@ def _note(
 
 
 def _arm(config: Mapping[str, Any]) -> str:
-    """What trains the model, but for the seed, as text."""
+    """Settings that train the model, but for the seed, as text."""
     values = {}
     for path, info in walk(RecipeConfig):
         if info.mark != "identity" or not path.startswith(_TRAINS):
@@ -154,7 +150,10 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         if not able:
             continue
         able.sort(key=lambda p: -len(p[2]))
-        layouts = [_difference(a, b, seeds, metric) for a, b, seeds in able[:MOST_PAIRS]]
+        layouts = [
+            _layout(a, seeds, metric) - _layout(b, seeds, metric)
+            for a, b, seeds in able[:MOST_PAIRS]
+        ]
         known = _pooled([variance_components(x) for x in layouts])
         if _nothing_spreads(known):
             continue  # all of it at the floor or the ceiling: no news of a spread
@@ -182,24 +181,13 @@ def _of_one_arm(arm: Mapping[int, Path], metric: str, mean: float) -> Evidence:
     prompts have in common cancels."""
     seeds = sorted(arm)
     known = variance_components(_layout(arm, seeds, metric))
-    doubled = Components(
-        None if known.seed is None else 2 * known.seed,
-        0.0,
-        2 * known.residual,
-        known.seeds,
-        known.prompts,
-    )
+    seed = None if known.seed is None else 2 * known.seed
+    doubled = known._replace(seed=seed, prompt=0.0, residual=2 * known.residual)
     text = (
         f"measured: {len(seeds)} seeds of one earlier arm on {known.prompts} prompts, as if "
         "another arm spread as much"
     )
     return Evidence(doubled, "seeds of one arm", text, mean)
-
-
-def _difference(
-    a: Mapping[int, Path], b: Mapping[int, Path], seeds: Sequence[int], metric: str
-) -> Floats:
-    return _layout(a, seeds, metric) - _layout(b, seeds, metric)
 
 
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:
@@ -242,7 +230,7 @@ _SECTIONS = ("reward.", "judge.")
 
 @dataclass(frozen=True)
 class ArmShare:
-    """What one arm's reward and judge would change about the run's groups.
+    """Share of the run's groups that one arm's reward and judge would change.
 
     Attributes
     ----------
@@ -299,14 +287,14 @@ def share_of_run(plan: SweepPlan, name: str) -> RescoreShare:
     ConfigurationError, DataError
         There is no such run, or it has no stored rollouts.
     """
-    workspace = Workspace.read_only(plan.trials[0].plan.config.workspace)
+    workspace = Workspace.read_only(plan.config.workspace)
     run = find_run(workspace, name)
     assert run is not None, "a run that is named is found or refused"
     return rescore_share(plan, workspace, run)
 
 
 def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> RescoreShare:
-    """What each arm's reward and judge would change about the groups of an earlier run.
+    """Shares of an earlier run's groups that each arm's reward and judge would change.
 
     Raises
     ------
@@ -331,12 +319,8 @@ def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> Resc
         else:
             if changes not in known:
                 known[changes] = _share(name, changes, workspace, run)
-            found.append(ArmShare(**{**_fields(known[changes]), "arm": name}))
+            found.append(replace(known[changes], arm=name))
     return RescoreShare(run.run, tuple(found))
-
-
-def _fields(share: ArmShare) -> dict[str, Any]:
-    return {name: getattr(share, name) for name in share.__dataclass_fields__}
 
 
 def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:
@@ -361,49 +345,39 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
     part = Part(source="rollouts", sample=GROUPS)
     wanted = Wanted(workspace, (run,), Options(overrides=changes), part, steps=STEPS)
     planned = plan_rescore(wanted)
-    groups = len({r.group for p in planned.policies for r in p.rollouts})
-    rollouts = sum(len(p.rollouts) for p in planned.policies)
-    if planned.new_calls:
+    share = ArmShare(
+        arm,
+        changes,
+        groups=len({r.group for p in planned.policies for r in p.rollouts}),
+        rollouts=sum(len(p.rollouts) for p in planned.policies),
+    )
+    if calls := planned.new_calls:
         words = ["refiner", "rescore", run.run, f"workspace={workspace.root}", *changes]
         command = shlex.join([*words, "--steps", STEPS, "--sample", str(GROUPS)])
-        note = f"{planned.new_calls} calls of its judge are needed first"
-        return ArmShare(
-            arm, changes, None, None, groups, rollouts, planned.new_calls, command, note
-        )
+        note = f"{calls} calls of its judge are needed first"
+        return replace(share, calls=calls, command=command, note=note)
     try:
         done = carry_out(planned, Silent())
     except RefinerError as error:
-        return ArmShare(arm, changes, None, None, groups, rollouts, note=error.what)
-    comparison = next((c.comparison for c in done.compared if c.setting == _name(planned)), None)
-    if comparison is None:
-        return ArmShare(arm, changes, None, None, groups, rollouts, note="nothing to compare")
-    return ArmShare(
-        arm,
-        changes,
-        _json(comparison.best_changed),
-        _json(comparison.sign_changed),
-        comparison.groups,
-        comparison.rollouts,
-    )
-
-
-def _name(planned: Any) -> str:
-    return str(planned.settings[-1].name)
-
-
-def _json(found: Estimate | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
+        return replace(share, note=error.what)
+    name = planned.settings[-1].name
+    found = next((c.comparison for c in done.compared if c.setting == name), None)
+    if found is None:
+        return replace(share, note="nothing to compare")
+    best, sign = (e and e._asdict() for e in (found.best_changed, found.sign_changed))
+    share = replace(share, groups=found.groups, rollouts=found.rollouts)
+    return replace(share, best_changed=best, sign_changed=sign)
 
 
 def _arm_text(arm: ArmShare) -> str:
     if arm.note:
         return arm.note
-    best, sign = arm.best_changed, arm.sign_changed
     parts = []
-    if best is not None:
-        parts.append(f"another best answer in {_share_text(best)} of the groups")
-    if sign is not None:
-        parts.append(f"advantages of another sign in {_share_text(sign)} of the samples")
+    if arm.best_changed is not None:
+        parts.append(f"another best answer in {_share_text(arm.best_changed)} of the groups")
+    if arm.sign_changed is not None:
+        share = _share_text(arm.sign_changed)
+        parts.append(f"advantages of another sign in {share} of the samples")
     return f"{'; '.join(parts) or 'nothing to compare'} ({arm.groups} groups)"
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from flows.disk import size_of_model
-from flows.sweeping.budget import UseReader
+from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk
 from infra.orchestrator.timeline import devices_of, rough, size_text
@@ -53,20 +55,13 @@ _TAIL_BYTES = 256 << 10
 _MOST_LOADING = 0.8
 
 
-class _Kind(NamedTuple):
-    """What a sweep wants to know about: stages of a kind that start at these weights."""
-
-    kind: str
-    model: str
-
-
 def read_history(workspace: Workspace, plan: SweepPlan) -> History:
-    """What finished stages say about those of a sweep.
+    """History of finished stages that are like those of a sweep.
 
     Stages of the sweep itself count, too: what an earlier version of it did is the best witness.
     """
     stages = [s for s in plan.stages().values() if not is_service(s.id)]
-    wanted = {_Kind(s.kind, s.sources.get("model", "")) for s in stages}
+    wanted = {(s.kind, s.sources.get("model", "")) for s in stages}
     found = tuple(_measured(workspace, wanted))
     files = ("rl_test.parquet", "rl_train.parquet")
     held_out, training = (_prompts(workspace, stages, file) for file in files)
@@ -79,49 +74,39 @@ def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
     return {stage_id for stage_id in begun if workspace.layout.stage(stage_id).result.exists()}
 
 
-def finished_ids(workspace: Workspace, kinds: AbstractSet[str]) -> Iterator[str]:
+def _finished_ids(workspace: Workspace, kinds: AbstractSet[str]) -> Iterator[str]:
     """Ids of finished stages of these kinds, those of the newest runs first."""
     seen: set[str] = set()
-    for run_id in list(reversed(workspace.run_ids()))[:MOST_RUNS]:
-        try:
-            run = workspace.read_run(run_id)
-        except RefinerError as error:  # another record may say as much
-            log.debug("%s", error)
-            continue
-        for stage_id in run.stages.values():
-            if stage_id in seen or stage_id.rpartition("-")[0] not in kinds:
-                continue
-            seen.add(stage_id)
-            if workspace.layout.stage(stage_id).result.exists():
-                yield stage_id
+    for run in islice(workspace.runs(newest_first=True), MOST_RUNS):
+        new = [i for i in run.stages.values() if i not in seen and i.rpartition("-")[0] in kinds]
+        seen.update(new)
+        yield from (i for i in new if workspace.layout.stage(i).result.exists())
 
 
-def _measured(workspace: Workspace, wanted: AbstractSet[_Kind]) -> Iterator[Measured]:
-    read, of_a_shape = 0, dict[Shape, int]()
-    for stage_id in finished_ids(workspace, {w.kind for w in wanted}):
-        read += 1
-        if read > MOST_STAGES:
-            return
+def _measured(workspace: Workspace, wanted: AbstractSet[tuple[str, str]]) -> Iterator[Measured]:
+    of_a_shape = Counter[Shape]()
+    for stage_id in islice(_finished_ids(workspace, {kind for kind, _ in wanted}), MOST_STAGES):
         try:
             record = workspace.read_record(stage_id)
             found = None if record is None else _stage(workspace, stage_id, record, wanted)
         except (RefinerError, KeyError, TypeError, ValueError) as error:
             log.debug("%s says nothing of its times: %s", stage_id, error)
             continue
-        if found is None:
-            continue
-        of_a_shape[found.shape] = of_a_shape.get(found.shape, 0) + 1
-        if of_a_shape[found.shape] <= ENOUGH_OF_A_SHAPE:
+        if found is not None and of_a_shape[found.shape] < ENOUGH_OF_A_SHAPE:
+            of_a_shape[found.shape] += 1
             yield found
 
 
 def _stage(
-    workspace: Workspace, stage_id: str, record: StageRecord, wanted: AbstractSet[_Kind]
+    workspace: Workspace,
+    stage_id: str,
+    record: StageRecord,
+    wanted: AbstractSet[tuple[str, str]],
 ) -> Measured | None:
     """One finished stage; None for one that the sweep has no use for."""
     spec, result = record.spec, record.result
     model = spec.sources.get("model", "")
-    if result is None or _Kind(spec.kind, model) not in wanted or result.report.get("adopted"):
+    if result is None or (spec.kind, model) not in wanted or result.report.get("adopted"):
         return None
     paths = workspace.layout.attempt(stage_id, result.attempt)
     config = workspace.part(paths, "config")
@@ -146,7 +131,7 @@ def _stage(
         unit_s=unit_s,
         save_s=save_s,
         start_s=start_s,
-        judge_calls=_judge_calls(result.report),
+        judge_calls=judge_calls_in(result.report),
         judge=judge_of(spec.identity),
         steps_key=steps_key(spec.kind, spec.identity),
     )
@@ -155,7 +140,7 @@ def _stage(
 def _done_work(
     kind: str, identity: Mapping[str, Any], report: Mapping[str, Any], save_freq: int
 ) -> Work:
-    """What a finished stage has really done."""
+    """Work that a finished stage has really done."""
     prompts = None
     if kind == "evaluate":
         counts = [int(p["num_prompts"]) for p in (report.get("protocols") or {}).values()]
@@ -203,13 +188,6 @@ def _last_lines(path: Path) -> list[dict[str, float | None]]:
     return found
 
 
-def _judge_calls(report: Mapping[str, Any]) -> int | None:
-    usage = report.get("judge") or report.get("judge_usage")
-    if not isinstance(usage, Mapping) or "calls" not in usage:
-        return None
-    return int(usage["calls"])
-
-
 def _with_loading(stages: Sequence[Measured]) -> tuple[Measured, ...]:
     """Evaluations note only how long they took in all; what a trainer of the same weights took to
     begin is no time of samples there either."""
@@ -220,12 +198,8 @@ def _with_loading(stages: Sequence[Measured]) -> tuple[Measured, ...]:
     found = []
     for stage in stages:
         starts = loading.get(stage.shape[1:3])
-        if (
-            stage.shape.kind in ("sample", "evaluate")
-            and starts
-            and stage.work.units
-            and stage.unit_s
-        ):
+        measures = stage.shape.kind in ("sample", "evaluate")
+        if measures and starts and stage.work.units and stage.unit_s:
             total = stage.unit_s * stage.work.units
             start_s = min(median(starts), _MOST_LOADING * total)
             unit_s = (total - start_s) / stage.work.units
@@ -238,17 +212,16 @@ def _prompts(workspace: Workspace, stages: Iterable[PlannedStage], file: str) ->
     """Prompts in a file of the `data` stages that are done, by fingerprint."""
     found = {}
     for stage in stages:
-        if stage.kind != "data":
-            continue
-        result = workspace.read_result(stage.id)
-        files = result.report.get("files") if result is not None else None
-        rows = ((files or {}).get(file) or {}).get("rows")
-        if rows is not None:
+        result = workspace.read_result(stage.id) if stage.kind == "data" else None
+        files = (result.report.get("files") if result is not None else None) or {}
+        if (rows := (files.get(file) or {}).get("rows")) is not None:
             found[stage.fingerprint] = int(rows)
     return found
 
 
 FORECAST_VERSION = 1
+#: What is summed up for stages, kinds of them, and the whole.
+_SUMMED = ("seconds", "gpu_hours", "judge_calls")
 #: Ids that are spelt out where no number is known.
 _FEW = 3
 
@@ -259,7 +232,7 @@ def forecast_of(
     canary: Sequence[CanaryMeasure] = (),
     history: History | None = None,
 ) -> SweepForecast:
-    """What is left to do of a sweep in this workspace, and what it takes (by ``history``, where it
+    """Forecast of what is left to do of a sweep in this workspace (by ``history``, where it
     has been read already)."""
     done = done_stages(workspace, plan)
     if len(done) == len(plan.stages()):
@@ -270,7 +243,7 @@ def forecast_of(
 
 
 class _Known(Knowledge):
-    """What is done has been looked up already."""
+    """Knowledge of which stages are done, looked up already."""
 
     def __init__(self, workspace: Workspace, done: AbstractSet[str]) -> None:
         super().__init__(workspace, size_of_model)
@@ -296,23 +269,25 @@ def _with_disk(
 def forecast_lines(
     forecast: SweepForecast, passed: Sequence[Passed] = (), *, free_bytes: int | None = None
 ) -> list[str]:
-    """What it takes, a line per kind of stage, then disk and limits."""
+    """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
-    lines = [_total_line(forecast)]
-    rows = [_kind_row(group) for group in _by_kind_and_basis(forecast.stages)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row[:5], widths, strict=True)]
-        lines.append(f"  {'  '.join(cells)}  {row[5]}".rstrip())
-    for measured in forecast.canary:
-        lines.append(f"  canary: {canary_text(measured)}")
+    rows = aligned([_kind_row(group) for group in _by_kind_and_basis(forecast.stages)])
+    lines = [_total_line(forecast), *(f"  {row}" for row in rows)]
+    lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
         free = "" if free_bytes is None else f", {size_text(free_bytes)} free"
         note = f" ({forecast.disk_basis})" if forecast.disk_basis else ""
         lines.append(f"Disk: {size_text(forecast.disk_bytes)} at a time{free}{note}")
     lines += [f"Limit: {p.text}" for p in passed]
     return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def _total_line(forecast: SweepForecast) -> str:
@@ -389,31 +364,21 @@ def forecast_json(
     """
     kinds = [
         {
-            "kind": group[0].kind,
-            "stages": len(group),
-            "seconds": _sum([s.seconds for s in group]),
-            "gpu_hours": _sum([s.gpu_hours for s in group]),
-            "judge_calls": _sum([s.judge_calls for s in group]),
-            "basis": group[0].basis,
-            "calls_basis": group[0].calls_basis,
+            **{"kind": group[0].kind, "stages": len(group)},
+            **{k: _sum([getattr(s, k) for s in group]) for k in _SUMMED},
+            **{"basis": group[0].basis, "calls_basis": group[0].calls_basis},
         }
         for group in _by_kind_and_basis(forecast.stages)
     ]
+    shown = (*_SUMMED, "wall_seconds", "parallel", "disk_bytes", "disk_basis")
     found: dict[str, Any] = {
-        "version": FORECAST_VERSION,
-        "stages": len(forecast.stages),
-        "seconds": forecast.seconds,
-        "gpu_hours": forecast.gpu_hours,
-        "judge_calls": forecast.judge_calls,
-        "wall_seconds": forecast.wall_seconds,
-        "parallel": forecast.parallel,
+        **{"version": FORECAST_VERSION, "stages": len(forecast.stages)},
+        **{name: getattr(forecast, name) for name in shown},
         "unknown": {
             "stages": len(forecast.unknown),
             "judge_calls": len(forecast.unknown_calls),
             "examples": list(forecast.unknown[:_FEW]),
         },
-        "disk_bytes": forecast.disk_bytes,
-        "disk_basis": forecast.disk_basis,
         "kinds": kinds,
         "canary": [asdict(c) for c in forecast.canary],
         "passed_limits": [{**asdict(p), "text": p.text} for p in passed],
@@ -429,7 +394,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 
 def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, float]:
-    """What the stages of a sweep have taken before it is launched: a forecast is of what is left,
+    """Use of the stages of a sweep before it is launched: a forecast is of what is left,
     and only both together can be held against what has been used in the end."""
     used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
     return {"seconds": used.seconds, "gpu_hours": used.gpu_hours}

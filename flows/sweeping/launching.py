@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
-from flows.notifying.watching import Hears, hears_of_sweep
+from flows.notifying.watching import SweepWatching, hears_of
 from flows.running.background import attach
 from flows.running.calls import (
     Pinned,
@@ -41,7 +41,7 @@ from flows.sweeping.live import LivePage
 from flows.sweeping.status import last_words, use_file
 from flows.sweeping.trials import Trials, TrialWord, find_canary
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.jobs.dispatch import Router, make_router
+from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.layout import sweep_call
@@ -55,7 +55,6 @@ from infra.store.sweep_records import (
     write_sweep,
 )
 from infra.store.workspace import Workspace, now_text
-from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import (
     RECORD_VERSION,
@@ -68,9 +67,7 @@ from refiner_core.contract.records import (
     to_json,
 )
 from refiner_core.contract.services import is_service
-from sweeps.forecast import SweepForecast
-from sweeps.history import CanaryMeasure
-from sweeps.values import SweepPlan, Trial
+from sweeps.values import SweepPlan
 
 #: What may differ between two records of one version.
 _OF_THE_LAUNCH = ("number", "folder", "forecast", "code", "started_at", "provenance")
@@ -91,51 +88,39 @@ def record_version(
     ConfigurationError
         Another process works on the sweep.
     """
-    name = plan.sweep.name
+    sweep, name = plan.sweep, plan.sweep.name
     require_idle(workspace, sweep_call(name), regardless=take_over)
     while True:
         versions = sweep_versions(workspace, name)
         newest = read_sweep(workspace, name) if versions else None
-        record = _record_of(plan, workspace, overrides, forecast, (versions or [0])[-1] + 1)
+        record = SweepRecord(
+            version=SWEEP_VERSION,
+            number=(versions or [0])[-1] + 1,
+            name=name,
+            recipe=sweep.recipe,
+            folder=str(Path.cwd()),
+            text=sweep.text,
+            arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
+            baseline=plan.baseline,
+            seeds=tuple(sweep.seeds),
+            trials=tuple(
+                TrialRecord(t.arm, t.seed, t.overrides, {s.name: s.id for s in t.plan.stages})
+                for t in plan.trials
+            ),
+            limits=to_json(sweep.limits),
+            question=_question_of(plan),
+            forecast=forecast,
+            code="",
+            started_at=now_text(),
+            provenance={"overrides": list(overrides), "origin": sweep.origin},
+        )
         if newest is not None and _same(newest, record):
             return newest
         code = pin_for(workspace, name)
-        record = replace(
-            record, code=code.code, provenance={**code.provenance, **record.provenance}
-        )
+        found = {**code.provenance, **record.provenance}
+        record = replace(record, code=code.code, provenance=found)
         if write_sweep(workspace, record):
             return record
-
-
-def _record_of(
-    plan: SweepPlan,
-    workspace: Workspace,
-    overrides: Sequence[str],
-    forecast: Mapping[str, Any],
-    number: int,
-) -> SweepRecord:
-    sweep = plan.sweep
-    return SweepRecord(
-        version=SWEEP_VERSION,
-        number=number,
-        name=sweep.name,
-        recipe=sweep.recipe,
-        folder=str(Path.cwd()),
-        text=sweep.text,
-        arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
-        baseline=plan.baseline,
-        seeds=tuple(sweep.seeds),
-        trials=tuple(
-            TrialRecord(t.arm, t.seed, t.overrides, {s.name: s.id for s in t.plan.stages})
-            for t in plan.trials
-        ),
-        limits=to_json(sweep.limits),
-        question=_question_of(plan),
-        forecast=forecast,
-        code="",
-        started_at=now_text(),
-        provenance={"overrides": list(overrides), "origin": sweep.origin},
-    )
 
 
 def _question_of(plan: SweepPlan) -> dict[str, Any]:
@@ -152,7 +137,7 @@ def _question_of(plan: SweepPlan) -> dict[str, Any]:
 
 
 def _same(one: SweepRecord, other: SweepRecord) -> bool:
-    """Whether two versions are the same sweep, whenever and from wherever they were launched."""
+    """True if two versions are the same sweep, whenever and from wherever they were launched."""
     texts = []
     for record in (one, other):
         what = {k: v for k, v in to_json(record).items() if k not in _OF_THE_LAUNCH}
@@ -205,22 +190,17 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
     return plan
 
 
-@contextlib.contextmanager
-def in_folder(folder: str) -> Iterator[None]:
+def in_folder(folder: str) -> contextlib.AbstractContextManager[None]:
     """Work where the sweep was launched, if that folder is still there: paths may be relative."""
-    if not folder or not Path(folder).is_dir():
-        yield
-        return
-    with contextlib.chdir(folder):
-        yield
+    there = folder and Path(folder).is_dir()
+    return contextlib.chdir(folder) if there else contextlib.nullcontext()
 
 
 def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
     """The ``dispatch`` section of a recorded sweep's recipe."""
     with in_folder(record.folder):
         plan = plan_of_record(workspace, record)
-    value: dict[str, Any] = to_json(plan.trials[0].plan.config.dispatch)
-    return value
+    return dict(to_json(plan.config.dispatch))
 
 
 log = logging.getLogger(__name__)
@@ -230,7 +210,7 @@ MANY = 256
 
 @dataclass(frozen=True)
 class Launch:
-    """How a sweep is worked on.
+    """Manner in which a sweep is worked on.
 
     Attributes
     ----------
@@ -253,7 +233,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """How a call on a sweep ended.
+    """Outcome of a call on a sweep.
 
     ``words`` maps trials to how they stand; ``held`` says why no more of them were begun.
     """
@@ -270,15 +250,10 @@ class SweepOutcome:
 
 def workspace_of(plan: SweepPlan, *, to_write: bool = False) -> Workspace:
     """The workspace that a sweep's trials lie in."""
-    config = config_of(plan)
+    config = plan.config
     if to_write:
         return with_room(config, lambda: Workspace.open(config.workspace, config.data_root))
     return Workspace.read_only(config.workspace)
-
-
-def config_of(plan: SweepPlan) -> RecipeConfig:
-    """What all trials have in common: where and how they run."""
-    return plan.trials[0].plan.config
 
 
 def check_launch(plan: SweepPlan) -> None:
@@ -292,8 +267,8 @@ def check_launch(plan: SweepPlan) -> None:
     check_arms(plan)
     for trial in {t.arm: t for t in plan.trials}.values():
         refuse_what_never_fits(trial.plan)
-    check_hub_access(config_of(plan))
-    warn_of_silence(config_of(plan))
+    check_hub_access(plan.config)
+    warn_of_silence(plan.config)
 
 
 def check_arms(plan: SweepPlan) -> None:
@@ -330,109 +305,83 @@ def work_on_sweep(
         Another process works on it.
     """
     call = sweep_call(record.name)
-    before = orchestrator_of(workspace, call)
-    config = config_of(plan)
+    before, config = orchestrator_of(workspace, call), plan.config
     router = make_router(config.dispatch, workspace)
     router.check(plan.stages().values())
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
     admission = admission_of(plan, workspace, record, launch)
-    notify, resumed = config.notify, launch.resumed
-    hears = hears_of_sweep(admission, record, notify, workspace, before, resumed=resumed, say=say)
+    hears = hears_of(
+        *(partial(SweepWatching, admission), call, record, config.notify, workspace, before),
+        resumed=launch.resumed,
+        say=say,
+    )
     if is_finished(plan, workspace):
         admission.begin()
         admission.end(None)
         hears.over({})
         hears.close()
     else:
-        _orchestrate(admission, router, launch, hears)
-    _keep_use(admission)
-    return SweepOutcome(
-        record, workspace, admission.standing(), admission.held, admission.exit_code
-    )
-
-
-def _keep_use(admission: Admission) -> None:
-    """For whoever looks next; a disk that does not take it costs them a second."""
-    path = use_file(admission.workspace, admission.plan.sweep.name)
-    try:
-        admission.budget.use.keep(path, admission.plan.stages())
+        console = Console(trials=admission.standing, quiet=launch.quiet)
+        admission.tell = console.note
+        admission.note({"event": "begin", "process": str(ProcessId.of())})
+        orchestrate(
+            *(admission, workspace, router, config),
+            console=console,
+            hears=hears,
+            begun=lambda: attach(workspace, call, console) if launch.use_server else None,
+        )
+    try:  # for whoever looks next; a disk that does not take it costs them a second
+        admission.budget.use.keep(use_file(workspace, record.name), plan.stages())
     except OSError as error:
         log.warning("what the sweep has used is not kept: %s", error)
-
-
-def _orchestrate(admission: Admission, router: Router, launch: Launch, hears: Hears) -> None:
-    room, call = admission.workspace, sweep_call(admission.plan.sweep.name)
-    console = Console(trials=admission.standing, quiet=launch.quiet)
-    admission.tell = console.note
-    admission.note({"event": "begin", "process": str(ProcessId.of())})
-    orchestrate(
-        admission,
-        room,
-        router,
-        config_of(admission.plan),
-        console=console,
-        hears=hears,
-        begun=lambda: attach(room, call, console) if launch.use_server else None,
+    return SweepOutcome(
+        record, workspace, admission.standing(), admission.held, admission.exit_code
     )
 
 
 def admission_of(
     plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
 ) -> Admission:
-    """What admits the trials of a sweep, before it begins."""
-    config = config_of(plan)
-    trials = Trials(
-        sweep=record.name,
-        recipe=plan.sweep.recipe,
-        workspace=workspace,
-        told=last_words(workspace, record.name),
-        take_over=launch.take_over,
-        pin=lambda room: pin_for(room, record.name),
-    )
+    """Admission of the trials of a sweep, before it begins."""
+    name, limits = record.name, plan.sweep.limits
     finished = is_finished(plan, workspace)
-
-    def corrected(canary: Sequence[CanaryMeasure]) -> SweepForecast:
-        return forecast_of(plan, workspace, canary)
-
     return Admission(
-        plan=plan,
-        workspace=workspace,
-        trials=trials,
-        budget=Budget(
-            plan.sweep.limits,
-            UseReader(workspace, use_file(workspace, record.name)),
-            _disk_of,
+        plan,
+        workspace,
+        Trials(
+            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
+            take_over=launch.take_over,
+            pin=lambda room: pin_for(room, name),
         ),
-        outlook=Outlook(
+        Budget(
+            *(limits, UseReader(workspace, use_file(workspace, name))),
+            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
+        ),
+        Outlook(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),
-            corrected=corrected,
+            corrected=lambda canary: forecast_of(plan, workspace, canary),
             passed=lambda forecast: [p.text for p in passed_by(forecast, plan, workspace)],
             past_canary=launch.past_canary,
         ),
-        concurrency=concurrency_of(plan, config.dispatch),
-        poll_s=config.dispatch.poll_s,
-        clock=time.monotonic,
-        page=LivePage(workspace, plan.sweep.name),
+        concurrency=concurrency_of(plan),
+        poll_s=plan.config.dispatch.poll_s,
+        page=LivePage(workspace, name),
     )
 
 
-def concurrency_of(plan: SweepPlan, dispatch: DispatchConfig) -> int:
+def concurrency_of(plan: SweepPlan) -> int:
     """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
     cluster's queue takes."""
+    dispatch = plan.config.dispatch
     if plan.sweep.limits.concurrency is not None:
         return plan.sweep.limits.concurrency
     return dispatch.max_parallel if dispatch.executor == "local" else MANY
 
 
-def _disk_of(trials: Sequence[Trial]) -> int:
-    """Bytes that what is not done of trials takes."""
-    return planned_room([trial.plan for trial in trials]).forecast.needed_bytes
-
-
 def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
-    """Whether every stage of every trial is done."""
+    """True if every stage of every trial is done."""
     stages = (i for i in plan.stages() if not is_service(i))
     return all(workspace.layout.stage(i).result.exists() for i in stages)
 
@@ -459,11 +408,8 @@ def cancel_sweep(
     sweep = read_sweep(workspace, name)
     known = {t.name: trial_run(workspace, name, t.name) for t in sweep.trials}
     runs = {trial: run for trial, run in known.items() if run is not None}
-    stages: dict[str, str] = {}
-    for trial in sweep.trials:
-        if trial.name in runs:
-            new = {n: i for n, i in trial.stages.items() if i not in stages.values()}
-            stages |= {f"{trial.name}/{n}": i for n, i in new.items()}
+    begun = (trial for trial in reversed(sweep.trials) if trial.name in runs)
+    names = {i: f"{t.name}/{n}" for t in begun for n, i in t.stages.items()}
     config = next((workspace.read_run(run).config for run in runs.values()), {})
     call = RunRecord(
         version=RECORD_VERSION,
@@ -472,7 +418,7 @@ def cancel_sweep(
         overrides=(),
         command=(),
         config=config,
-        stages=stages,
+        stages={name: i for i, name in names.items()},
         code=sweep.code,
         started_at=sweep.started_at,
     )

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.host.processes import environment
+from infra.host.processes import own_python
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -78,7 +78,7 @@ class LivePage:
 
     @property
     def folder(self) -> Path:
-        """Where the report lies."""
+        """Folder of the report."""
         return self._workspace.layout.reports / self._sweep
 
     def tick(self) -> None:
@@ -114,14 +114,12 @@ class LivePage:
 
     def _begin(self, now: float) -> None:
         self._began = now
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOG).open("wb") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, str(self._workspace.root), self._sweep],
-                    env={**environment(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    env={**own_python(), "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,

@@ -22,6 +22,7 @@ from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
 from flows.sweeping.evidence import read_evidence
 from flows.sweeping.forecasting import (
+    aligned,
     forecast_json,
     forecast_lines,
     forecast_of,
@@ -40,9 +41,8 @@ from refiner_core.evaluation.metrics import is_number
 from sweeps.checks import varied_fields
 from sweeps.definition import KEYS, load_sweep, shipped_sweeps
 from sweeps.forecast import Passed, SweepForecast, held_out_prompts
-from sweeps.history import History
 from sweeps.planning import plan_sweep
-from sweeps.power import Detectable, aim_of, detectable, evaluation_of
+from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable, evaluation_of
 from sweeps.values import Arm, SweepFile, SweepPlan
 
 
@@ -73,7 +73,9 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
     """Like :func:`make_sweep_plan`, of a sweep that was read already."""
     _refuse_keys_of_the_file(sweep, overrides)
     texts = tuple(whole_paths(text, Path.cwd()) for text in overrides)
-    sweep = replace(sweep, overrides=_last_of_each((*sweep.overrides, *texts)))
+    # Of overrides of one field the last is the one that counts.
+    last = {text.partition("=")[0]: text for text in (*sweep.overrides, *texts)}
+    sweep = replace(sweep, overrides=tuple(last.values()))
     with each_read_once(), _all_stays():
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
@@ -89,7 +91,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
 
 
 def _refuse_keys_of_the_file(sweep: SweepFile, overrides: Sequence[str]) -> None:
-    """What a sweep is stands in its file, and in no overrides: those are of the recipe."""
+    """Refuse overrides of the sweep's own keys: what it is stands in its file."""
     for text in overrides:
         key = text.partition("=")[0].partition(".")[0].strip()
         if key in KEYS and not hasattr(RecipeConfig, key):
@@ -114,11 +116,6 @@ def _all_stays() -> Iterator[None]:
             gc.enable()
 
 
-def _last_of_each(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Of overrides of one field the last, which is the one that counts."""
-    return tuple({text.partition("=")[0]: text for text in overrides}.values())
-
-
 def _remembered(
     resolve: Callable[[RecipeConfig], Mapping[str, str]],
 ) -> Callable[[RecipeConfig], Mapping[str, str]]:
@@ -138,16 +135,16 @@ def _remembered(
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before the launch."""
+    """Knowledge before the launch."""
 
     forecast: SweepForecast
     passed: tuple[Passed, ...]
     detectable: Detectable
-    free_bytes: int | None
+    free_bytes: int
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Why the sweep may not answer its question."""
+        """Reasons that the sweep may not answer its question."""
         return self.detectable.warnings
 
     def lines(self) -> list[str]:
@@ -157,43 +154,23 @@ class Before:
 
     def json(self) -> dict[str, Any]:
         """``forecast`` and ``detectable``, for ``--json``."""
+        forecast = forecast_json(self.forecast, self.passed)
         return {
-            "forecast": {
-                **forecast_json(self.forecast, self.passed),
-                "free_bytes": self.free_bytes,
-            },
+            "forecast": {**forecast, "free_bytes": self.free_bytes},
             "detectable": detectable_json(self.detectable),
         }
 
 
 def look_before(plan: SweepPlan, workspace: Workspace) -> Before:
     """Everything that is said before a launch. A missing workspace is an empty one."""
-    history = read_history(workspace, plan)
+    history, first = read_history(workspace, plan), plan.trials[0].plan
     forecast = forecast_of(plan, workspace, history=history)
-    found = detectable_of(plan, workspace, history)
-    passed = passed_by(forecast, plan, workspace)
-    return Before(forecast, passed, found, _free(plan, workspace))
-
-
-def detectable_of(
-    plan: SweepPlan, workspace: Workspace, history: History | None = None
-) -> Detectable:
-    """The smallest effect that the sweep can see, by what the workspace knows (``history``, where
-    it has been read already)."""
     aim = aim_of(plan)
     stage = evaluation_of(plan, aim.model, aim.protocol)
-    prompts = None
-    if stage is not None:
-        history = read_history(workspace, plan) if history is None else history
-        prompts = held_out_prompts(plan.trials[0].plan, stage, history)
-    return detectable(plan, prompts, read_evidence(workspace, aim))
-
-
-def _free(plan: SweepPlan, workspace: Workspace) -> int | None:
-    if not plan.trials:
-        return None
-    room = DiskKeeper(workspace, plan.trials[0].plan.config.disk).room()
-    return max(0, room.free_bytes)
+    prompts = None if stage is None else held_out_prompts(first, stage, history)
+    found = detectable(plan, prompts, read_evidence(workspace, aim))
+    room = DiskKeeper(workspace, first.config.disk).room()
+    return Before(forecast, passed_by(forecast, plan, workspace), found, max(0, room.free_bytes))
 
 
 # ---------------------------------------------------------------- for people
@@ -240,31 +217,16 @@ def _effect_text(found: Detectable) -> str:
 
 def detectable_json(found: Detectable) -> dict[str, Any]:
     """All of it; numbers that nobody knows are null."""
+    values = to_json(found)
+    aim, evidence, remedy = (values.pop(name) for name in ("aim", "evidence", "remedy"))
     known = found.evidence.components
+    spreads = [{"seed_sd": sd, "effect": effect} for sd, effect in found.if_seeds_spread]
     return {
-        "model": found.aim.model,
-        "metric": found.aim.metric,
-        "decoding": found.aim.decoding,
-        "protocol": found.aim.protocol,
-        "effect": found.effect,
-        "effect_alone": found.effect_alone,
-        "effect_range": None if found.effect_range is None else list(found.effect_range),
-        "power": 0.8,
-        "alpha": 0.05,
-        "if_seeds_spread": [
-            {"seed_sd": deviation, "effect": effect} for deviation, effect in found.if_seeds_spread
-        ],
-        "seeds": found.seeds,
-        "prompts": found.prompts,
-        "arms": found.arms,
-        "basis": found.evidence.basis,
-        "basis_text": found.evidence.text,
+        **aim,
+        **values,
+        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads, "would_do": remedy},
+        **{"basis": evidence["basis"], "basis_text": evidence["text"], "mean": evidence["mean"]},
         "components": None if known is None else known._asdict(),
-        "mean": found.evidence.mean,
-        "wanted": found.wanted,
-        "power_for_wanted": found.power_for_wanted,
-        "would_do": None if found.remedy is None else asdict(found.remedy),
-        "warnings": list(found.warnings),
     }
 
 
@@ -300,38 +262,30 @@ class SweepLook:
 
 
 def look_at_sweep(plan: SweepPlan, workspace: Workspace | None = None) -> SweepLook:
-    """What a launch of the sweep would do now. Writes nothing."""
-    workspace = workspace or Workspace.read_only(plan.trials[0].plan.config.workspace)
+    """Look at what a launch of the sweep would do now. Writes nothing."""
+    workspace = workspace or Workspace.read_only(plan.config.workspace)
     stages = observe_stages([trial.plan for trial in plan.trials], workspace)
     return SweepLook(plan, stages, look_before(plan, workspace))
 
 
 def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
-    """What a sweep would do, as lines: arms, seeds, stages, what it takes and what it can show."""
+    """Plan of a sweep as lines: arms, seeds, stages, what it takes and what it can show."""
     look = look or look_at_sweep(plan)
     lines = [*_what_it_is(look), ""]
-    lines += _table(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
+    lines += aligned([("arm", "seeds", "to do", "changes"), *_arm_rows(look)])
     if len(plan.arms) > MOST_ARMS:
         lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
     header = ("stage", "in trials", "once", "to run", "runs", "done")
-    lines += ["", *_table(_stage_rows(look), header), "", *look.before.lines()]
+    lines += ["", *aligned([header, *_stage_rows(look)]), "", *look.before.lines()]
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
 
 
-def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> list[str]:
-    table = [header, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in table
-    ]
-
-
 def _what_it_is(look: SweepLook) -> list[str]:
-    """What the sweep is, a line each."""
+    """Lines on what the sweep is."""
     plan, counts = look.plan, look.counts()
     sweep = plan.sweep
     lines = [f"sweep {sweep.name} of {sweep.recipe}: {sweep.question.text}".strip().rstrip(":")]
-    lines.append(f"workspace: {plan.trials[0].plan.config.workspace}")
+    lines.append(f"workspace: {plan.config.workspace}")
     lines += [f"for every trial: {shlex.join(sweep.overrides)}"] * bool(sweep.overrides)
     lines.append(
         f"{_count(len(plan.arms), 'arm')} x {_count(len(sweep.seeds), 'seed')} = "
@@ -365,7 +319,7 @@ def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 
 def _changes(plan: SweepPlan, arm: Arm) -> str:
-    """What an arm sets, as overrides; the recipe as it is says so."""
+    """Settings of an arm, as overrides; the recipe as it is says so."""
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed
     return shlex.join(own) or "(the recipe as it is)"
@@ -388,34 +342,26 @@ def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 
 def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:
-    """What a sweep would do, for scripts (`refiner sweep FILE --dry-run --json`)."""
+    """Plan of a sweep for scripts (`refiner sweep FILE --dry-run --json`)."""
     look = look or look_at_sweep(plan)
     sweep = plan.sweep
     return {
         "version": OUTPUT_VERSION,
         "sweep": sweep.name,
         "recipe": sweep.recipe,
-        "workspace": plan.trials[0].plan.config.workspace,
+        "workspace": plan.config.workspace,
         "overrides": list(sweep.overrides),
         "baseline": plan.baseline,
         "question": asdict(sweep.question),
         "seeds": list(sweep.seeds),
         "limits": asdict(sweep.limits),
-        "arms": [
-            {"name": a.name, "levels": dict(a.levels), "changes": to_json(dict(a.changes))}
-            for a in plan.arms
-        ],
+        "arms": to_json(plan.arms),
         "trials": [
             {
-                "name": trial.name,
-                "arm": trial.arm,
-                "seed": trial.seed,
-                "overrides": list(trial.overrides),
-                "stages": [
-                    _stage_json(stage.name, look.stages[stage.id]) for stage in trial.plan.stages
-                ],
+                **{"name": t.name, "arm": t.arm, "seed": t.seed, "overrides": list(t.overrides)},
+                "stages": [_stage_json(s.name, look.stages[s.id]) for s in t.plan.stages],
             }
-            for trial in plan.trials
+            for t in plan.trials
         ],
         "stages": look.counts(),
         **look.before.json(),

@@ -1,4 +1,4 @@
-"""How a sweep and its trials stand, from records alone: rows per arm, totals, what to do next.
+"""Status of a sweep and its trials, from records alone: rows per arm, totals, what to do next.
 
 In: a workspace and a sweep's name. Out: a :class:`TrialStanding` per trial, for reports and limits;
 a :class:`SweepStatus`, as lines and as JSON, for `refiner status`, scripts and the end of `refiner
@@ -15,6 +15,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,24 @@ class TrialStanding:
         return ", ".join(filter(None, [f"{self.stage} {count}".strip(), self.metric]))
 
 
-class SweepReader:
-    """Looks at a sweep, once or again and again; what cannot change is read once, or not at all
-    where the name of the ``sweep`` says where somebody has left it."""
+class SweepWatcher:
+    """Looks at one sweep, once or again and again; what cannot change is read once, or not at all
+    where somebody has left it."""
 
-    def __init__(self, workspace: Workspace, sweep: str = "") -> None:
-        self.workspace = workspace
-        self.use = UseReader(workspace, use_file(workspace, sweep) if sweep else None)
-        self._done: set[str] = set()
+    def __init__(self, workspace: Workspace, name: str) -> None:
+        self.workspace, self.name = workspace, name
+        self.use = UseReader(workspace, use_file(workspace, name))
 
-    def standings(self, sweep: SweepRecord, *, with_use: bool = True) -> list[TrialStanding]:
+    def look(self) -> SweepStatus:
+        """Status of the sweep now, by its newest version."""
+        record, call = read_sweep(self.workspace, self.name), sweep_call(self.name)
+        who = orchestrator_of(self.workspace, call)
+        trials = tuple(self.standings(record))
+        use = reduce(Use.plus, (trial.use for trial in trials), NOTHING)
+        asked = self.workspace.cancel_asked(call) if who.works else None
+        return SweepStatus(record, trials, who, use, asked)
+
+    def standings(self, sweep: SweepRecord) -> list[TrialStanding]:
         """Every trial of a version, in its order."""
         told = last_words(self.workspace, sweep.name)
         works = orchestrator_of(self.workspace, sweep_call(sweep.name)).works
@@ -137,39 +146,30 @@ class SweepReader:
                     state=state,
                     reason=reason,
                     **(self._running(trial) if state == "running" else {}),
-                    stages_done=sum(self.done(i) for i in _working(trial)),
+                    stages_done=sum(map(self.use.is_done, _working(trial))),
                     stages=len(_working(trial)),
-                    use=self.use.total(own.values()) if with_use else NOTHING,
+                    use=self.use.total(own.values()),
                     shared=tuple(n for n in trial.stages if n not in own),
                 )
             )
         return found
 
-    def done(self, stage_id: str) -> bool:
-        """Whether a stage is done."""
-        if stage_id not in self._done and self.workspace.layout.stage(stage_id).result.exists():
-            self._done.add(stage_id)
-        return stage_id in self._done
-
     def _state(
         self, trial: TrialRecord, told: Mapping[str, Any] | None, works: bool
     ) -> tuple[TrialState, str]:
-        if all(self.done(i) for i in _working(trial)):
+        if all(map(self.use.is_done, _working(trial))):
             return "done", ""
         state = str((told or {}).get("state") or "waiting")
-        reason = str((told or {}).get("reason") or "")
         if state in _ENDS:
-            return state, reason  # type: ignore[return-value]
-        if state == "running" and works:
-            return "running", ""
-        return (
-            ("interrupted", "its orchestrator is gone") if state == "running" else ("waiting", "")
-        )
+            return state, str((told or {}).get("reason") or "")  # type: ignore[return-value]
+        if state != "running":
+            return "waiting", ""
+        return ("running", "") if works else ("interrupted", "its orchestrator is gone")
 
     def _running(self, trial: TrialRecord) -> dict[str, Any]:
-        """Which stage of a trial is at work, and how far it is."""
+        """The stage of a trial that is at work, and how far it is."""
         for name, stage_id in trial.stages.items():
-            if is_service(stage_id) or self.done(stage_id):
+            if is_service(stage_id) or self.use.is_done(stage_id):
                 continue
             numbers = self.workspace.layout.stage(stage_id).attempt_numbers()
             beat = numbers and self.workspace.read_heartbeat(stage_id, numbers[-1])
@@ -189,7 +189,7 @@ class SweepReader:
 
 
 def use_file(workspace: Workspace, sweep: str) -> Path:
-    """Where a sweep's orchestrator leaves what done stages have used."""
+    """The file in which a sweep's orchestrator leaves what done stages have used."""
     return sweep_folder(workspace, sweep) / "use.json"
 
 
@@ -232,28 +232,8 @@ class SweepStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether every trial is done."""
+        """True if every trial is done."""
         return all(t.state == "done" for t in self.trials)
-
-
-class SweepWatcher:
-    """Looks at one sweep, once or again and again."""
-
-    def __init__(self, workspace: Workspace, name: str) -> None:
-        self.workspace, self.name = workspace, name
-        self._reader = SweepReader(workspace, name)
-
-    def look(self) -> SweepStatus:
-        """How the sweep stands now, by its newest version."""
-        record = read_sweep(self.workspace, self.name)
-        call = sweep_call(self.name)
-        who = orchestrator_of(self.workspace, call)
-        trials = tuple(self._reader.standings(record))
-        use = NOTHING
-        for trial in trials:
-            use = use.plus(trial.use)
-        asked = self.workspace.cancel_asked(call) if who.works else None
-        return SweepStatus(record, trials, who, use, asked)
 
 
 # ---------------------------------------------------------------- for people
@@ -287,7 +267,7 @@ def _counted(trials: Sequence[TrialStanding]) -> str:
 
 
 def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
-    """What the table does not say: totals, what went wrong, who works on it, what to type next."""
+    """Lines beside the table: totals, what went wrong, who works on it, what to type next."""
     counts = ", ".join(f"{n} {state}" for state, n in status.counts.items())
     yield f"{len(status.trials)} trials: {counts}; {_used(status)}"
     yield from _wrong(status)
@@ -299,7 +279,7 @@ def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
-    """What all of a sweep was expected to take; None where the forecast knows it of a part only."""
+    """Expected use of all of a sweep; None where the forecast knows it of a part only."""
     left = forecast.get(unit)
     if not left or (forecast.get("unknown") or {}).get("stages"):
         return None
@@ -309,16 +289,17 @@ def _expected(forecast: Mapping[str, Any], unit: str) -> float | None:
 def _used(status: SweepStatus) -> str:
     """GPU-hours used against the forecast, what was lost, incidents."""
     use, forecast = status.use, status.record.forecast
+    limit = status.record.limits.get("gpu_hours")
     if use.gpu_hours:
         said = f"{use.gpu_hours:,.1f} GPU-hours used"
         if expected := _expected(forecast, "gpu_hours"):
             said += f" of {expected:,.1f} forecast"
+        said += "" if limit is None else f" (limit {limit:g})"
     else:
         said = f"{device_time(use.seconds, 'CPU')} used"
         if expected := _expected(forecast, "seconds"):
             said += f" of {device_time(expected, 'CPU')} forecast"
-    limit = status.record.limits.get("gpu_hours")
-    parts = [said + (f" (limit {limit:g})" if limit is not None and use.gpu_hours else "")]
+    parts = [said]
     if use.judge_calls:
         parts.append(f"{use.judge_calls:,} judge calls")
     if use.incidents:
@@ -351,7 +332,7 @@ def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
-    """What makes sense to type now, most useful first."""
+    """Commands that make sense now, most useful first."""
     name, where = status.record.name, f"workspace={workspace.root}"
     commands = []
     if status.orchestrator.works:
@@ -369,7 +350,8 @@ def next_commands(status: SweepStatus, workspace: Workspace) -> list[str]:
 
 
 def _onward(status: SweepStatus, where: str) -> list[str]:
-    """What goes on with it; where a limit holds it, the file, in which somebody may raise it."""
+    """The command that goes on with it; where a limit holds it, the file, in which somebody may
+    raise it."""
     told = status.record.provenance
     if all(t.state != "held" for t in status.trials) or not told.get("origin"):
         return ["refiner", "resume", status.record.name, where]

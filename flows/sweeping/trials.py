@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
@@ -48,7 +48,7 @@ OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
 
 @dataclass(frozen=True)
 class TrialWord:
-    """How a trial stands: its state, why, and the exit code that this would mean for a run."""
+    """Standing of a trial: its state, why, and the exit code that this would mean for a run."""
 
     state: TrialState = "waiting"
     reason: str = ""
@@ -57,32 +57,23 @@ class TrialWord:
 
 
 def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
-    """How a trial ended, by its stages."""
+    """End of a trial, by its stages."""
     for state in ("failed", "interrupted"):
-        for view in _in_order_of_cause(views.values(), state):
+        if found := [v for v in views.values() if v.state == state]:
+            # What ended so by itself comes before what it stopped.
+            view = min(found, key=lambda v: v.message.startswith("needs "))
             said = f"{view.name}: {view.message}" if view.message else view.name
             return TrialWord(state, said, run, view.exit_code or 1)
     return TrialWord("done", run=run)
 
 
-def _in_order_of_cause(views: Any, state: str) -> Iterator[StageView]:
-    """Stages that ended so, those that did so by themselves before those that they stopped."""
-    found = [v for v in views if v.state == state]
-    yield from sorted(found, key=lambda v: v.message.startswith("needs "))
-
-
 def word_of_error(error: Exception, run: str) -> TrialWord:
-    """How a trial ended that an error has ended."""
+    """End of a trial that an error has ended."""
     if isinstance(error, RefinerError):
         state: TrialState = "interrupted" if error.resumable else "failed"
         return TrialWord(state, str(error), run, error.exit_code)
     log.exception("a trial ends with an error", exc_info=error)
     return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
-
-
-def how(word: TrialWord) -> str:
-    """``failed``: behind "has"."""
-    return {"failed": "failed", "interrupted": "been stopped"}.get(word.state, word.state)
 
 
 #: A step that the canary's training saves after, so that a save is measured early.
@@ -192,9 +183,8 @@ class Trials:
         return run if dict(run.stages) == {s.name: s.id for s in trial.plan.stages} else None
 
     def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
-        pinned = self.pinned()
-        which = {"name": self.sweep, "arm": trial.arm, "seed": trial.seed}
-        more = {"sweep": which}
+        pinned = self._pinned = self._pinned or self.pin(self.workspace)
+        more = {"sweep": {"name": self.sweep, "arm": trial.arm, "seed": trial.seed}}
         run = record_pinned_run(plan, self.workspace, self.recipe, trial.overrides, pinned, more)
         if pinned.diff:
             self._keep_diff(run, pinned.diff)
@@ -202,14 +192,8 @@ class Trials:
         note_trial(self.workspace, self.sweep, trial.name, run.run)
         return run
 
-    def pinned(self) -> Pinned:
-        """The code that new runs use."""
-        if self._pinned is None:
-            self._pinned = self.pin(self.workspace)
-        return self._pinned
-
     def _keep_diff(self, run: RunRecord, diff: str) -> None:
-        """What is not committed, once for all trials: each run has a link to it."""
+        """Keep what is not committed, once for all trials: each run has a link to it."""
         folder = sweep_folder(self.workspace, self.sweep) / "diffs"
         path = folder / f"{run.provenance['diff_sha256']}.diff"
         if not path.exists():
@@ -239,42 +223,27 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
     first: Canary | None = None
     looked: set[str] = set()
     for trial in plan.trials:
-        stage = last_training(trial)
-        if stage is None:
+        stage = next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
+        if stage is None or stage.id in looked:
             continue
         first = first or Canary(trial, stage)
-        if stage.id not in looked and has_shown(workspace, stage):
+        done = workspace.layout.stage(stage.id).result.exists()
+        if done or measured_canary(workspace, stage) is not None:
             return None
         looked.add(stage.id)
     return first
 
 
-def last_training(trial: Trial) -> PlannedStage | None:
-    """The last stage of a trial that trains; None if none does."""
-    return next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
-
-
-def has_shown(workspace: Workspace, stage: PlannedStage) -> bool:
-    """Whether a stage is done, or has done two real steps and a save."""
-    if workspace.layout.stage(stage.id).result.exists():
-        return True
-    return measured_canary(workspace, stage) is not None
-
-
 def failed_by_its_arm(workspace: Workspace, canary: Canary) -> bool:
-    """Whether the canary's training failed for what its arm is: a loss that is not finite is a
+    """True if the canary's training failed for what its arm is: a loss that is not finite is a
     result, and says nothing of the others."""
     record = workspace.read_record(canary.stage.id)
-    last = record.attempts[-1] if record is not None and record.attempts else None
-    return (
-        last is not None
-        and last.outcome is not None
-        and last.outcome.failure in ("not_finite", "unhealthy")
-    )
+    last = record.attempts[-1].outcome if record is not None and record.attempts else None
+    return last is not None and last.failure in ("not_finite", "unhealthy")
 
 
 def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
-    """What the first steps of a training stage have shown; None before there are two and a save.
+    """Measure of the first steps of a training stage; None before there are two and a save.
 
     A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
     measured by its progress; when it saves is its own business.
@@ -288,41 +257,21 @@ def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure 
     path = workspace.layout.attempt(stage.id, numbers[-1]).metrics
     lines = read_metrics(path) if path.exists() else []
     steps = len({line.step for line in lines})
-    save = _first_save(workspace, stage.id)
-    if not done and (steps < CANARY_STEPS or save is None):
+    saves = workspace.layout.stage(stage.id).checkpoints.glob(f"step-*/{MARKER}")
+    markers = filter(None, map(atomic.read_json, saves))
+    save = min(markers, key=lambda m: int(m.get("step") or 0), default=dict[str, Any]())
+    if not done and (steps < CANARY_STEPS or not save):
         return None
-    seconds = _values(lines, "time/step_s")
-    save_s, elapsed_s, saved_step = save or (None, None, 0)
+    seconds, save_s, start_s = _values(lines, "time/step_s"), save.get("seconds"), None
+    first = seconds[: int(save.get("step") or 0)]
+    if first and (elapsed_s := save.get("elapsed_s")) is not None:
+        start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
     return CanaryMeasure(
-        stage=stage.id,
-        steps=steps,
-        seconds_per_step=_settled(seconds),
-        save_seconds=save_s,
-        start_seconds=_start_s(elapsed_s, seconds[:saved_step], save_s),
+        *(stage.id, steps, _settled(seconds), save_s, start_s),
         tokens_per_second=_settled(_values(lines, "tokens_per_second")),
         peak_memory_bytes=_peak(lines),
         judge_calls_per_step=_mean(_values(lines, "judge/calls")),
     )
-
-
-def _first_save(
-    workspace: Workspace, stage_id: str
-) -> tuple[float | None, float | None, int] | None:
-    """Seconds of the oldest save that is there, how long its attempt had run, and its step."""
-    markers = map(
-        atomic.read_json, workspace.layout.stage(stage_id).checkpoints.glob(f"step-*/{MARKER}")
-    )
-    first = min((m for m in markers if m), key=lambda m: int(m.get("step") or 0), default=None)
-    if first is None:
-        return None
-    return first.get("seconds"), first.get("elapsed_s"), int(first.get("step") or 0)
-
-
-def _start_s(elapsed_s: float | None, seconds: list[float], save_s: float | None) -> float | None:
-    """From the job's start to its first step."""
-    if elapsed_s is None or not seconds:
-        return None
-    return max(0.0, elapsed_s - sum(seconds) - (save_s or 0.0))
 
 
 def _values(lines: list[MetricsLine], name: str) -> list[float]:

@@ -40,6 +40,14 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in known if value is not None}
 
 
+def own_python() -> dict[str, str]:
+    """All variables, for another Python process that imports the same refiner as this one."""
+    root = str(Path(__file__).resolve().parents[2])
+    given = environment()
+    path = os.pathsep.join(filter(None, [root, given.get("PYTHONPATH", "")]))
+    return {**given, "PYTHONPATH": path}
+
+
 @dataclass(frozen=True)
 class ProcessId:
     """One process, for good: ``host:pid:ticks@boot``, or ``host:pid:seconds``.

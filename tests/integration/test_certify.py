@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from flows.certify.ranks import rank_checks
+from flows.certify.processes import rank_checks
 from flows.certify.work import Order
 from tests.support.command import Finished, command, environment, refiner, wait_until
 

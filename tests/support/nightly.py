@@ -9,13 +9,14 @@ the real thing, and time is what a test says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.nightly.checkpoints import base_config, evaluations_in, night_plan, resolve
-from flows.nightly.files import in_folder_of, load_nightly
+from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
+from flows.nightly.files import load_nightly
 from flows.nightly.history import Reading, read_history
 from flows.nightly.night import NightOutcome, run_night
 from infra.attempt.attempt import AttemptRun
@@ -23,6 +24,7 @@ from infra.store.nightly_records import NightlyRecords
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
@@ -80,7 +82,7 @@ class NightLab:
         )
         (self.root / "lab.yaml").write_text(text)
         self.nightly = load_nightly(str(self.root / "lab.yaml"))
-        self.base = base_config(self.nightly)
+        self.base = load_recipe(self.nightly.recipe, self.nightly.overrides)
         self.records = NightlyRecords(self.workspace, "lab")
 
     def train(self, weights: str) -> None:
@@ -89,7 +91,7 @@ class NightLab:
 
     def plan(self, checkpoint: str, night: str) -> Plan:
         entry = next(c for c in self.nightly.everybody if c.name == checkpoint)
-        with in_folder_of(self.nightly):
+        with contextlib.chdir(self.nightly.folder):
             return night_plan(self.nightly, resolve(entry, self.workspace), night, self.base)
 
     def measure(

@@ -15,7 +15,7 @@ from typing import Any
 from flows.running.calls import Pinned
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.launching import Launch, concurrency_of, config_of
+from flows.sweeping.launching import Launch, concurrency_of
 from flows.sweeping.status import last_words
 from flows.sweeping.trials import Trials, find_canary
 from infra.host.processes import ProcessId
@@ -204,7 +204,7 @@ def bench(
     said: list[str] = []
     empty = SweepForecast((), (), 0.0, 0.0, 0, 0.0, "")
     make = forecast or (lambda: empty)
-    launch, config = Launch(past_canary=past_canary), config_of(plan)
+    launch, config = Launch(past_canary=past_canary), plan.config
     config = replace(config, dispatch=replace(config.dispatch, poll_s=0.0))
     admission = Admission(
         plan=plan,
@@ -224,7 +224,7 @@ def bench(
             passed=passed,
             past_canary=launch.past_canary,
         ),
-        concurrency=concurrency_of(plan, config.dispatch),
+        concurrency=concurrency_of(plan),
         poll_s=0.0,
         tell=said.append,
     )

@@ -15,8 +15,7 @@ import torch
 from flows.certify.device import EXACT, kernel_check, own_samples, score_rows
 from flows.certify.device import _load as load
 from flows.certify.node import make_order, run_part
-from flows.certify.ranks import engine_checks
-from flows.certify.servers import server_checks
+from flows.certify.processes import engine_checks, server_checks
 from flows.certify.work import Order
 from flows.checking.resources import time_forecasts
 from flows.doctor import examine

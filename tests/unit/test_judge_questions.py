@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flows.checking.sources import resolve_sources
-from flows.stages.work import planned_prompts
+from flows.stages.work import judged_as_planned
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import StageSpec
@@ -590,12 +590,12 @@ def test_a_stage_is_refused_when_its_prompts_are_not_those_of_the_plan(own: Path
     config = replace(RecipeConfig(), judge=replace(SINGLE, prompt=str(own)))
     sources = {"judge_prompt": resolve_sources(config)["judge_prompt"]}
     spec = StageSpec(1, "grpo", "grpo", "f", "", 1, {}, sources, {})
-    with planned_prompts(spec, config):
+    with judged_as_planned(spec, config):
         pass
-    with planned_prompts(replace(spec, sources={}), config):  # asks no judge
+    with judged_as_planned(replace(spec, sources={}), config):  # asks no judge
         pass
     edited(own, "citation_recall.user.md", lambda text: text + "\nBe kind.")
-    with pytest.raises(ConfigurationError, match="changed since"), planned_prompts(spec, config):
+    with pytest.raises(ConfigurationError, match="changed since"), judged_as_planned(spec, config):
         pass
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
-from flows.nightly.files import find_nightly, load_nightly, shipped_nightlies
+from flows.nightly.files import due_night, find_nightly, load_nightly, shipped_nightlies
 from flows.nightly.night import check_nightly, run_night, status_json
-from flows.nightly.serving import due_night
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError

@@ -178,8 +178,9 @@ class Sweep:
     def standing(self) -> dict[str, TrialWord]:
         return {n: TrialWord(s, f"grpo: {n} broke", f"run-{n}") for n, s in self.states.items()}  # type: ignore[arg-type]
 
-    def working(self) -> dict[str, dict[str, StageView]]:
-        return {n: {"grpo": view("grpo", s)} for n, s in self.states.items() if s == "running"}
+    def views(self) -> dict[str, StageView]:
+        running = [name for name, state in self.states.items() if state == "running"]
+        return {f"{name}/grpo": view("grpo", "running") for name in running}
 
 
 class Heard:
@@ -214,7 +215,7 @@ def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: b
         notify=NotifyConfig(command="true"), workspace=Workspace.open(root), sender=heard,
         clock=lambda: clock[0],
     )  # fmt: skip
-    watching.show({})
+    watching.show(supervisor.views())
     return Watched(supervisor, watching, heard.told, clock)
 
 
@@ -230,7 +231,7 @@ def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
         sweep.supervisor.states[trial] = "failed"
         for _ in range(3):
             sweep.clock[0] += 3.0
-            sweep.watching.show({})
+            sweep.watching.show(sweep.supervisor.views())
     assert sweep.told == [("failed", "sweep betas goes on, but a has failed")]
     sweep.supervisor.states["d"] = "done"
     sweep.watching.over({})
@@ -239,8 +240,8 @@ def test_of_a_sweep_the_first_failed_trial_is_told_and_the_others_with_the_end(
 
 def test_a_sweep_that_is_held_says_so_once(sweep: Watched) -> None:
     sweep.supervisor.held = "it would take 900 GPU-hours of 800"
-    sweep.watching.show({})
-    sweep.watching.show({})
+    sweep.watching.show(sweep.supervisor.views())
+    sweep.watching.show(sweep.supervisor.views())
     sweep.supervisor.states.update(a="done", b="done", c="held", d="held")
     sweep.watching.over({})
     assert sweep.told == [("paused", "sweep betas is held")]

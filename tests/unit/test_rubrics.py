@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.stages.work import planned_rubrics
+from flows.stages.work import judged_as_planned
 from refiner_core.contract.config import RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.records import StageSpec
@@ -234,7 +234,7 @@ def test_a_stage_judges_by_one_wording_to_its_end(tmp_path: Path) -> None:
     path = write_set(tmp_path / "mine.yaml", "as planned")
     reward = RewardConfig(rubric_source="static", static_rubrics=str(path))
     spec = stage_spec({"rubrics": rubric_set_digest(str(path))})
-    with planned_rubrics(spec, replace(RecipeConfig(), reward=reward)):
+    with judged_as_planned(spec, replace(RecipeConfig(), reward=reward)):
         write_set(path, "edited meanwhile")
         assert [r.description for r in select_rubrics(None, reward)] == ["as planned"]
         path.unlink()
@@ -243,14 +243,14 @@ def test_a_stage_judges_by_one_wording_to_its_end(tmp_path: Path) -> None:
     assert [r.description for r in select_rubrics(None, reward)] == ["edited meanwhile"]
     with (
         pytest.raises(ConfigurationError, match="has changed since this stage was planned"),
-        planned_rubrics(spec, replace(RecipeConfig(), reward=reward)),
+        judged_as_planned(spec, replace(RecipeConfig(), reward=reward)),
     ):
         pytest.fail("the stage has begun")
 
 
 def test_a_stage_without_static_rubrics_does_not_look_for_any() -> None:
     missing = replace(RecipeConfig(), reward=RewardConfig(static_rubrics="nowhere.yaml"))
-    with planned_rubrics(stage_spec({"model": "m"}), missing):
+    with judged_as_planned(stage_spec({"model": "m"}), missing):
         pass
 
 

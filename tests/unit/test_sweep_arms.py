@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import override_text, parse_override, read_overrides
-from sweeps.arms import find_baseline, make_arms
 from sweeps.definition import NAME, parse_sweep, value_text
+from sweeps.planning import find_baseline, make_arms
 from sweeps.values import SweepFile
 
 WEIGHTS = "reward.paper_citation_weight"

@@ -249,7 +249,6 @@ def test_effects_of_a_unit_and_more_are_told_in_three_digits(plan: SweepPlan) ->
 
 
 def test_the_deciding_number_follows_from_what_is_measured() -> None:
-    assert aim_of(SweepPlan(SweepFile("s", "tiny"), (), "arm0", ())) == Aim("", "", "", "")
     assert aim_of(_plan((1,), 1)) == Aim("grpo", "oracle", "sampled", "")
     greedy = _plan((1,), 1, None, "evaluate.decoding=[greedy]")
     assert aim_of(greedy).decoding == "greedy"

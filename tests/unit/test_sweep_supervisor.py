@@ -14,7 +14,7 @@ import pytest
 from flows.running.following import SweepFollower
 from flows.sweeping.forecasting import used_before
 from flows.sweeping.launching import record_version, suspend_sweep
-from flows.sweeping.status import SweepReader, SweepWatcher, status_lines
+from flows.sweeping.status import SweepWatcher, status_lines
 from infra.jobs.protocol import AttemptRef, JobRequest
 from infra.orchestrator.members import Member
 from infra.orchestrator.timeline import read_events
@@ -52,7 +52,12 @@ def hours(plan: SweepPlan, each: float) -> SweepForecast:
     """A forecast of so many GPU-hours for every GRPO stage, and nothing for the others."""
     forecast = forecast_sweep(plan, History(), frozenset())
     stages = (
-        replace(s, gpu_hours=each if s.kind == "grpo" else 0.0, judge_calls=100)
+        replace(
+            s,
+            seconds=3600 * each,
+            shape=s.shape._replace(devices=int(s.kind == "grpo")),
+            judge_calls=100,
+        )
         for s in forecast.stages
     )
     return replace(forecast, stages=tuple(stages))
@@ -500,7 +505,7 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     bad = plan.trials[3].name
     jobs = Jobs(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
     bench(workspace, plan, jobs=jobs).run()
-    found = {t.name: t for t in SweepReader(workspace, record.name).standings(record)}
+    found = {t.name: t for t in SweepWatcher(workspace, record.name).standings(record)}
     assert [t.state for t in found.values()] == ["done", "done", "done", "failed"]
     assert "grpo" in found[bad].reason
     first, second = (found[t.name] for t in plan.trials[:2])
@@ -617,7 +622,7 @@ def test_what_cannot_be_read_of_one_trial_pauses_it_alone(
     told.orchestrator.begin()
     while told.states()[first.name] != "done":
         assert not told.orchestrator.step()
-    views = told.admission.working()[second.name]
+    views = told.admission.live[second.name].views()
     assert "paused" in {view.state for view in views.values()}
     assert any("Stale file handle" in view.message for view in views.values())
     gone.clear()
