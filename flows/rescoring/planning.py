@@ -20,8 +20,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from flows.rescoring.asking import JudgePlan, Prices, store_of
+from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
+from flows.stages.judging import stored
 from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
@@ -85,8 +86,7 @@ class Options:
 def own_setting(config: RecipeConfig, overrides: Sequence[str] = (), name: str = OWN) -> Setting:
     """A run's own settings; of the overrides only those that say where or how its judge is asked
     have a part in them."""
-    where = [o for o in overrides if o.partition("=")[0].removeprefix("judge.") in _EXECUTION]
-    return Setting(name, apply_overrides(config, where))
+    return Setting(name, apply_overrides(config, [o for o in overrides if _says_where(o)]))
 
 
 def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
@@ -112,15 +112,14 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
     changes = [(change,) for factor in factors for change in factor]
     if options.cross and changes:
         changes = list(product(*(factor for factor in factors if factor)))  # type: ignore[arg-type]
-    changed = [o for o in options.overrides if o.partition("=")[0] not in _where()]
-    if not changes and changed:
+    if not changes and any(not _says_where(o) for o in options.overrides):
         return [_setting(base, (), options.overrides)]
-    settings = [_setting(base, change, options.overrides) for change in changes]
-    return _told_apart(settings)
+    return _told_apart([_setting(base, change, options.overrides) for change in changes])
 
 
-def _where() -> frozenset[str]:
-    return frozenset(f"judge.{path}" for path in _EXECUTION)
+def _says_where(override: str) -> bool:
+    """Whether it says where or how a judge is asked, and not what is asked."""
+    return override.partition("=")[0].removeprefix("judge.") in _EXECUTION
 
 
 def _setting(
@@ -134,16 +133,12 @@ def _setting(
         elif kind == "rubrics":
             name, config = str(value), replace(config, reward=rubrics_of(str(value), config.reward))
         else:
-            name, reward = f"{value:g}", config.reward
-            config = replace(
-                config,
-                reward=replace(
-                    reward, paper_citation_weight=value, apply_paper_citation_reward=True
-                ),
-            )
+            name = f"{value:g}"
+            fields = {"paper_citation_weight": value, "apply_paper_citation_reward": True}
+            config = replace(config, reward=replace(config.reward, **fields))
         is_file = kind == "rubrics" and name.endswith((".yaml", ".yml"))
         names.append(f"{kind}={Path(name).stem if is_file else name}")
-    names += [o for o in overrides if o.partition("=")[0] not in _where()]
+    names += [o for o in overrides if not _says_where(o)]
     config = check_config(apply_overrides(config, list(overrides)))
     mask_keys_of(config)
     if "static" in config.reward.rubric_source and not config.reward.instance_rubrics_only:
@@ -247,6 +242,8 @@ def _from_file(path: Path) -> JudgeConfig:
 _ASKS = ("rubric_source", "static_rubrics", "instance_rubrics_only")
 #: What a run's rollouts are scored by is seen at a glance up to so many steps back.
 LAST_STEPS = "last:5"
+#: Who writes into the workspace's store of judgements.
+WRITER = "rescore"
 
 
 @dataclass(frozen=True)
@@ -323,7 +320,7 @@ def plan_rescore(wanted: Wanted) -> Planned:
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
             _check_prompts(plan)
-            with store_of(plan, wanted.workspace) as store:
+            with stored(plan.config, wanted.workspace, WRITER) as store:
                 plan.count(store)
     return planned
 

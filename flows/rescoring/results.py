@@ -14,14 +14,16 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from flows.rescoring.asking import Bill, JudgePlan, ask, judge_for
+from flows.rescoring.asking import Bill, ask
 from flows.rescoring.planning import (
     AGAIN,
     OWN,
+    WRITER,
     Planned,
     Setting,
     baseline_of,
@@ -32,10 +34,12 @@ from flows.rescoring.planning import (
     questions_under,
 )
 from flows.rescoring.reading import Policy
+from flows.stages.judging import judge_by_hand
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
+from refiner_core.contract.loading import override_text
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
 from refiner_core.judges import build_judge
@@ -115,17 +119,8 @@ class Watcher(Protocol):
         ...
 
 
-class Silent:
-    """A watcher that shows nothing."""
-
-    def judged(self, judge: str, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def scored(self, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def paused(self, why: str) -> None:
-        """Nothing is shown; the log says it."""
+class Silent(Watcher):
+    """A watcher that shows nothing; the log says what there is to say."""
 
 
 def carry_out(planned: Planned, watcher: Watcher) -> Done:
@@ -165,45 +160,36 @@ def _scores(
     again: Scores,
     answers: Mapping[str, Mapping[Key, Judgement]],
 ) -> Scores:
-    """A policy's rollouts under a setting; under its run's own, as they were stored."""
+    """A policy's rollouts under a setting, by all that is known of its judge by now, each rollout's
+    own judgements first; under its run's own, as they were stored."""
     normalization = policy.config.grpo.advantage_normalization_type
     if identity_of(setting.config) == identity_of(policy.config):
         return stored_scores(policy.rollouts, again, normalization)
-    judge = _judge_of(planned, policy, setting, answers)
-    return scores_under(policy.rollouts, setting.reward, judge, normalization)
-
-
-def _judge_of(
-    planned: Planned,
-    policy: Policy,
-    setting: Setting,
-    answers: Mapping[str, Mapping[Key, Judgement]],
-) -> RecordedJudge:
-    """Everything that is known of a setting's judge by now; each rollout's own judgements first."""
     key = judge_key(planned, policy, setting)
     known: dict[Key, Sequence[Judgement]] = {q: [j] for q, j in answers.get(key, {}).items()}
     known |= planned.judges[key].known
     if key == judge_key(planned, policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
-    return RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
+    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
+    return scores_under(policy.rollouts, setting.reward, judge, normalization)
 
 
 def _ask_all(
     planned: Planned, watcher: Watcher
 ) -> tuple[dict[str, dict[Key, Judgement]], list[Bill]]:
     answers, bills = {}, []
-    for name, plan in planned.judges.items():
+    for key, plan in planned.judges.items():
         if not plan.questions:
             continue
-        total, done = len(plan.unknown), 0
-
-        def tell(count: int, plan: JudgePlan = plan, total: int = total) -> None:
-            nonlocal done
-            done += count
-            watcher.judged(plan.name, done, total)
-
-        with judge_for(plan, planned.wanted.workspace, watcher.paused) as judge:
-            answers[name], bill = ask(plan, judge, planned.wanted.prices, tell)
+        tell = partial(watcher.judged, plan.name, total=len(plan.unknown))
+        with judge_by_hand(
+            plan.config,
+            planned.wanted.workspace,
+            writer=WRITER,
+            on_pause=watcher.paused,
+            calls=plan.calls > 0,
+        ) as judge:
+            answers[key], bill = ask(plan, judge, planned.wanted.prices, tell)
         bills.append(bill)
     return answers, bills
 
@@ -236,23 +222,22 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     )
 
 
-def _compare_all(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> list[Compared]:
-    found = []
+def _compare_all(
+    planned: Planned, scores: Mapping[str, Mapping[str, Scores]]
+) -> Iterator[Compared]:
     configs = {setting.name: setting.config for setting in planned.settings}
     for policy in planned.policies:
-        of_policy = scores[policy.name]
         baseline = baseline_of(planned, policy)
         resamples = policy.config.evaluate.bootstrap_samples
-        base, judge = of_policy[baseline], judge_fields(configs[baseline])
-        for name, other in of_policy.items():
+        base, judge = scores[policy.name][baseline], judge_fields(configs[baseline])
+        for name, other in scores[policy.name].items():
             if other is base:
                 continue
             agreement: list[CriterionAgreement] = []
             if judge_fields(configs.get(name, policy.config)) != judge:
                 agreement = judges_agree(policy.rollouts, base, other, resamples=resamples)
             comparison = compare(policy.rollouts, base, other, resamples=resamples)
-            found.append(Compared(policy.name, name, baseline, comparison, tuple(agreement)))
-    return found
+            yield Compared(policy.name, name, baseline, comparison, tuple(agreement))
 
 
 def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Matrix | None:
@@ -467,7 +452,11 @@ def next_lines(
     own = document["settings"][0]
     where = [word for word in words if word.startswith("workspace=")]
     for setting in document["settings"]:
-        overrides = _overrides(own, setting)
+        overrides = [
+            override_text(f"reward.{name}", value)
+            for name, value in setting["reward"].items()
+            if own["reward"].get(name) != value
+        ]
         # A judge's address is no part of what a setting is, so only rewards are proposed.
         same_judge = setting["judge"] == own["judge"]
         if not setting["name"].startswith(OWN) and overrides and same_judge:
@@ -476,21 +465,6 @@ def next_lines(
             kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
             yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
             return
-
-
-def _overrides(own: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
-    """The setting's rewards as overrides of a recipe."""
-    return [
-        f"reward.{name}={_value(value)}"
-        for name, value in setting["reward"].items()
-        if own["reward"].get(name) != value
-    ]
-
-
-def _value(value: Any) -> str:
-    """As it is written in an override."""
-    known = {None: "null", True: "true", False: "false"}
-    return known[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def padded(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
