@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flows.reporting.questions import questions_of
-from flows.reporting.samples import SamplesReader
+from flows.reporting.samples import SamplesReader, questions_of
 from flows.sweeping.status import SweepReader, TrialStanding
 from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
 from infra.store.layout import sweep_call
@@ -49,6 +48,11 @@ from refiner_core.report.sweep.evidence import (
 
 _EVALUATE = "evaluate-"
 _THREADS = 4
+#: What of the use of a trial a report shows.
+_OF_USE = (
+    *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
+    *("attempts", "judge_calls"),
+)
 
 
 def gather(workspace: Workspace, sweep: str) -> Evidence:
@@ -106,14 +110,6 @@ class _Read:
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
         self.made_with: dict[str, tuple[str, str]] = {}
-        self._results: dict[str, dict[str, Any] | None] = {}
-
-    def result(self, stage: str) -> dict[str, Any] | None:
-        """What a stage made, as it was written; None where it is not done."""
-        if stage not in self._results:
-            path = self.workspace.layout.stage(stage).result
-            self._results[stage] = self.workspace.read_control(path)
-        return self._results[stage]
 
     def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
         """Read all evaluations that are done."""
@@ -193,9 +189,9 @@ class _Read:
         return bool(self.trainings[stage].metrics)
 
     def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
-        use = standing.use
-        published = self.result(trial.stages["publish"]) if "publish" in trial.stages else None
-        target = str((published or {}).get("report", {}).get("target") or "")
+        published = trial.stages.get("publish")
+        result = self.workspace.read_result(published) if published is not None else None
+        target = str(result.report.get("target") or "") if result is not None else ""
         trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
         return TrialRow(
             arm=standing.arm,
@@ -204,14 +200,7 @@ class _Read:
             state=standing.state,
             reason=standing.reason,
             progress=standing.progress,
-            seconds=use.seconds,
-            gpu_hours=use.gpu_hours,
-            cpu_hours=use.cpu_hours,
-            queue_seconds=use.queue_seconds,
-            lost_seconds=use.lost_seconds,
-            lost_steps=use.lost_steps,
-            attempts=use.attempts,
-            judge_calls=use.judge_calls,
+            **{name: getattr(standing.use, name) for name in _OF_USE},
             shared=standing.shared,
             tracked=next(filter(None, trained), ""),
             published=target,
@@ -230,9 +219,8 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
 def read_training(name: str, path: Path) -> Training:
     """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
     found: dict[str, dict[int, float]] = {}
-    for step, metrics in read_metrics(path):
-        for metric in SHOWN:
-            value = metrics.get(metric)
+    for step, metrics in read_metrics(path, SHOWN):
+        for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
     return Training(
