@@ -34,24 +34,8 @@ _OTHERS = "(others)"
 MOST_ATTEMPTS = 4
 #: Rows that are held at a time while rows are looked for.
 _AT_ONCE = 512
-_JUDGEMENTS = pa.schema(
-    [
-        pa.field(
-            "j",
-            pa.list_(
-                pa.struct(
-                    [
-                        pa.field("kind", pa.string()),
-                        pa.field("title", pa.string()),
-                        pa.field("polarity", pa.string()),
-                        pa.field("source", pa.string()),
-                        pa.field("score", pa.float64()),
-                    ]
-                )
-            ),
-        )
-    ]
-)
+_TEXTS = dict.fromkeys(("kind", "title", "polarity", "source"), pa.string())
+_JUDGEMENTS = pa.schema({"j": pa.list_(pa.struct({**_TEXTS, "score": pa.float64()}))})
 
 
 class SamplesReader:
@@ -113,8 +97,8 @@ class SamplesReader:
         size = len(names) * len(prompts)
         count = np.bincount(cells, minlength=size)
         total = np.bincount(cells, weights=credit[kept], minlength=size)
-        values = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-        return RubricScores(tuple(names), values.reshape(len(names), len(prompts)))
+        values = _ratio(total, count).reshape(len(names), len(prompts))
+        return RubricScores(tuple(names), values)
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
@@ -175,8 +159,10 @@ def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) 
     table = np.full((len(values), prompts, most), np.nan)
     table[:, place[order], nth] = values[:, order]
     known = ~np.isnan(table)
-    count = known.sum(axis=2)
-    total = np.where(known, table, 0.0).sum(axis=2)
+    return _ratio(np.where(known, table, 0.0).sum(axis=2), known.sum(axis=2))
+
+
+def _ratio(total: Floats, count: npt.NDArray[Any]) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 

@@ -81,7 +81,7 @@ def _said(
         text="" if episode is not None else clip(str(row["response_text"]), MOST_OF_ANSWER),
         status=str(row.get("status") or ""),
         finish_reason=str(row.get("finish_reason") or ""),
-        reward=finite(row.get("reward")),
+        reward=_finite(row.get("reward")),
         parts=tuple(parts),
         judgements=tuple(clipped(j, MOST_OF_JUDGEMENT) for j in judgements),
         metrics={k: _finite(v) for k, v in metrics.items()},
@@ -232,10 +232,8 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
         for mean in means
         if (values := mean.of(metric)) is not None
     )
-    changes = {
-        p: is_now[p] - was[p] for p in was if p in is_now and np.isfinite(is_now[p] - was[p])
-    }
-    chosen = choose(changes)
+    changes = {p: is_now[p] - was[p] for p in was if p in is_now}
+    chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
     prompts = [one.sample_id for one in chosen]
     answers = [
         _answers(reading, reader, e, file, prompts) for e, file in zip(shown, files, strict=True)
