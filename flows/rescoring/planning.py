@@ -291,6 +291,33 @@ class Planned:
         }
         return digest(asked)[:10]
 
+    def judge_key(self, policy: Policy, setting: Setting) -> str:
+        """The judge of a setting on a policy's rollouts. A setting that changes nothing of the
+        judge has the run's own one, as it was then; any other is as it is today."""
+        same = judge_fields(policy.config) == judge_fields(setting.config)
+        prompts = policy.sources.get("judge_prompt") if same else None
+        identity = judge_identity(setting.judge, prompts)
+        key = digest(identity)
+        if key not in self.judges:
+            model = setting.judge.model
+            name = "lexical" if model == LEXICAL_MODELS[0] else model
+            self.judges[key] = JudgePlan(name, setting.judge, identity)
+        return key
+
+    def questions_under(self, policy: Policy, reward: RewardConfig) -> list[tuple[Question, ...]]:
+        """Found once for all settings that ask the same."""
+        which = json.dumps([getattr(reward, name) for name in _ASKS])
+        if (policy.name, which) not in self.questions:
+            self.questions[policy.name, which] = questions_of(policy.rollouts, reward)
+        return self.questions[policy.name, which]
+
+    def baseline_of(self, policy: Policy) -> str:
+        """The setting that a policy's others are compared with: by default its run's own."""
+        if self.wanted.baseline != OWN:
+            return self.wanted.baseline
+        own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
+        return next(own)
+
 
 def _rubrics(setting: Setting) -> str | None:
     """What the set says that a setting names: a file may be edited."""
@@ -313,10 +340,18 @@ def plan_rescore(wanted: Wanted) -> Planned:
     settings = _settings(policies, wanted)
     planned = Planned(wanted, policies, settings)
     for policy in policies:
-        _read_recorded(planned, policy)
-    for setting in settings:
-        for policy in policies:
-            _note_questions(planned, policy, setting)
+        questions = planned.questions_under(policy, policy.config.reward)
+        found = recorded(policy.rollouts, questions, batched=is_batched(policy.config.judge))
+        planned.recorded[policy.name] = found
+        own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
+        own.known = {**found.known, **own.known}
+    for setting, policy in product(settings, policies):
+        plan = planned.judges[planned.judge_key(policy, setting)]
+        plan.config = setting.judge  # with the address that this call has given
+        # A run's own settings have been asked already.
+        if identity_of(setting.config) != identity_of(policy.config):
+            for asked in planned.questions_under(policy, setting.reward):
+                plan.need([question.request for question in asked])
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
             _check_prompts(plan)
@@ -381,58 +416,3 @@ def identity_of(config: RecipeConfig) -> list[object]:
 def judge_fields(config: RecipeConfig) -> dict[str, object]:
     """A judge by its configuration alone, whatever its prompts say by now."""
     return judge_identity(config.judge, "-")
-
-
-def judge_key(planned: Planned, policy: Policy, setting: Setting) -> str:
-    """The judge of a setting on a policy's rollouts. A setting that changes nothing of the judge
-    has the run's own one, as it was then; any other is as it is today."""
-    same = judge_fields(policy.config) == judge_fields(setting.config)
-    prompts = policy.sources.get("judge_prompt") if same else None
-    identity = judge_identity(setting.judge, prompts)
-    key = digest(identity)
-    if key not in planned.judges:
-        planned.judges[key] = JudgePlan(_judge_name(setting.config), setting.judge, identity)
-    return key
-
-
-def _read_recorded(planned: Planned, policy: Policy) -> None:
-    """What is known of the policy's own judge."""
-    questions = questions_under(planned, policy, policy.config.reward)
-    batched = is_batched(policy.config.judge)
-    found = recorded(policy.rollouts, questions, batched=batched)
-    planned.recorded[policy.name] = found
-    plan = planned.judges[judge_key(planned, policy, own_setting(policy.config))]
-    for key, judgements in found.known.items():
-        plan.known.setdefault(key, judgements)
-
-
-def _note_questions(planned: Planned, policy: Policy, setting: Setting) -> None:
-    """What a setting asks of its judge; a run's own settings have been asked already."""
-    plan = planned.judges[judge_key(planned, policy, setting)]
-    plan.config = setting.judge  # with the address that this call has given
-    if identity_of(setting.config) == identity_of(policy.config):
-        return
-    for asked in questions_under(planned, policy, setting.reward):
-        plan.need([question.request for question in asked])
-
-
-def questions_under(
-    planned: Planned, policy: Policy, reward: RewardConfig
-) -> list[tuple[Question, ...]]:
-    """Found once for all settings that ask the same."""
-    which = json.dumps([getattr(reward, name) for name in _ASKS])
-    if (policy.name, which) not in planned.questions:
-        planned.questions[policy.name, which] = questions_of(policy.rollouts, reward)
-    return planned.questions[policy.name, which]
-
-
-def _judge_name(config: RecipeConfig) -> str:
-    return "lexical" if config.judge.model == LEXICAL_MODELS[0] else config.judge.model
-
-
-def baseline_of(planned: Planned, policy: Policy) -> str:
-    """The setting that a policy's others are compared with: by default its run's own."""
-    if planned.wanted.baseline != OWN:
-        return planned.wanted.baseline
-    own = (s.name for s in planned.settings if identity_of(s.config) == identity_of(policy.config))
-    return next(own)

@@ -26,12 +26,9 @@ from flows.rescoring.planning import (
     WRITER,
     Planned,
     Setting,
-    baseline_of,
     identity_of,
     judge_fields,
-    judge_key,
     own_setting,
-    questions_under,
 )
 from flows.rescoring.reading import Policy
 from flows.stages.judging import judge_by_hand
@@ -43,6 +40,7 @@ from refiner_core.contract.loading import override_text
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
 from refiner_core.judges import build_judge
+from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (
     Comparison,
     CriterionAgreement,
@@ -50,24 +48,6 @@ from refiner_core.rescoring.compare import (
     compare,
     judges_agree,
     make_matrix,
-)
-from refiner_core.rescoring.document import (
-    AGREEMENT_HEADER,
-    COMPARISON_HEADER,
-    DOCUMENT_VERSION,
-    JUDGING_HEADER,
-    Cloud,
-    agreement_rows,
-    comparison_json,
-    comparison_rows,
-    draw,
-    fidelity_line,
-    judging_rows,
-    markdown,
-    matrix_json,
-    matrix_rows,
-    plain,
-    reversal_lines,
 )
 from refiner_core.rescoring.rollouts import (
     Key,
@@ -165,10 +145,10 @@ def _scores(
     normalization = policy.config.grpo.advantage_normalization_type
     if identity_of(setting.config) == identity_of(policy.config):
         return stored_scores(policy.rollouts, again, normalization)
-    key = judge_key(planned, policy, setting)
+    key = planned.judge_key(policy, setting)
     known: dict[Key, Sequence[Judgement]] = {q: [j] for q, j in answers.get(key, {}).items()}
     known |= planned.judges[key].known
-    if key == judge_key(planned, policy, own_setting(policy.config)):
+    if key == planned.judge_key(policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
     judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
     return scores_under(policy.rollouts, setting.reward, judge, normalization)
@@ -209,7 +189,7 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     found = planned.recorded[policy.name]
     rejudged = alike = 0
     if policy.config.judge.kind == "lexical":
-        questions = questions_under(planned, policy, policy.config.reward)
+        questions = planned.questions_under(policy, policy.config.reward)
         requests = [q.request for asked in questions for q in asked if q.request in found.known]
         today = build_judge(policy.config.judge).judge(requests)
         rejudged = len(requests)
@@ -227,7 +207,7 @@ def _compare_all(
 ) -> Iterator[Compared]:
     configs = {setting.name: setting.config for setting in planned.settings}
     for policy in planned.policies:
-        baseline = baseline_of(planned, policy)
+        baseline = planned.baseline_of(policy)
         resamples = policy.config.evaluate.bootstrap_samples
         base, judge = scores[policy.name][baseline], judge_fields(configs[baseline])
         for name, other in scores[policy.name].items():
@@ -262,7 +242,7 @@ def document_of(done: Done) -> dict[str, Any]:
     planned = done.planned
     wanted = planned.wanted
     document = {
-        "version": DOCUMENT_VERSION,
+        "version": doc.DOCUMENT_VERSION,
         "id": planned.short_id,
         "made_at": now_text(),
         "refiner": version("refiner"),
@@ -273,19 +253,19 @@ def document_of(done: Done) -> dict[str, Any]:
         "settings": [_setting(setting) for setting in planned.settings],
         "fidelity": {
             name: {
-                **plain(found),
+                **doc.plain(found),
                 "exact": found.exact,
                 "sound": found.sound,
                 "warning": found.warning(),
             }
             for name, found in done.fidelity.items()
         },
-        "judging": [plain(bill) for bill in done.bills],
+        "judging": [doc.plain(bill) for bill in done.bills],
         "comparisons": [
-            comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
+            doc.comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
             for c in done.compared
         ],
-        "matrix": None if done.matrix is None else matrix_json(done.matrix),
+        "matrix": None if done.matrix is None else doc.matrix_json(done.matrix),
     }
     return dict(atomic.finite(document))
 
@@ -330,8 +310,8 @@ def write(done: Done, document: dict[str, Any], folder: Path) -> None:
     with no_space_guard(folder, "writing the results of a rescoring"):
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(done))))
-        atomic.write_text(folder / TABLE, markdown(document))
-        atomic.write_text(folder / FIGURE, draw(document, _clouds(done)))
+        atomic.write_text(folder / TABLE, doc.markdown(document))
+        atomic.write_text(folder / FIGURE, doc.draw(document, _clouds(done)))
         atomic.write_json(folder / DOCUMENT, document)
 
 
@@ -356,7 +336,7 @@ def _rows(done: Done) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _clouds(done: Done) -> list[Cloud]:
+def _clouds(done: Done) -> list[doc.Cloud]:
     clouds = []
     for found in done.compared:
         if found.setting == AGAIN:
@@ -366,7 +346,7 @@ def _clouds(done: Done) -> list[Cloud]:
             scores[found.baseline].advantages, scores[found.setting].advantages, strict=True
         )
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        clouds.append(Cloud(found.policy, found.setting, known))
+        clouds.append(doc.Cloud(found.policy, found.setting, known))
     return clouds
 
 
@@ -396,15 +376,15 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The result."""
     for name, found in document["fidelity"].items():
-        yield ("" if found["sound"] else "warning: ") + fidelity_line(name, found)
+        yield ("" if found["sound"] else "warning: ") + doc.fidelity_line(name, found)
     for policy in document["policies"]:
-        if rows := comparison_rows(document, policy["name"]):
+        if rows := doc.comparison_rows(document, policy["name"]):
             baseline = next(
                 c["baseline"] for c in document["comparisons"] if c["policy"] == policy["name"]
             )
             yield ""
             yield f"{policy['name']}, compared with {baseline}:"
-            yield from padded(COMPARISON_HEADER, rows)
+            yield from padded(doc.COMPARISON_HEADER, rows)
     if document["comparisons"]:
         yield "  (best changes: groups that share no best sample with the baseline; no signal:"
         yield "  groups without spread; in brackets 95 % over prompts)"
@@ -412,15 +392,15 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
         if entry["agreement"]:
             yield ""
             yield f"Agreement of the judges, {entry['policy']}, {entry['setting']}:"
-            yield from padded(AGREEMENT_HEADER, agreement_rows(entry)[:_CRITERIA])
+            yield from padded(doc.AGREEMENT_HEADER, doc.agreement_rows(entry)[:_CRITERIA])
     if document["matrix"] is not None:
         yield ""
         yield f"Mean {document['matrix']['metric']}:"
-        yield from padded(*matrix_rows(document))
-        yield from reversal_lines(document)
+        yield from padded(*doc.matrix_rows(document))
+        yield from doc.reversal_lines(document)
     if document["judging"]:
         yield ""
-        yield from padded(JUDGING_HEADER, judging_rows(document))
+        yield from padded(doc.JUDGING_HEADER, doc.judging_rows(document))
         yield judged_line(document)
 
 
