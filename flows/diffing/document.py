@@ -8,33 +8,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flows.diffing.outcomes import (
-    Divergence,
-    FileRows,
-    NumberChange,
-    SampleChange,
-    divergences,
-    evaluation_changes,
-    row_changes,
-)
-from flows.diffing.settings import (
-    Change,
-    CodeChange,
-    FieldChange,
-    StageChange,
-    changes,
-    code_change,
-    environment_of,
-    field_changes,
-    judge_of,
-    rubrics_of,
-    shortened,
-    sources_of,
-    stage_change,
-)
+from flows.diffing import outcomes, settings
 from flows.diffing.sides import Pair, Side, both_of, pairs_of
 from infra.orchestrator.timeline import run_incidents
 from refiner_core.contract.records import to_json
@@ -69,17 +46,17 @@ class Difference:
     a_workspace: str
     b_workspace: str
     equal: bool | None
-    stages: tuple[StageChange, ...]
-    fields: tuple[FieldChange, ...]
-    sources: tuple[Change, ...]
-    rows: tuple[FileRows, ...]
-    code: CodeChange | None
-    judge: tuple[Change, ...]
-    rubrics: tuple[Change, ...]
-    environment: tuple[Change, ...]
-    training: tuple[Divergence, ...]
-    samples: tuple[SampleChange, ...]
-    numbers: tuple[NumberChange, ...]
+    stages: tuple[settings.StageChange, ...]
+    fields: tuple[settings.FieldChange, ...]
+    sources: tuple[settings.Change, ...]
+    rows: tuple[outcomes.FileRows, ...]
+    code: settings.CodeChange | None
+    judge: tuple[settings.Change, ...]
+    rubrics: tuple[settings.Change, ...]
+    environment: tuple[settings.Change, ...]
+    training: tuple[outcomes.Divergence, ...]
+    samples: tuple[outcomes.SampleChange, ...]
+    numbers: tuple[outcomes.NumberChange, ...]
     attempts: tuple[AttemptChange, ...]
     incidents: tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -87,29 +64,28 @@ class Difference:
 def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
-    stages = tuple(map(stage_change, pairs))
-    rows, training = tuple(row_changes(pairs)), tuple(divergences(pairs))
-    numbers, samples = map(tuple, evaluation_changes(pairs))
-    return Difference(
+    numbers, samples = map(tuple, outcomes.evaluation_changes(pairs))
+    found = Difference(
         a=a.label,
         b=b.label,
         a_workspace=str(a.workspace.root),
         b_workspace=str(b.workspace.root),
-        equal=_equal(stages, rows, training, samples, numbers),
-        stages=stages,
-        fields=tuple(field_changes(a, b, pairs)),
-        sources=changes(pairs, sources_of),
-        rows=rows,
-        code=code_change(a, b, pairs),
-        judge=changes(pairs, judge_of, *CONSUMERS),
-        rubrics=changes(pairs, rubrics_of, *CONSUMERS),
-        environment=changes(pairs, environment_of),
-        training=training,
+        equal=None,
+        stages=tuple(map(settings.stage_change, pairs)),
+        fields=tuple(settings.field_changes(a, b, pairs)),
+        sources=settings.changes(pairs, settings.sources_of),
+        rows=tuple(outcomes.row_changes(pairs)),
+        code=settings.code_change(a, b, pairs),
+        judge=settings.changes(pairs, settings.judge_of, *CONSUMERS),
+        rubrics=settings.changes(pairs, settings.rubrics_of, *CONSUMERS),
+        environment=settings.changes(pairs, settings.environment_of),
+        training=tuple(outcomes.divergences(pairs)),
         samples=samples,
         numbers=numbers,
         attempts=tuple(_attempt_changes(pairs)),
         incidents=(_incidents(a), _incidents(b)),
     )
+    return replace(found, equal=_equal(found))
 
 
 #: Output files that say where and when, beside what came out.
@@ -118,22 +94,15 @@ _OF_A_MOMENT = ("README.md", "refiner.json", "results.json", "report.json")
 _COPIES = ("publish", "card", "fetch", "serve")
 
 
-def _equal(
-    stages: Sequence[StageChange],
-    rows: Sequence[FileRows],
-    training: Sequence[Divergence],
-    samples: Sequence[SampleChange],
-    numbers: Sequence[NumberChange],
-) -> bool | None:
-    if any(s.relation in ("only a", "only b") for s in stages):
+def _equal(found: Difference) -> bool | None:
+    if any(s.relation in ("only a", "only b") for s in found.stages):
         return False
-    if rows or samples or any(d.step is not None or d.note for d in training):
+    if found.rows or found.samples or any(d.step is not None or d.note for d in found.training):
         return False
-    if any(not n.same for n in numbers):
-        return False
-    counted = [s for s in stages if (s.a or "").rpartition("-")[0] not in _COPIES]
+    counted = [s for s in found.stages if (s.a or "").rpartition("-")[0] not in _COPIES]
     outputs = [path for s in counted for path in s.outputs or ()]
-    if any(path.rpartition("/")[2] not in _OF_A_MOMENT for path in outputs):
+    weighty = any(path.rpartition("/")[2] not in _OF_A_MOMENT for path in outputs)
+    if weighty or not all(n.same for n in found.numbers):
         return False
     return None if any(s.outputs is None for s in counted) else True
 
@@ -216,7 +185,7 @@ def _first(found: Difference) -> str:
     return f"that only {alone[0].relation[-1].upper()} has {alone[0].stage}" if alone else ""
 
 
-def _stage(stage: StageChange) -> str:
+def _stage(stage: settings.StageChange) -> str:
     if stage.relation == "same":
         return f"{stage.stage}: same stage ({stage.a})"
     if stage.relation.startswith("only"):
@@ -227,7 +196,7 @@ def _stage(stage: StageChange) -> str:
     return f"{stage.stage}: {stage.a} → {stage.b} ({why}); {_outputs(stage)}"
 
 
-def _outputs(stage: StageChange) -> str:
+def _outputs(stage: settings.StageChange) -> str:
     if stage.outputs is None:
         return "not both are done"
     if not stage.outputs:
@@ -235,16 +204,16 @@ def _outputs(stage: StageChange) -> str:
     return f"other output: {', '.join(stage.outputs[:3])}" + (" …" if stage.outputs[3:] else "")
 
 
-def _changes(found: Iterable[Change]) -> list[str]:
+def _changes(found: Iterable[settings.Change]) -> list[str]:
     return [_changed(change.what, change) for change in found]
 
 
-def _changed(what: str, found: Change | FieldChange, before: str = "") -> str:
+def _changed(what: str, found: settings.Change | settings.FieldChange, before: str = "") -> str:
     stages = f"   ({before}{', '.join(found.stages)})" if found.stages else ""
     return f"{what}: {_show(found.a)} → {_show(found.b)}{stages}"
 
 
-def _rows(rows: FileRows) -> Iterator[str]:
+def _rows(rows: outcomes.FileRows) -> Iterator[str]:
     before, after = ("no" if n is None else n for n in (rows.a_rows, rows.b_rows))
     yield f"{rows.stage}/{rows.file}: {before} → {after} rows"
     named = (("only in A", rows.only_a), ("only in B", rows.only_b), ("changed", rows.changed))
@@ -258,7 +227,7 @@ def _rows(rows: FileRows) -> Iterator[str]:
         yield f"  another order from row {rows.order + 1} on"
 
 
-def _code(code: CodeChange | None) -> Iterator[str]:
+def _code(code: settings.CodeChange | None) -> Iterator[str]:
     if code is None:
         return
     yield from _changes(code.git)
@@ -269,7 +238,7 @@ def _code(code: CodeChange | None) -> Iterator[str]:
         yield from (f"  {f.path}  +{f.added} -{f.removed}" for f in code.files)
 
 
-def _training(found: Divergence) -> Iterator[str]:
+def _training(found: outcomes.Divergence) -> Iterator[str]:
     if found.step is None:
         note = f"; {found.note}" if found.note else ""
         yield f"{found.stage}: {found.same_steps} steps are bitwise the same{note}"
@@ -329,7 +298,7 @@ def _tries(count: int, resumed: Sequence[int]) -> str:
 
 def _show(value: Any) -> str:
     digest = isinstance(value, str) and len(value) == 64
-    return value[:12] if digest else shortened(value, 60)
+    return value[:12] if digest else settings.shortened(value, 60)
 
 
 def next_commands(found: Difference) -> list[str]:
