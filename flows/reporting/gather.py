@@ -109,6 +109,7 @@ class _Read:
         self.folders: dict[str, Path] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
+        #: Code and libraries that have made a stage.
         self.made_with: dict[str, tuple[str, str]] = {}
 
     def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
@@ -129,7 +130,9 @@ class _Read:
             return None
         folder = path.data / str(result["output_dir"])
         self.folders[stage] = folder
-        self.made_with[stage] = _made_with(result.get("provenance") or {})
+        made = result.get("provenance") or {}
+        versions = canonical_json(made.get("versions") or {})
+        self.made_with[stage] = str(made.get("code") or ""), versions
         try:
             report = result["report"]
             report = report if "evaluations" in report else load_results(folder)
@@ -147,13 +150,12 @@ class _Read:
             by_decoding.setdefault(str(entry["decoding"]), []).append(entry)
         for decoding, entries in by_decoding.items():
             file = str(entries[0]["samples_file"])
-            of_reward = [str(e["protocol"]) for e in entries if weighed(str(e["metric"]))]
-            others = [str(e["protocol"]) for e in entries if not weighed(str(e["metric"]))]
+            protocols = {weighed(str(e["metric"])): str(e["protocol"]) for e in reversed(entries)}
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
             yield Measured(
                 decoding=decoding,
-                protocol=(others or of_reward)[0],
-                reward_protocol=(of_reward or others)[0],
+                protocol=protocols.get(False) or protocols[True],
+                reward_protocol=protocols.get(True) or protocols[False],
                 means=_only(self.samples.means(folder / file), entries),
                 reference=reference[str(beside[0]["samples_file"])] if beside else None,
                 samples_file=file,
@@ -223,16 +225,11 @@ def read_training(name: str, path: Path) -> Training:
         for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
-    return Training(
-        name,
-        {
-            metric: (
-                np.fromiter(points, dtype=np.int64, count=len(points)),
-                np.fromiter(points.values(), dtype=np.float64, count=len(points)),
-            )
-            for metric, points in found.items()
-        },
-    )
+    arrays = {
+        metric: (np.array([*points], np.int64), np.array([*points.values()], np.float64))
+        for metric, points in found.items()
+    }
+    return Training(name, arrays)
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
@@ -254,12 +251,6 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
     return tuple(
         IncidentRow(s.arm, s.seed, i.at, f"{i.stage}: {i.text}", i.resolved) for i, s in found
     )
-
-
-def _made_with(provenance: Mapping[str, Any]) -> tuple[str, str]:
-    """Code and libraries that have made a stage."""
-    versions = provenance.get("versions") or {}
-    return str(provenance.get("code") or ""), canonical_json(versions)
 
 
 def _mixed(

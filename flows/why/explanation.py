@@ -436,17 +436,13 @@ def _how_lines(found: Explanation) -> Iterator[str]:
             f"value     {again.numerator:.6g} / {again.denominator} rollouts = {again.value:.6g}, "
             f"over {again.n} prompts"
         )
-    if found.agrees is not None:
-        yield "computed  " + (
-            "again from the samples: the same"
-            if found.agrees
-            else f"again from the samples: {_again(found)}, which is NOT what is recorded"
-        )
-
-
-def _again(found: Explanation) -> str:
-    again = found.recomputed
-    return "nothing" if again is None else f"{again.value:.6g} {_interval(again._asdict())}".strip()
+    if found.agrees:
+        yield "computed  again from the samples: the same"
+    elif found.agrees is not None:
+        other = "nothing"
+        if again is not None:
+            other = f"{again.value:.6g} {_interval(again._asdict())}".strip()
+        yield f"computed  again from the samples: {other}, which is NOT what is recorded"
 
 
 # ---------------------------------------------------------------- samples
@@ -461,26 +457,22 @@ def _sample_lists(found: Explanation) -> Iterator[str]:
     yield ""
     yield f"samples   {len(counted)}{more}"
     for label, values in found.picked().items():
-        said = ", ".join(_part(v) for v in values) or "none"
+        said = ", ".join(f"{v.name} ({_number(v.value)})" for v in values) or "none"
         yield from _wrapped(f"  {label:<8}", said)
 
 
-def _part(value: SampleValue) -> str:
-    number = "-" if value.value is None else f"{value.value:.4g}"
-    return f"{value.name} ({number})"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _sample_lines(sample: Sample, metric: str) -> Iterator[str]:
-    yield f"sample    {sample.which.name}, {metric} {_part(sample.which).rpartition('(')[2][:-1]}"
+    yield f"sample    {sample.which.name}, {metric} {_number(sample.which.value)}"
     if sample.question:
         yield from _wrapped("  question  ", sample.question)
     ending = "" if sample.finish_reason == "stop" else f" (ended by {sample.finish_reason})"
     yield f"  answer    {sample.status}{ending}"
     yield from _block(sample.answer)
-    scores = ", ".join(
-        f"{name} {'-' if value is None else format(value, '.4g')}"
-        for name, value in sample.scores.items()
-    )
+    scores = ", ".join(f"{name} {_number(value)}" for name, value in sample.scores.items())
     yield from _wrapped("  scores    ", scores)
     if not sample.judgements:
         yield "  judge     was not asked"

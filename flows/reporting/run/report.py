@@ -24,7 +24,14 @@ from flows.reporting.run.numbers import (
     number_rows,
     training_curves,
 )
-from flows.reporting.run.stages import RunReading, incident_lines, look, stage_rows, standing_of
+from flows.reporting.run.stages import (
+    RunReading,
+    incident_lines,
+    last_event,
+    look,
+    stage_rows,
+    standing_of,
+)
 from flows.stored import recorded_field
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
@@ -262,7 +269,7 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
     reading = RunReading(workspace, workspace.read_run(run))
     status = look(reading)
     rows = stage_rows(reading, status)
-    standing = standing_of(reading, status, rows)
+    state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
     published, words = publications(reading), reading.run.command
     provenance = {  # what the call has recorded of machine and versions; the command stands apart
@@ -275,12 +282,12 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         run=reading.run.run,
         recipe=reading.run.recipe,
         description=reading.config.description,
-        state=standing.state,
-        state_text=standing.text,
+        state=state,
+        state_text=state_text,
         command=(*(Path(w).name for w in words[:1]), *shown_overrides(words[1:])),
         workspace=str(workspace.root),
         began_at=reading.run.started_at,
-        ended_at=standing.ended_at,
+        ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
         agent=bool(reading.config.environment.name),
         stages=rows,
@@ -295,7 +302,7 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         overrides=shown_overrides(reading.run.overrides),
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
-        next_commands=next_commands(reading, standing.state, rows, published),
+        next_commands=next_commands(reading, state, rows, published),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
     return without_credentials(report)

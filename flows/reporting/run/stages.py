@@ -9,7 +9,7 @@ costs that part and no more. States are those of `refiner status`, but no schedu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -138,15 +138,6 @@ _MOST_RUNS = 200
 _GONE = ("killed", "hung", "interrupted", "failed", "cancelled")
 #: What of a word an incident or a state may take.
 _WORD = 240
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How a run stands: for the head of its report."""
-
-    state: RunState
-    text: str
-    ended_at: str
 
 
 def look(reading: RunReading) -> RunStatus | None:
@@ -304,46 +295,37 @@ def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
     return tuple(IncidentLine(i.at, i.stage, i.text, i.resolved) for i in found or ())
 
 
-def standing_of(
-    reading: RunReading, status: RunStatus | None, rows: Sequence[StageRow]
-) -> Standing:
-    """The run's state, and a sentence about it."""
+def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[RunState, str]:
+    """State of the run, and a sentence about it."""
     working = [r for r in rows if not is_service(r.id)]
     done = [r for r in working if r.state == "done"]
+    so_far = f"{len(done)} of {counted(len(working), 'stage')} done"
     if status is not None and status.orchestrator.works:
-        return Standing("running", _working_text(working, len(done)), "")
-    ended_at = _ended_at(reading, rows)
+        busy = ", ".join(
+            f"{r.name} {r.state}" + (f" at {r.step} of {r.total}" if r.total and r.step else "")
+            for r in working
+            if r.state in ("running", "queued", "suspended", "paused")
+        )
+        return "running", f"{so_far}: {busy}." if busy else f"{so_far}."
     if len(done) == len(working):
-        skipped = sum(r.skipped for r in done)
         text = f"{counted(len(done), 'stage')} done"
-        if skipped:
+        if skipped := sum(r.skipped for r in done):
             which = "all" if skipped == len(done) else str(skipped)
             text += f", {which} of them before this run began"
-        return Standing("done", f"{text}.", ended_at)
+        return "done", f"{text}."
     failed = [r for r in working if r.state in ("failed", "unreadable")]
     if failed:
         # A row's reason is cut to the width of a table; what its attempt has said is longer.
         said = next((a.text for a in reversed(failed[0].attempts) if a.text), failed[0].reason)
         names = ", ".join(r.name for r in failed)
         text = f"{names} failed: {said}" if said else f"{names} failed"
-        return Standing("failed", text if text.endswith((".", "…")) else f"{text}.", ended_at)
+        return "failed", text if text.endswith((".", "…")) else f"{text}."
     who = "" if status is None else f"; {orchestrator_text(status.orchestrator, finished=False)}"
-    text = f"{len(done)} of {counted(len(working), 'stage')} done; nobody works on it{who}."
-    return Standing("stopped", text, ended_at)
+    return "stopped", f"{so_far}; nobody works on it{who}."
 
 
-def _working_text(rows: Sequence[StageRow], done: int) -> str:
-    busy = [r for r in rows if r.state in ("running", "queued", "suspended", "paused")]
-    parts = [
-        f"{r.name} {r.state}" + (f" at {r.step} of {r.total}" if r.total and r.step else "")
-        for r in busy
-    ]
-    said = f": {', '.join(parts)}" if parts else ""
-    return f"{done} of {counted(len(rows), 'stage')} done{said}."
-
-
-def _ended_at(reading: RunReading, rows: Sequence[StageRow]) -> str:
-    """When the last thing happened that the run's records tell of."""
+def last_event(reading: RunReading, rows: Sequence[StageRow]) -> str:
+    """Time of the last thing that the run's records tell of."""
     times = [a.ended_at for r in rows if not r.skipped for a in r.attempts]
     times += [str(event.get("at") or "") for event in reading.events[-1:]]
     return max(filter(None, times), default="")
