@@ -60,7 +60,7 @@ def newest_rollouts(workspace: Workspace, stage_id: str) -> tuple[int, dict[int,
 
 
 def results_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
-    """What an evaluation has found; None where it is not done."""
+    """Results of an evaluation; None where it is not done."""
     result = workspace.read_result(stage_id)
     if result is None or "evaluations" in result.report:
         return None if result is None else result.report

@@ -67,7 +67,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check has found."""
+    """Findings of a check."""
 
     name: str
     findings: tuple[Finding, ...]
@@ -230,7 +230,7 @@ class Shown:
 
     @property
     def differs(self) -> bool:
-        """Whether it is no longer what was published."""
+        """Difference from what was published, as yes or no."""
         return self.published is not None and self.published != self.card
 
     @property
@@ -345,7 +345,7 @@ _ANCHOR = re.compile(r"(?:^|[\s,\[{:=-])&\w")
 def command_problem(
     words: Sequence[str], folder: Path | None = None, *, whole: bool = False
 ) -> str | None:
-    """What is wrong with a command; None where nothing is, or nobody can tell.
+    """Fault of a command; None where there is none, or nobody can tell.
 
     Parameters
     ----------
@@ -405,7 +405,7 @@ def _recipe_problem(
 
 
 def _asks_back(texts: Sequence[str]) -> bool:
-    """Whether a text asks for something that is filled in here: other files, the environment of
+    """Yes where a text asks for something that is filled in here: other files, the environment of
     whoever checks the card, which a finding must not show, or gigabytes (YAML's aliases)."""
     return any("${" in t or "include:" in t or _ANCHOR.search(t) for t in texts)
 
@@ -423,5 +423,5 @@ def _unknown_fields(overrides: Sequence[str]) -> str | None:
 
 
 def _overlap(key: str, path: str) -> bool:
-    """Whether they are one field, or one is a section or a field with names in it of the other."""
+    """Yes for one field, or a section (or a field with names in it) and what is inside."""
     return f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.")

@@ -127,7 +127,7 @@ def recipe_text(config: RecipeConfig) -> str:
 
 
 def stands_for(path: str, said: Any, meant: Any) -> bool:
-    """Whether a value on a card is the public name of the recorded one."""
+    """Yes where a value on a card is the public name of the recorded one."""
     if path == _PROTOCOLS:
         return [public_protocol(text) for text in said] == [public_protocol(t) for t in meant]
     return bool(said == _public(path, meant) or said == _public(path, meant, in_command=True))
@@ -200,7 +200,7 @@ class _Dumper(yaml.SafeDumper):
     """Plain YAML."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Whether a value that occurs twice is written twice."""
+        """Write a value that occurs twice twice."""
         return True
 
 
@@ -236,7 +236,7 @@ _NO_FILE = (HUB_DIGEST, "synthetic:", "none")
 
 @dataclass(frozen=True)
 class Made:
-    """What a checkpoint was made from, as its records say.
+    """Records of what a checkpoint was made from.
 
     Attributes
     ----------

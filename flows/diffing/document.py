@@ -23,7 +23,7 @@ DIFF_VERSION = 1
 
 @dataclass(frozen=True)
 class AttemptChange:
-    """How often a stage was tried on each side, and the steps that later attempts went on from."""
+    """Attempts at a stage on each side, and the steps that later ones went on from."""
 
     stage: str
     a: int
@@ -162,7 +162,7 @@ def difference_lines(found: Difference) -> Iterator[str]:
 
 
 def verdict(found: Difference) -> str:
-    """Whether what came out is equal, and where it first is not."""
+    """Verdict on what came out: equal, or where it first is not."""
     if found.stages and all(s.relation == "same" for s in found.stages):
         return "The same stages: whatever they made is one and the same."
     if found.equal:

@@ -144,7 +144,7 @@ class RolloutChange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two trainings are the same.
+    """Divergence of two trainings: how far they are the same.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ def divergences(pairs: Iterable[Pair]) -> Iterator[Divergence]:
 
 
 def _steps(half: Half) -> dict[int, tuple[dict[str, Any], Path | None]]:
-    """What a training has left of each step: its numbers, later lines going before earlier ones,
+    """Traces of each step of a training: its numbers, later lines going before earlier ones,
     and its rollouts."""
     if (paths := half.paths) is None:
         return {}
@@ -302,7 +302,7 @@ def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
 
 
 def _protocol(half: Half, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a protocol says, without where its prompts came from: that is no part of them."""
+    """Fields of a protocol, without where its prompts came from: that is no part of them."""
     found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
     return {k: v for k, v in found.items() if k != "data"}
 

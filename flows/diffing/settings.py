@@ -101,7 +101,7 @@ def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[FieldChange]:
 
 
 def _has_field(pair: Pair, path: str) -> bool:
-    """Whether the stage's own identity has the field; where none is recorded, whether its kind
+    """Yes where the stage's own identity has the field; where none is recorded, where its kind
     has."""
     specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
     if specs:
@@ -114,7 +114,7 @@ def _has_field(pair: Pair, path: str) -> bool:
 
 
 def stage_change(pair: Pair) -> StageChange:
-    """How a pair of stages stands."""
+    """Relation of a pair of stages."""
     a, b = pair.a, pair.b
     if a is None or b is None:
         ids = (a.stage_id if a else None, b.stage_id if b else None)
@@ -160,7 +160,7 @@ def shortened(value: Any, limit: int) -> str:
 def changes(
     pairs: Iterable[Pair], values: Callable[[Half], Mapping[str, Any]], *kinds: str
 ) -> tuple[Change, ...]:
-    """What differs of such values, each once, with the stages (of these kinds) in which it does."""
+    """Differences of such values, each once, with the stages (of these kinds) that have them."""
     found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for name, a, b in both_of(pairs, *kinds):
         one, other = values(a), values(b)
@@ -193,7 +193,7 @@ def judge_of(half: Half) -> dict[str, Any]:
 
 
 def rubrics_of(half: Half) -> dict[str, Any]:
-    """Which rubrics, and what the sets said."""
+    """Rubrics, and what the sets said."""
     if half.spec is None:
         return {}
     names = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")

@@ -1,4 +1,4 @@
-"""What is compared: two runs, trials or stages by their names.
+"""Sides of a comparison: two runs, trials or stages by their names.
 
 In: a word and a workspace. Out: a :class:`Side`, and of two sides the :class:`Pair` values of
 stages that answer to each other.
@@ -69,17 +69,17 @@ class Half:
 
     @cached_property
     def record(self) -> StageRecord | None:
-        """What is known of the stage; None where nobody has begun it."""
+        """Record of the stage; None where nobody has begun it."""
         return self.side.workspace.read_record(self.stage_id)
 
     @property
     def spec(self) -> StageSpec | None:
-        """What the stage is; None where nobody has begun it."""
+        """Specification of the stage; None where nobody has begun it."""
         return None if self.record is None else self.record.spec
 
     @property
     def result(self) -> StageResult | None:
-        """What it made; None where it is not done."""
+        """Result of the stage; None where it is not done."""
         return None if self.record is None else self.record.result
 
     @property
@@ -100,7 +100,7 @@ class Half:
 
     @property
     def output(self) -> Path | None:
-        """Where its output lies; None where it is not done."""
+        """Folder of its output; None where it is not done."""
         return self.side.workspace.output_dir(self.stage_id)
 
     @property
@@ -110,7 +110,7 @@ class Half:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """What its worker ran on; empty where it has not begun."""
+        """Provenance of its worker; empty where it has not begun."""
         if self.result is not None:
             return self.result.provenance
         paths = self.paths
@@ -119,7 +119,7 @@ class Half:
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the stage said of itself; empty where it is not done."""
+        """Report of the stage on itself; empty where it is not done."""
         return {} if self.result is None else self.result.report
 
 

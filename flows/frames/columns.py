@@ -172,7 +172,7 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
 
 
 def describe_columns(frame: str) -> pd.DataFrame:
-    """What the columns of a frame are.
+    """Describe the columns of a frame.
 
     Parameters
     ----------
@@ -327,7 +327,7 @@ def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecor
 
 
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:
-    """What to say where a stage that is done has lost something that it had."""
+    """Error where a stage that is done has lost something that it had."""
     why = reclaimed_text(workspace.layout.stage(stage_id))
     return DataError(
         f"Run {run} has no {what} any more: {why or f'they were deleted from {stage_id}'}.",

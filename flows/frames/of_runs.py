@@ -85,7 +85,7 @@ def metrics_frame(
     *,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """What a training stage has logged, one row per step.
+    """Metrics that a training stage has logged, one row per step.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:
 
 
 def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """What went wrong in a run, when, and what it cost; one row each, oldest first.
+    """Incidents of a run, when they were and what they cost; one row each, oldest first.
 
     Parameters
     ----------
@@ -263,7 +263,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
 
 
 def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """What the arms of a sweep have shown: one row per number and arm, as in ``refiner report``.
+    """Numbers of a sweep's arms: one row per number and arm, as in ``refiner report``.
 
     Parameters
     ----------
@@ -310,7 +310,7 @@ def sweep_metrics_frame(
     arms: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """What a training stage has logged in every trial of a sweep.
+    """Metrics that a training stage has logged in every trial of a sweep.
 
     Parameters
     ----------

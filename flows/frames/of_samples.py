@@ -161,7 +161,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _judged(text: str | None) -> dict[str, float | None]:
-    """What the judgements of a rollout come to; everything is missing where none were kept."""
+    """Counts and mean of a rollout's judgements; everything is missing where none were kept."""
     if text is None:
         return dict.fromkeys(("judgements_scored", "judgements_failed", "judgements_mean"))
     found = json.loads(text)

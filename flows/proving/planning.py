@@ -1,4 +1,4 @@
-"""What a proof will do, and what a proof and its plan look like on a terminal and in JSON.
+"""Plan of a proof, and the lines and JSON of a proof and its plan.
 
 In: a recipe with overrides, and the options of the command. Out: a :class:`Plans`: stages, how each
 is shortened, and at which points it is interrupted. Changes nothing.
@@ -44,7 +44,7 @@ TOLERANCES = {"float32": 0.01, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for; None is the recipe's own."""
+    """Options of the command; None is the recipe's own."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -60,8 +60,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a worker is to be hit: in this step (counted from 1) and phase, or as soon after it as
-    can be. ``delay`` is a share of what the phase lasts."""
+    """Point at which a worker is to be hit: in this step (counted from 1) and phase, or as soon
+    after it as can be. ``delay`` is a share of what the phase lasts."""
 
     step: int
     phase: str
@@ -179,8 +179,8 @@ def _kinds(asked: Asked, whole: Plan) -> tuple[Trained, ...]:
 def _changed(
     asked: Asked, whole: Plan, kinds: Sequence[Trained], workspace: Workspace
 ) -> dict[str, Any]:
-    """What the runs have otherwise. Stages before the proven ones are shortened too, unless the
-    workspace has them."""
+    """Fields that the runs have otherwise. Stages before the proven ones are shortened too, unless
+    the workspace has them."""
     last = TRAINED.index(kinds[-1])
     trained = [k for k in TRAINED[: last + 1] if k in whole.config.stages]
     found: dict[str, Any] = {
@@ -249,7 +249,7 @@ _HOW = {"kill": "kill -9", "stop": "asked to stop"}
 
 
 def plan_lines(plans: Plans) -> list[str]:
-    """What is about to be done."""
+    """Lines on what is about to be done."""
     asked = plans.asked
     names = " and ".join(s.kind for s in plans.stages)
     values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in plans.changed.items()}
@@ -305,7 +305,7 @@ def _compared(found: Comparison) -> str:
 
 
 def next_lines(proofs: Sequence[ResumeProof], plans: Plans) -> list[str]:
-    """What to do next."""
+    """Lines on what to do next."""
     asked = plans.asked
     words = shlex.join([asked.recipe, *asked.overrides])
     if any(p.verdict == "diverged" for p in proofs):

@@ -205,7 +205,7 @@ _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
 
 class Sight(NamedTuple):
-    """What a worker says of itself: the step that it is in (from 1), and the phase."""
+    """Word of a worker on itself: the step that it is in (from 1), and the phase."""
 
     attempt: int
     step: int
@@ -213,7 +213,7 @@ class Sight(NamedTuple):
     worker: ProcessId
 
     def is_at(self, point: Point) -> bool:
-        """Whether it is at a point, or past its step."""
+        """Yes at a point, or past its step."""
         at = (self.step, self.phase) == (point.step, point.phase)
         return at or self.step > point.step
 

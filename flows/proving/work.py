@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 
 
 def read_trained(workspace: Workspace, stage_id: str) -> Trained:
-    """What the attempt that finished has left; its files tell the whole story.
+    """Files of the attempt that finished; they tell the whole story.
 
     Raises
     ------

@@ -98,7 +98,7 @@ def _state(
 
 
 class _Read:
-    """What has been read of stages, each once."""
+    """Reader of stages, each once."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -233,7 +233,7 @@ def read_training(name: str, path: Path) -> Training:
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
-    """What went wrong in trials, oldest first; of a stage that trials share, once."""
+    """Incidents of trials, oldest first; of a stage that trials share, once."""
     found: list[tuple[Incident, TrialStanding]] = []
     for standing in standings:
         troubled = standing.use.attempts > standing.stages or standing.state != "done"
@@ -256,7 +256,7 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
 def _mixed(
     sweep: SweepRecord, trials: Sequence[TrialEvidence], made_with: Mapping[str, tuple[str, str]]
 ) -> Iterator[str]:
-    """Whether arms were made with different code or libraries: then that may be the difference."""
+    """Warnings of trials made with different code or libraries: that may be the difference."""
     for place, what in enumerate(("the code", "the libraries")):
         found: dict[str, list[str]] = {}
         for trial in trials:

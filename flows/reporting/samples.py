@@ -228,7 +228,7 @@ def _names(title: Any, kind: Any, at: npt.NDArray[np.intp]) -> list[tuple[str, s
 def questions_of(
     workspace: Workspace, stage_id: str, attempt: int, prompts: Sequence[str], file: str = HELD_OUT
 ) -> dict[str, Question]:
-    """What these prompts ask, by the prepared rows that an attempt at a stage has read; nothing
+    """Questions of these prompts, by the prepared rows that an attempt at a stage has read; nothing
     where those are gone: numbers and answers do without."""
     _, path = prompts_of(workspace, workspace.layout.attempt(stage_id, attempt), file)
     if path is None:

@@ -45,7 +45,7 @@ class Written:
 
     @property
     def page(self) -> Path:
-        """What is opened in a browser."""
+        """Page, to be opened in a browser."""
         return self.folder / PAGE
 
 

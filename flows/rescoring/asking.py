@@ -1,4 +1,4 @@
-"""What the judges have to be asked for a rescoring, and asking it.
+"""Questions that the judges have to be asked for a rescoring, and asking them.
 
 In: per judge the questions that no stored judgement answers. Out: their judgements, and a
 :class:`Bill`: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
@@ -39,7 +39,7 @@ class Prices(NamedTuple):
     written: float | None = None
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """What they cost; None where nobody has said."""
+        """Cost of tokens; None where nobody has said."""
         if self.read is None and self.written is None:
             return None
         return (
@@ -73,7 +73,7 @@ class JudgePlan:
 
     @property
     def served(self) -> bool:
-        """Whether asking it takes calls."""
+        """Yes where asking it takes calls."""
         return self.config.kind != "lexical"
 
     def need(self, requests: Sequence[JudgeRequest]) -> None:
@@ -103,7 +103,7 @@ class JudgePlan:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a judge was asked.
+    """Bill for what a judge was asked.
 
     ``questions`` are distinct: ``reused`` were stored with the rollouts, ``stored`` in the
     workspace's store, ``asked`` were put to the judge now; ``failed`` of those have no score.

@@ -68,13 +68,13 @@ class Setting:
 
     @property
     def judge(self) -> JudgeConfig:
-        """Who gives it."""
+        """Judge that gives it."""
         return self.config.judge
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """Options of the call."""
 
     judges: tuple[str, ...] = ()
     rubrics: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
 
 
 def _says_where(override: str) -> bool:
-    """Whether it says where or how a judge is asked, and not what is asked."""
+    """Yes for one that says where or how a judge is asked, and not what is asked."""
     return override.partition("=")[0].removeprefix("judge.") in _EXECUTION
 
 
@@ -248,7 +248,7 @@ WRITER = "rescore"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What somebody asks for. ``steps`` None is all, or the last few of several runs."""
+    """Request for a rescoring. ``steps`` None is all, or the last few of several runs."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
@@ -263,7 +263,7 @@ class Wanted:
 
 @dataclass
 class Planned:
-    """What would be done. ``asks`` and ``recorded`` are by policy and kind of questions."""
+    """Planned work. ``asks`` and ``recorded`` are by policy and kind of questions."""
 
     wanted: Wanted
     policies: list[Policy]
@@ -320,7 +320,7 @@ class Planned:
 
 
 def _rubrics(setting: Setting) -> str | None:
-    """What the set says that a setting names: a file may be edited."""
+    """Digest of the set that a setting names: a file may be edited."""
     static = "static" in setting.reward.rubric_source and not setting.reward.instance_rubrics_only
     return rubric_set_digest(setting.reward.static_rubrics) if static else None
 
@@ -409,7 +409,7 @@ def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
 
 
 def identity_of(config: RecipeConfig) -> list[object]:
-    """What is the same of two settings that are the same."""
+    """Values that two settings share if they are the same."""
     return [to_json(config.reward), judge_fields(config)]
 
 

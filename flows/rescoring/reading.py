@@ -1,4 +1,4 @@
-"""Which stored rollouts are meant, and with what settings they were rewarded.
+"""Stored rollouts, and the settings that they were rewarded with.
 
 In: a workspace, runs, and which part of them. Out: :class:`Policy` values, each with its rollouts
 and the configuration that they were rewarded under. Reads only; a run that is still at work, or
@@ -39,7 +39,7 @@ _LAST = re.compile(r"last:0*([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the runs is read.
+    """Part of the runs that is read.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Policy:
-    """What sampled some rollouts, and how they were rewarded then.
+    """Policy that sampled some rollouts, and how they were rewarded then.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Policy:
 
 
 def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -> list[Policy]:
-    """What the runs have stored; stages that runs share are read once.
+    """Policies of the runs; stages that runs share are read once.
 
     Raises
     ------
@@ -243,7 +243,7 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Pol
 def _policy(
     workspace: Workspace, run: RunRecord, model: str, stage_id: str, number: int, file: str
 ) -> tuple[Policy, list[PromptRow]]:
-    """What is recorded of an attempt, without rollouts yet; and the prompts that it has read."""
+    """Policy of an attempt, without rollouts yet; and the prompts that it has read."""
     paths = workspace.layout.attempt(stage_id, number)
     values = workspace.part(paths, "config")
     spec = workspace.read_control(workspace.layout.stage(stage_id).spec)

@@ -73,7 +73,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Done:
-    """What came out. ``scores`` by policy, then setting; the run's own are as they were stored."""
+    """Results. ``scores`` by policy, then setting; the run's own are as they were stored."""
 
     planned: Planned
     scores: Mapping[str, Mapping[str, Scores]]
@@ -84,7 +84,7 @@ class Done:
 
 
 class Watcher(Protocol):
-    """Who is told how judging goes."""
+    """Listener to how judging goes."""
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come, of so many."""
@@ -355,7 +355,7 @@ _CRITERIA = 8
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
-    """What would be read and asked."""
+    """Lines on what would be read and asked."""
     for policy in planned.policies:
         steps = f", steps {policy.steps[0]} to {policy.steps[-1]}" if policy.steps else ""
         groups = len({r.group for r in policy.rollouts})
@@ -419,8 +419,8 @@ def judged_line(document: Mapping[str, Any]) -> str:
 def next_lines(
     document: Mapping[str, Any], folder: Path, words: Sequence[str], begun_with: Sequence[str]
 ) -> Iterator[str]:
-    """Where the files are, and commands that make sense now; ``words`` are those of this call,
-    ``begun_with`` the overrides of the first run, which a run like it needs too."""
+    """Lines on where the files are, and commands that make sense now; ``words`` are those of this
+    call, ``begun_with`` the overrides of the first run, which a run like it needs too."""
     yield ""
     yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
     yield "Next:"

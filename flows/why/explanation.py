@@ -1,4 +1,4 @@
-"""What a number was made of: samples, one answer in full, judgements, files.
+"""Explanation of a number: samples, one answer in full, judgements, files.
 
 In: a :class:`~flows.why.figures.Figure` and the workspace that it was recorded in. Out: an
 :class:`Explanation`, for a terminal of 100 columns and as JSON. The number is computed again from

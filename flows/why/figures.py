@@ -1,4 +1,4 @@
-"""Which recorded number is meant.
+"""Recorded numbers, and which of them is meant.
 
 In: words of a person. Out: :class:`Figure` values: numbers of evaluations, points of training
 curves, and, of a card, every other number that its evidence has. A number is meant if it is printed
@@ -42,7 +42,7 @@ Kind = Literal["evaluation", "training", "fact"]
 
 @dataclass(frozen=True)
 class Query:
-    """What somebody asks for: a number as it was printed, names, a training step."""
+    """Question for a number: a number as it was printed, names, a training step."""
 
     number: str | None = None
     names: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Query:
         return len(text.partition("e")[0].partition(".")[2])
 
     def means(self, value: float) -> bool:
-        """Whether a value is printed as the number."""
+        """Yes for a value that is printed as the number."""
         if self.number is None:
             return True
         asked = float(self.number.rstrip("% "))
@@ -120,7 +120,7 @@ class Figure:
 
 
 def parse_query(words: Sequence[str]) -> Query:
-    """What the words ask for; an interval that was copied along with its number is passed over.
+    """Question in the words; an interval that was copied along with its number is passed over.
 
     Raises
     ------
@@ -244,7 +244,7 @@ def _of_training(
 
 
 def _of_sampling(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
-    """What was sampled and kept: counts and rates, overall and by domain."""
+    """Numbers of what was sampled and kept: counts and rates, overall and by domain."""
     for path, value in _leaves("", {k: v for k, v in report.items() if k != "rule"}):
         if query.step is None and query.means(value):
             record = f"stages/{stage_id}/result.json#report.{path}"
@@ -354,7 +354,7 @@ def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
 
 
 def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
-    """What to say where no number is meant.
+    """Error where no number is meant.
 
     Parameters
     ----------
@@ -431,7 +431,7 @@ def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | Non
 
 
 def _evidence(path: Path) -> Evidence:
-    """What a card was made from.
+    """Evidence that a card was made from.
 
     Raises
     ------

@@ -95,7 +95,7 @@ def _failed(
     judgements: Sequence[Mapping[str, Any]],
     episode: Mapping[str, Any] | None,
 ) -> str:
-    """Why there is no reward, or why an episode failed; empty where nothing did."""
+    """Reason for a missing reward, or for an episode's failure; empty where nothing failed."""
     if episode is not None and (episode.get("error") or episode.get("failure")):
         kind = episode.get("error_kind") or episode.get("failure")
         return ": ".join(filter(None, [str(kind or ""), str(episode.get("error") or "")]))
@@ -278,7 +278,7 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
 def _answers(
     reading: RunReading, reader: SamplesReader, one: Evaluated, file: str, prompts: Sequence[str]
 ) -> dict[str, Said]:
-    """What a model said first to each of the prompts."""
+    """First answers of a model to the prompts."""
     reward = reading.config_of(one.name).reward
     rows = reader.rows(one.folder / file, prompts)
     first = {str(row["sample_id"]): row for row in reversed(rows)}

@@ -44,7 +44,7 @@ class Evaluated:
 
     @property
     def whole(self) -> bool:
-        """Whether the model is what a training ended with, and not a checkpoint on the way."""
+        """Yes for a model that a training ended with, and not a checkpoint on the way."""
         return self.model in MODELS
 
 
@@ -70,7 +70,7 @@ def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
 
 
 def _place(model: str) -> tuple[int, int]:
-    """Where a model stands: in the order of training, steps before the end."""
+    """Place of a model: in the order of training, steps before the end."""
     family, _, step = model.partition("-step")
     known = MODELS.index(family) if family in MODELS else len(MODELS)
     return known, int(step) if step.isdigit() else 1 << 62
@@ -127,7 +127,7 @@ def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, 
 
 
 def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[ChangeRow, ...]:
-    """What training has changed, number by number; of numbers of single domains nothing."""
+    """Changes by training, number by number; of numbers of single domains none."""
     rows: list[ChangeRow] = []
     for before, after in before_and_after(evaluations):
         found = reading.tried(
@@ -205,7 +205,7 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
 def _newest_lines(
     reading: RunReading, history: StageHistory, only: Sequence[str] | None
 ) -> list[MetricsLine]:
-    """What the newest attempt that logged anything did log; that tells the whole story."""
+    """Lines of the newest attempt that logged anything; they tell the whole story."""
     for attempt in reversed(history.record.attempts):
         paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
         if lines := read_metrics(paths.metrics, only):

@@ -83,7 +83,7 @@ def _shown(value: Any) -> Any:
 
 
 def without_credentials(report: RunReport) -> RunReport:
-    """What stages, servers and libraries have said, masked; answers of models stay as they are."""
+    """Mask what stages, servers and libraries have said; answers of models stay as they are."""
     return replace(
         report,
         state_text=masked(report.state_text),
@@ -104,7 +104,7 @@ def without_credentials(report: RunReport) -> RunReport:
 
 
 def publications(reading: RunReading) -> tuple[Published, ...]:
-    """What is published where, as the stages that did it have recorded."""
+    """Publications, as the stages that made them have recorded."""
     found = []
     for name, history in reading.of_kind("publish"):
         result = history.record.result
@@ -128,7 +128,7 @@ def _card(reading: RunReading, publish: str) -> str:
 def next_commands(
     reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Published]
 ) -> tuple[str, ...]:
-    """What makes sense now, most useful first."""
+    """Commands that make sense now, most useful first."""
     where = [f"workspace={reading.workspace.root}"]
     run = reading.run.run
     commands: list[list[str]] = []
@@ -184,14 +184,14 @@ def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
 
 
 def _share(row: StageRow, began_at: str) -> float:
-    """What of a stage's work was done since the run began."""
+    """Share of a stage's work that was done since the run began."""
     seconds = sum(a.seconds or 0.0 for a in row.attempts)
     since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
     return since / seconds if seconds else 1.0
 
 
 def _judge_use(reading: RunReading) -> dict[str, float]:
-    """What judges were asked by all stages of this run together; empty where none kept count."""
+    """Counts of what judges were asked by all stages of this run; empty where none kept count."""
     sums: dict[str, float] = {}
     for name in reading.own():
         what, history = f"The judge's count of {name}", reading.histories[name]
@@ -222,7 +222,7 @@ def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
 
 
 def disk_of_run(reading: RunReading) -> DiskUse:
-    """What lies in the folders of the run's stages, and the room that is left."""
+    """Files in the folders of the run's stages by kind, and the room that is left."""
     used = reading.tried("What the run takes on the disk", _used, reading) or {}
     events = (e for e in reading.events if e.get("event") == "reclaimed")
     reclaimed = sum(int(e.get("bytes") or 0) for e in events)
@@ -322,7 +322,7 @@ class WrittenRun:
 
     @property
     def page(self) -> Path:
-        """What is opened in a browser."""
+        """Page, to be opened in a browser."""
         return self.folder / PAGE
 
 

@@ -41,7 +41,7 @@ UNREADABLE = (RefinerError, OSError, ValueError, KeyError, TypeError, AttributeE
 
 
 class RunReading:
-    """What is known of a run.
+    """Records of a run.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class RunReading:
                 self.histories[name] = history
 
     def tried(self, what: str, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T | None:
-        """What ``read`` gives; None, and a warning, where something cannot be read."""
+        """Result of ``read``; None, and a warning, where something cannot be read."""
         try:
             return read(*args, **more)
         except UNREADABLE as error:
@@ -90,17 +90,17 @@ class RunReading:
         return log or []
 
     def result(self, name: str) -> StageResult | None:
-        """What a stage made; None where it is not done."""
+        """Result of a stage; None where it is not done."""
         history = self.histories.get(name)
         return None if history is None else history.record.result
 
     def output(self, name: str) -> Path | None:
-        """Where that lies."""
+        """Folder of that result's files."""
         folder = self.workspace.layout.stage(self.run.stages[name]).data
         return None if (result := self.result(name)) is None else folder / result.output_dir
 
     def skipped(self, name: str) -> bool:
-        """Whether a stage was there before the run began."""
+        """Yes for a stage that was there before the run began."""
         result = self.result(name)
         return result is not None and result.finished_at < self.run.started_at
 
@@ -126,7 +126,7 @@ class RunReading:
 
 
 def said(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Text of an error, in one line."""
     text = error.what if isinstance(error, RefinerError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:300]
 
@@ -270,7 +270,7 @@ def _makers(reading: RunReading) -> dict[str, str]:
 
 
 def _made_by(reading: RunReading, run_id: str, wanted: Mapping[tuple[str, int], str]) -> list[str]:
-    """Which of the stages (id and attempt -> name) a call has made."""
+    """Those of the stages (id and attempt -> name) that a call has made."""
     run = reading.workspace.read_run(run_id)
     if not {stage_id for stage_id, _ in wanted} & set(run.stages.values()):
         return []
@@ -289,7 +289,7 @@ def _claimed(events: Sequence[Mapping[str, object]]) -> set[tuple[str, int]]:
 
 
 def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
-    """What went wrong in the stages that this run has worked on, oldest first."""
+    """Incidents of the stages that this run has worked on, oldest first."""
     histories = [reading.histories[name] for name in reading.own()]
     found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
     return tuple(IncidentLine(i.at, i.stage, i.text, i.resolved) for i in found or ())
