@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,7 +81,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         protocols=read.protocols,
         trainings=read.trainings,
         incidents=_incidents(workspace, standings),
-        stored=FromWorkspace(workspace, read.folders, read.samples),
+        stored=read,
         provenance=_provenance(workspace, record, read),
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
     )
@@ -98,7 +97,9 @@ def _state(
 
 
 class _Read:
-    """Reader of stages, each once."""
+    """Reader of stages, each once; and of texts of evaluations, where a report shows them (see
+    :class:`refiner_core.report.sweep.evidence.Stored`): what cannot be read any more is left out,
+    as the numbers do without it."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -208,6 +209,39 @@ class _Read:
             published=target,
         )
 
+    # ------------------------------------------------------------ texts
+
+    def answers(
+        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """First samples of these prompts, and of agents the first attempts."""
+        try:
+            return self.samples.rows(self._file(evaluation, measured), prompts)
+        except DataError:
+            return []
+
+    def rubrics(
+        self,
+        evaluation: Evaluation,
+        measured: Measured,
+        names: Sequence[tuple[str, str]] | None = None,
+    ) -> RubricScores | None:
+        """Credit per rubric."""
+        try:
+            return self.samples.rubrics(self._file(evaluation, measured), names)
+        except DataError:
+            return None
+
+    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
+        """From the prepared rows that the evaluation has read."""
+        result = self.workspace.read_result(evaluation.stage)
+        if result is None:
+            return {}
+        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
+
+    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
+        return self.folders[evaluation.stage] / measured.samples_file
+
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:
     """The metrics that the evaluation gives numbers of."""
@@ -293,44 +327,3 @@ def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[s
         "judges": judges,
         "sweep file": sweep.text,
     }
-
-
-@dataclass(frozen=True)
-class FromWorkspace:
-    """Reads texts of evaluations; see :class:`refiner_core.report.sweep.evidence.Stored`. What
-    cannot be read any more is left out: the numbers do without it."""
-
-    workspace: Workspace
-    folders: Mapping[str, Path]
-    samples: SamplesReader
-
-    def answers(
-        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """First samples of these prompts, and of agents the first attempts."""
-        try:
-            return self.samples.rows(self._file(evaluation, measured), prompts)
-        except DataError:
-            return []
-
-    def rubrics(
-        self,
-        evaluation: Evaluation,
-        measured: Measured,
-        names: Sequence[tuple[str, str]] | None = None,
-    ) -> RubricScores | None:
-        """Credit per rubric."""
-        try:
-            return self.samples.rubrics(self._file(evaluation, measured), names)
-        except DataError:
-            return None
-
-    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
-        """From the prepared rows that the evaluation has read."""
-        result = self.workspace.read_result(evaluation.stage)
-        if result is None:
-            return {}
-        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
-
-    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
-        return self.folders[evaluation.stage] / measured.samples_file

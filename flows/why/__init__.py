@@ -10,14 +10,6 @@ the ``refiner.json`` beside it. Out: everything behind it, each with the file th
 """
 
 from flows.why.explanation import Explanation, explain
-from flows.why.figures import Figure, Query, figures_of_card, figures_of_stages, parse_query
+from flows.why.figures import Figure, parse_query
 
-__all__ = [
-    "Explanation",
-    "Figure",
-    "Query",
-    "explain",
-    "figures_of_card",
-    "figures_of_stages",
-    "parse_query",
-]
+__all__ = ["Explanation", "Figure", "explain", "parse_query"]

@@ -235,9 +235,13 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     changes = {p: is_now[p] - was[p] for p in was if p in is_now}
     chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
     prompts = [one.sample_id for one in chosen]
-    answers = [
-        _answers(reading, reader, e, file, prompts) for e, file in zip(shown, files, strict=True)
-    ]
+    answers = []
+    for evaluated, file in zip(shown, files, strict=True):
+        reward = reading.config_of(evaluated.name).reward
+        rows = reader.rows(evaluated.folder / file, prompts)
+        first = {str(row["sample_id"]): row for row in reversed(rows)}
+        model = evaluated.model
+        answers.append({p: said_in_evaluation(row, model, reward) for p, row in first.items()})
     where = (reading.workspace, shown[-1].stage_id, shown[-1].attempt)
     asked = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
     if prompts and asked == {}:
@@ -273,16 +277,6 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
         return []
     decoding = "greedy" if "greedy" in shared else shared[0]
     return [files[decoding] for files in found]
-
-
-def _answers(
-    reading: RunReading, reader: SamplesReader, one: Evaluated, file: str, prompts: Sequence[str]
-) -> dict[str, Said]:
-    """First answers of a model to the prompts."""
-    reward = reading.config_of(one.name).reward
-    rows = reader.rows(one.folder / file, prompts)
-    first = {str(row["sample_id"]): row for row in reversed(rows)}
-    return {p: said_in_evaluation(row, one.model, reward) for p, row in first.items()}
 
 
 #: Prompts that are shown twice, and how many steps at each end are looked through for them.
