@@ -159,7 +159,8 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
             figures = _of_evaluation(stage_id, report, query)
             if record.spec.model == "base":
                 nights = _night_checkpoints(workspace) if nights is None else nights
-                figures = _called(nights.get(stage_id, ""), figures)
+                if night := nights.get(stage_id):  # its checkpoint goes by its own name
+                    figures = [replace(f, model=night) if f.model == "base" else f for f in figures]
         elif record.spec.kind in ("sample", *TRAINED):
             sampled = report if record.spec.kind == "sample" else {}
             figures = itertools.chain(
@@ -186,13 +187,6 @@ def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
         else:
             found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
     return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
-
-
-def _called(checkpoint: str, figures: Iterable[Figure]) -> Iterator[Figure]:
-    """A night's checkpoint by its own name."""
-    for figure in figures:
-        night = checkpoint and figure.model == "base"
-        yield replace(figure, model=checkpoint) if night else figure
 
 
 def _of_evaluation(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
