@@ -64,7 +64,7 @@ class Difference:
 def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
-    numbers, samples = map(tuple, outcomes.evaluation_changes(pairs))
+    numbers, samples = outcomes.evaluation_changes(pairs)
     found = Difference(
         a=a.label,
         b=b.label,
@@ -80,8 +80,8 @@ def diff_sides(a: Side, b: Side) -> Difference:
         rubrics=settings.changes(pairs, settings.rubrics_of, *CONSUMERS),
         environment=settings.changes(pairs, settings.environment_of),
         training=tuple(outcomes.divergences(pairs)),
-        samples=samples,
-        numbers=numbers,
+        samples=tuple(samples),
+        numbers=tuple(numbers),
         attempts=tuple(_attempt_changes(pairs)),
         incidents=(_incidents(a), _incidents(b)),
     )

@@ -162,7 +162,7 @@ def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) 
     return _ratio(np.where(known, table, 0.0).sum(axis=2), known.sum(axis=2))
 
 
-def _ratio(total: Floats, count: npt.NDArray[Any]) -> Floats:
+def _ratio(total: npt.NDArray[Any], count: npt.NDArray[Any]) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 

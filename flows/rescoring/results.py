@@ -99,8 +99,17 @@ class Watcher(Protocol):
         ...
 
 
-class Silent(Watcher):
+class Silent:
     """A watcher that shows nothing; the log says what there is to say."""
+
+    def judged(self, judge: str, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def scored(self, done: int, total: int) -> None:
+        """Nothing is shown."""
+
+    def paused(self, why: str) -> None:
+        """Nothing is shown."""
 
 
 def carry_out(planned: Planned, watcher: Watcher) -> Done:

@@ -44,7 +44,7 @@ def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig)
     f1, form = row.get("citation_f1"), row.get("citation_format")
     components = {
         "rubric": row.get("rubric_score"),
-        "citation": None if None in (f1, form) else F1_SHARE * f1 + FORMAT_SHARE * form,
+        "citation": (None if f1 is None or form is None else F1_SHARE * f1 + FORMAT_SHARE * form),
         "format_bonus": None,
     }
     return _said(row, model, metrics, () if "episode" in row else _parts(row, components, reward))
