@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -108,10 +109,7 @@ def check(target: str, evidence: Path | None = None, template: Path | None = Non
     source = find_card(target)
     if evidence is not None:
         source = replace(source, evidence=_read(evidence, is_card=False))
-
-    def problem(words: Sequence[str]) -> str | None:
-        return command_problem(words, source.folder, whole=source.whole)
-
+    problem = partial(command_problem, folder=source.folder, whole=source.whole)
     own = None if template is None else _read(template)
     findings = check_card(source.text, source.evidence, command_check=problem, template=own)
     if source.whole and source.folder is not None and source.evidence is not None:
