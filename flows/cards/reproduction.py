@@ -367,11 +367,10 @@ def _parsed(command: str, recipe_file: str | None) -> RecipeConfig:
 
 def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig:
     """Public names replaced by the recorded values that they stand for."""
-    found = {}
-    for path, _ in walk(RecipeConfig):
-        said, meant = get_field(config, path), get_field(recorded, path)
-        if said != meant and stands_for(path, said, meant):
-            found[path] = meant
+    fields = (
+        (path, get_field(config, path), get_field(recorded, path)) for path, _ in walk(RecipeConfig)
+    )
+    found = {p: meant for p, said, meant in fields if said != meant and stands_for(p, said, meant)}
     return replace_fields(config, found)
 
 

@@ -47,7 +47,8 @@ from refiner_core.report.sweep.evidence import (
 
 _EVALUATE = "evaluate-"
 _THREADS = 4
-#: What of the use of a trial a report shows.
+#: What of a trial and of its use a report shows.
+_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress", "shared")
 _OF_USE = (
     *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
     *("attempts", "judge_calls"),
@@ -197,14 +198,8 @@ class _Read:
         target = str(result.report.get("target") or "") if result is not None else ""
         trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
         return TrialRow(
-            arm=standing.arm,
-            seed=standing.seed,
-            run=standing.run,
-            state=standing.state,
-            reason=standing.reason,
-            progress=standing.progress,
+            **{name: getattr(standing, name) for name in _OF_STANDING},
             **{name: getattr(standing.use, name) for name in _OF_USE},
-            shared=standing.shared,
             tracked=next(filter(None, trained), ""),
             published=target,
         )
