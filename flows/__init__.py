@@ -5,7 +5,8 @@ A call goes ``cli`` or ``api`` -> ``checking`` (is the plan fit) -> ``running`` 
 Prefect it comes by the flows ``pipeline`` and ``sweep``, which ``serving`` deploys; a call from a
 terminal is shown by the same flows, in the process ``attach`` (``terminal_runs``). Jobs come in by
 ``worker`` and ``ranks`` and do what ``stages`` says. On what is there: ``publishing``, ``cards``,
-``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``.
+``reporting``, ``rescoring``, ``diffing``, ``why``, ``proving``, ``nightly``, ``frames``; what
+stages have left is found by ``stored``.
 ``starting`` makes recipes; ``ensuring`` makes stages tasks of one's own flow
 (``from flows import begin_run, ensure``). The order in which rooms may import each other stands in
 ``tests/lint/arrows.py``.

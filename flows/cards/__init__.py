@@ -1,5 +1,5 @@
 """Cards as files, folders, repositories and records, and the command that a card gives.
 
-``calls`` is what `refiner card` does; ``recipe_text`` -> ``reproduction`` -> ``commands`` make the
-command on a card and plan it again before the card is accepted.
+``inspection`` is what `refiner card` does: it checks cards and the commands on them, and makes them
+again; ``reproduction`` makes the command on a card and plans it again before the card is accepted.
 """

@@ -1,8 +1,9 @@
 """Cards as files, folders, repositories and records: what `refiner card` does.
 
 In: a README.md wherever it lies, or a finished publication of a workspace. Out: what is wrong with
-the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. Nothing is
-written.
+the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. The commands that
+a card tells its readers to give are parsed by the command line's own parser and loader; nothing is
+carried out, and nothing is written.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from flows.cards.commands import command_problem
+import click
+
 from infra.store.stage_records import CARD, EVIDENCE
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import Finding, check_card
 from refiner_core.cards.lint.against import LARGEST, file_findings
-from refiner_core.contract.config import PublishConfig
+from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.marks import walk
+from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import OutputFile, RunRecord
 
 if TYPE_CHECKING:
@@ -62,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check has found."""
+    """Findings of a check."""
 
     name: str
     findings: tuple[Finding, ...]
@@ -103,10 +109,7 @@ def check(target: str, evidence: Path | None = None, template: Path | None = Non
     source = find_card(target)
     if evidence is not None:
         source = replace(source, evidence=_read(evidence, is_card=False))
-
-    def problem(words: Sequence[str]) -> str | None:
-        return command_problem(words, source.folder, whole=source.whole)
-
+    problem = partial(command_problem, folder=source.folder, whole=source.whole)
     own = None if template is None else _read(template)
     findings = check_card(source.text, source.evidence, command_check=problem, template=own)
     if source.whole and source.folder is not None and source.evidence is not None:
@@ -180,13 +183,12 @@ def _text(data: bytes, name: str, *, is_card: bool = True) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name} is not text in UTF-8 (byte {error.start})",
-            expected="a card in Markdown" if is_card else f"the {EVIDENCE} of a card, in JSON",
-            fix="name a README.md, or save it as UTF-8"
-            if is_card
-            else f"take the {EVIDENCE} that was published with the card",
-        ) from error
+        expected, fix = "a card in Markdown", "name a README.md, or save it as UTF-8"
+        if not is_card:
+            expected = f"the {EVIDENCE} of a card, in JSON"
+            fix = f"take the {EVIDENCE} that was published with the card"
+        what = f"{name} is not text in UTF-8 (byte {error.start})"
+        raise DataError(what, expected=expected, fix=fix) from error
 
 
 def _files(folder: Path, evidence: str) -> list[Finding]:
@@ -197,23 +199,17 @@ def _files(folder: Path, evidence: str) -> list[Finding]:
         return []  # it has been said that it cannot be used
     present: dict[str, OutputFile | None] = {}
     for file in read.files:
-        path = folder / file.path
-        there = not _leaves(file.path) and path.is_file()
-        present[file.path] = OutputFile(file.path, path.stat().st_size, "") if there else None
-        if there and path.stat().st_size == file.bytes:
-            present[file.path] = OutputFile(file.path, file.bytes, _sha256(path))
+        path, parts = folder / file.path, PurePosixPath(file.path).parts
+        leaves = file.path.startswith("/") or ".." in parts
+        if leaves or not path.is_file():
+            present[file.path] = None
+            continue
+        size, digest = path.stat().st_size, ""
+        if size == file.bytes:
+            with path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        present[file.path] = OutputFile(file.path, size, digest)
     return file_findings(read, present)
-
-
-def _leaves(name: str) -> bool:
-    """Whether a name leads out of the folder that it is looked for in."""
-    parts = PurePosixPath(name).parts
-    return name.startswith("/") or ".." in parts
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- from records
@@ -232,7 +228,7 @@ class Shown:
 
     @property
     def differs(self) -> bool:
-        """Whether it is no longer what was published."""
+        """Difference from what was published, as yes or no."""
         return self.published is not None and self.published != self.card
 
     @property
@@ -245,15 +241,9 @@ class Shown:
 
     def difference(self, most: int = 20) -> list[str]:
         """The first lines of what has changed since."""
-        lines = unified_diff(
-            (self.published or "").splitlines(),
-            self.card.splitlines(),
-            "published",
-            "from records now",
-            lineterm="",
-            n=0,
-        )
-        found = list(lines)
+        before, now = (self.published or "").splitlines(), self.card.splitlines()
+        names = ("published", "from records now")
+        found = list(unified_diff(before, now, *names, lineterm="", n=0))
         more = [f"… {len(found) - most} more lines"] if len(found) > most else []
         return found[:most] + more
 
@@ -334,12 +324,102 @@ def _finished(workspace: Workspace, run: RunRecord) -> dict[str, str]:
 
 def _latest(done: Mapping[str, str]) -> str:
     """That of the last checkpoint, with its numbers where they have come."""
-    for name in ("card-progression", "card", "publish", "publish-best"):
-        if name in done:
-            return name
+    names = [n for n in ("card-progression", "card", "publish", "publish-best") if n in done]
+    steps = {name: int(re.sub(r"\D", "", name) or 0) for name in done}
+    return names[0] if names else max(done, key=lambda name: (steps[name], name.startswith("card")))
 
-    def step(name: str) -> tuple[int, bool]:
-        digits = re.sub(r"\D", "", name)
-        return int(digits or 0), name.startswith("card")
 
-    return max(done, key=step)
+# ---------------------------------------------------------------- commands on a card
+
+
+_ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
+#: A key of a recipe file that is no field of the configuration.
+_INCLUDE = "include"
+#: Bytes of a recipe; YAML is slow to read.
+_LARGEST = 100_000
+_ANCHOR = re.compile(r"(?:^|[\s,\[{:=-])&\w")
+
+
+def command_problem(
+    words: Sequence[str], folder: Path | None = None, *, whole: bool = False
+) -> str | None:
+    """Fault of a command; None where there is none, or nobody can tell.
+
+    Parameters
+    ----------
+    words
+        After ``refiner``, as a shell would split them.
+    folder
+        Where the card lies: a recipe file is looked for there.
+    whole
+        The folder has all that belongs to the card, so that a recipe file that is not in it is
+        missing.
+    """
+    from flows.cli.main import COMMANDS, cli
+
+    if not words or words[0].startswith("-") or _ANSWERED_AT_ONCE & set(words):
+        return None
+    name = words[0]
+    if name not in COMMANDS:
+        return f"there is no command {name!r}.{suggest(name, COMMANDS)}"
+    group = click.Context(cli, info_name="refiner")
+    command = cli.get_command(group, name)
+    if command is None or isinstance(command, click.Group):
+        return None
+    try:
+        parsed = command.make_context(name, list(words[1:]), parent=group)
+    except click.ClickException as error:
+        return error.format_message()
+    recipe = parsed.params.get("recipe")
+    overrides = parsed.params.get("overrides")
+    if not isinstance(recipe, str) or overrides is None or recipe.isupper():
+        return None
+    return _recipe_problem(recipe, list(overrides), folder, whole=whole)
+
+
+def _recipe_problem(
+    recipe: str, overrides: Sequence[str], folder: Path | None, *, whole: bool
+) -> str | None:
+    is_file = "/" in recipe or recipe.endswith((".yaml", ".yml"))
+    if recipe not in shipped_recipes() and not is_file:
+        return f"there is no recipe {recipe!r}.{suggest(recipe, shipped_recipes())}"
+    unknown = _unknown_fields(overrides)
+    if unknown is not None or _asks_back([*overrides]):
+        return unknown
+    if recipe not in shipped_recipes():
+        beside = folder / recipe if folder is not None and "/" not in recipe else None
+        if beside is None or not beside.is_file():
+            return f"there is no {recipe} beside the card" if whole else None
+        if beside.stat().st_size > _LARGEST or _asks_back([beside.read_text("utf-8", "replace")]):
+            return None
+        recipe = str(beside)
+    try:
+        load_recipe(recipe, overrides)
+    except RefinerError as error:
+        return error.what
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
+
+
+def _asks_back(texts: Sequence[str]) -> bool:
+    """Yes where a text asks for something that is filled in here: other files, the environment of
+    whoever checks the card, which a finding must not show, or gigabytes (YAML's aliases)."""
+    return any("${" in t or "include:" in t or _ANCHOR.search(t) for t in texts)
+
+
+def _unknown_fields(overrides: Sequence[str]) -> str | None:
+    """Of a recipe that is not here, the names of its fields can be checked all the same."""
+    known = [path for path, _ in walk(RecipeConfig)]
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            return f"override {override!r} is not of the form key=value."
+        if key != _INCLUDE and not any(_overlap(key, path) for path in known):
+            return f"there is no field {key!r}.{suggest(key, known)}"
+    return None
+
+
+def _overlap(key: str, path: str) -> bool:
+    """Yes for one field, or a section (or a field with names in it) and what is inside."""
+    return f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.")

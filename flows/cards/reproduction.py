@@ -97,18 +97,15 @@ def said_again(
         key = text.partition("=")[0].strip()
         if key == _PROTOCOLS:
             words.append(f"{key}={_flow([_named_protocol(t) for t in config.evaluate.protocols])}")
-            continue
-        if key == _BODY:
+        elif key == _BODY:
             words.append(f"{key}={public_body(config.judge.extra_body)}")
-            continue
-        if key in fields:
+        elif key in fields:
             words += [text] if _is_said(key, fields[key], config) else []
-            continue
-        for path, info in walk(RecipeConfig):  # a whole section at once
-            value = get_field(config, path)
-            changed = path.startswith(f"{key}.") and value != get_field(base, path)
-            if changed and _is_said(path, info, config):
-                words.append(f"{path}={_flow(value)}")
+        else:  # a whole section at once
+            for path in (p for p in fields if p.startswith(f"{key}.")):
+                value = get_field(config, path)
+                if value != get_field(base, path) and _is_said(path, fields[path], config):
+                    words.append(f"{path}={_flow(value)}")
     return tuple(dict.fromkeys(words))
 
 
@@ -130,10 +127,10 @@ def recipe_text(config: RecipeConfig) -> str:
 
 
 def stands_for(path: str, said: Any, meant: Any) -> bool:
-    """Whether a value on a card is the public name of the recorded one."""
+    """Yes where a value on a card is the public name of the recorded one."""
     if path == _PROTOCOLS:
         return [public_protocol(text) for text in said] == [public_protocol(t) for t in meant]
-    return bool(said == _public(path, meant) or said == _worded(path, meant))
+    return bool(said == _public(path, meant) or said == _public(path, meant, in_command=True))
 
 
 def _is_said(path: str, info: FieldInfo, config: RecipeConfig) -> bool:
@@ -142,16 +139,18 @@ def _is_said(path: str, info: FieldInfo, config: RecipeConfig) -> bool:
     return info.mark == "identity" or path in _NEEDED
 
 
-def _public(path: str, value: Any) -> Any:
-    """A value as a recipe for others has it."""
+def _public(path: str, value: Any, *, in_command: bool = False) -> Any:
+    """A value as a recipe, or a command, for others has it."""
     if path == _PROTOCOLS:
         return tuple(_protocol(text) for text in value)
     if isinstance(value, tuple):
-        return tuple(_public(path, v) for v in value)
+        return tuple(_public(path, v, in_command=in_command) for v in value)
     if not isinstance(value, str) or path in _NO_PATHS:
         return value
     if path == _BODY:
         return public_body(value)
+    if in_command:
+        return _named(path, value)
     return public_text(value if path.startswith("command.") else _named(path, value))
 
 
@@ -168,15 +167,6 @@ def _protocol(text: str) -> dict[str, Any]:
     if said.get("judge", {}).get("kind") == "openai":
         said["judge"]["base_url"] = _ANY_JUDGE
     return said
-
-
-def _worded(path: str, value: Any) -> Any:
-    """A value as a command for others has it."""
-    if isinstance(value, tuple):
-        return tuple(_worded(path, v) for v in value)
-    if not isinstance(value, str) or path in _NO_PATHS:
-        return value
-    return public_body(value) if path == _BODY else _named(path, value)
 
 
 def _named(path: str, value: str) -> str:
@@ -210,7 +200,7 @@ class _Dumper(yaml.SafeDumper):
     """Plain YAML."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Whether a value that occurs twice is written twice."""
+        """Write a value that occurs twice twice."""
         return True
 
 
@@ -246,7 +236,7 @@ _NO_FILE = (HUB_DIGEST, "synthetic:", "none")
 
 @dataclass(frozen=True)
 class Made:
-    """What a checkpoint was made from, as its records say.
+    """Records of what a checkpoint was made from.
 
     Attributes
     ----------
@@ -377,11 +367,10 @@ def _parsed(command: str, recipe_file: str | None) -> RecipeConfig:
 
 def _with_recorded(config: RecipeConfig, recorded: RecipeConfig) -> RecipeConfig:
     """Public names replaced by the recorded values that they stand for."""
-    found = {}
-    for path, _ in walk(RecipeConfig):
-        said, meant = get_field(config, path), get_field(recorded, path)
-        if said != meant and stands_for(path, said, meant):
-            found[path] = meant
+    fields = (
+        (path, get_field(config, path), get_field(recorded, path)) for path, _ in walk(RecipeConfig)
+    )
+    found = {p: meant for p, said, meant in fields if said != meant and stands_for(p, said, meant)}
     return replace_fields(config, found)
 
 
@@ -426,23 +415,21 @@ def _is_folder_name(text: str) -> bool:
 def _files(command: str, made: Made, recipe_file: str | None = None) -> dict[str, str]:
     """Local files that the command names, as it names them."""
     said = _parsed(command, recipe_file)
-    return {
-        str(get_field(said, _FILES[name][0])): _digest(
-            Path(str(get_field(made.config, _FILES[name][0]))), digest
-        )
-        for name, digest in _recorded_files(made).items()
-        if digest
-    } | _environment_files(said, made.config)
+    found = {}
+    for name, digest in _recorded_files(made).items():
+        shown, file = (str(get_field(c, _FILES[name][0])) for c in (said, made.config))
+        if digest:
+            found[shown] = _digest(Path(file), digest)
+    return found | _environment_files(said, made.config)
 
 
 def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
     """The file of an agent's own environment, and that of its tasks. They are what the record
     means: with others the command would not have planned to the fingerprint."""
+    shown, file = (config.environment.name.rpartition(":")[0] for config in (said, had))
     names = [(said.environment.tasks, had.environment.tasks)]
-    if had.environment.name.rpartition(":")[0].endswith(".py"):
-        names.append(
-            (said.environment.name.rpartition(":")[0], had.environment.name.rpartition(":")[0])
-        )
+    if file.endswith(".py"):
+        names.append((shown, file))
     return {
         shown: hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
         for shown, file in names
@@ -459,8 +446,5 @@ def _digest(path: Path, recorded: str) -> str:
         return recorded
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256")
-    return content.hexdigest() if _hash_of(content.digest()) == recorded else recorded
-
-
-def _hash_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    same = hashlib.sha256(content.digest()).hexdigest() == recorded
+    return content.hexdigest() if same else recorded

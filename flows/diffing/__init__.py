@@ -2,11 +2,10 @@
 
     words ──> sides ──> pairs of stages ──┬─> settings: configuration, sources, judge, rubrics,
               which runs                  │   code, environment
-              are meant                   ├─> rows: what the data stages have prepared
-                                          ├─> training: first step that is not bitwise the same
-                                          └─> numbers: evaluations under one protocol
-                                                │
-                                    document ───┴──> text, JSON
+              are meant                   └─> outcomes: rows that the data stages have prepared, the
+                                                │       first step that is not bitwise the same,
+                                                │       evaluations under one protocol
+                                    document ───┴──> lines, JSON
 
 In: two names, and the workspaces that they are recorded in. Out: a :class:`Difference`. Reads only.
 """

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from flows.diffing.sides import Half, Pair
-from infra.store.traces import list_rollouts, read_metrics, read_rollouts
+from flows.diffing.sides import Half, Pair, both_of, differing
+from flows.stored import rollouts_by_step
+from infra.store.traces import read_metrics, read_rollouts
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.proofs import MEASURED
@@ -55,39 +57,37 @@ class FileRows:
     columns: tuple[str, ...] = ()
 
 
-def row_changes(pairs: Sequence[Pair]) -> list[FileRows]:
-    """Prepared rows that differ, over all `data` stages."""
-    found = []
-    for pair in pairs:
-        if pair.kind != "data" or (both := pair.both) is None:
-            continue
-        found += [c for name in FILES if (c := _file(pair.name, name, *both)) is not None]
-    return found
+def row_changes(pairs: Iterable[Pair]) -> Iterator[FileRows]:
+    """Prepared rows that differ, over all `data` stages. Rows are known by ``sample_id`` and
+    compared by a hash of all their columns: large sets are read in batches and not held."""
+    for stage, a, b in both_of(pairs, "data"):
+        for name in FILES:
+            if (digest := a.digests.get(name)) is not None and digest == b.digests.get(name):
+                continue
+            paths = [path for h in (a, b) if (path := _output_file(h, name)) is not None]
+            if len(paths) == 2:
+                yield from _changed_rows(stage, name, *paths)
+            elif paths:
+                count = len(_hashes(paths[0]))
+                there = _output_file(a, name) is not None
+                yield FileRows(stage, name, *((count, None) if there else (None, count)))
 
 
-def _file(stage: str, name: str, a: Half, b: Half) -> FileRows | None:
-    paths = [None if h.output is None else h.output / name for h in (a, b)]
-    digests = [_digest(h, name) for h in (a, b)]
-    if digests[0] is not None and digests[0] == digests[1]:
-        return None
-    kept = [path if path is not None and path.exists() else None for path in paths]
-    if kept[0] is None and kept[1] is None:
-        return None
-    tables = [None if path is None else _hashes(path) for path in kept]
-    one, other = tables
-    if one is None or other is None:
-        counts = [None if t is None else len(t) for t in tables]
-        return FileRows(stage, name, counts[0], counts[1])
-    if one == other and list(one) == list(other):
-        return None
+def _output_file(half: Half, name: str) -> Path | None:
+    path = None if half.output is None else half.output / name
+    return path if path is not None and path.exists() else None
+
+
+def _changed_rows(stage: str, name: str, a: Path, b: Path) -> Iterator[FileRows]:
+    one, other = _hashes(a), _hashes(b)
+    if list(one.items()) == list(other.items()):
+        return
     only_a = [k for k in one if k not in other]
     only_b = [k for k in other if k not in one]
     changed = [k for k in one if k in other and one[k] != other[k]]
     common = ([k for k in one if k in other], [k for k in other if k in one])
-    order = next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None)
-    assert kept[0] is not None, "read above"
-    assert kept[1] is not None, "read above"
-    return FileRows(
+    columns = differing(*(_row(path, changed[0]) for path in (a, b))) if changed else ()
+    yield FileRows(
         stage,
         name,
         len(one),
@@ -96,15 +96,9 @@ def _file(stage: str, name: str, a: Half, b: Half) -> FileRows | None:
         len(only_b),
         len(changed),
         (tuple(only_a[:_FEW_ROWS]), tuple(only_b[:_FEW_ROWS]), tuple(changed[:_FEW_ROWS])),
-        order,
-        _columns(kept[0], kept[1], changed[0]) if changed else (),
+        next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None),
+        tuple(columns),
     )
-
-
-def _digest(half: Half, name: str) -> str | None:
-    result = half.record.result if half.record is not None else None
-    files = result.files if result is not None else ()
-    return next((f.sha256 for f in files if f.path == name), None)
 
 
 def _hashes(path: Path) -> dict[str, str]:
@@ -119,11 +113,6 @@ def _hashes(path: Path) -> dict[str, str]:
     return found
 
 
-def _columns(a: Path, b: Path, sample_id: str) -> tuple[str, ...]:
-    one, other = (_row(path, sample_id) for path in (a, b))
-    return tuple(k for k in dict.fromkeys([*one, *other]) if one.get(k) != other.get(k))
-
-
 def _row(path: Path, sample_id: str) -> dict[str, object]:
     import pyarrow.parquet as pq
 
@@ -131,13 +120,15 @@ def _row(path: Path, sample_id: str) -> dict[str, object]:
     return dict(rows[0]) if rows else {}
 
 
-_COMPARED = ("sample", *TRAINED)
+# ---------------------------------------------------------------- training
+
+
 #: In the order in which a rollout comes about.
 _FIELDS = (
     *("prompt_index", "sample_id", "response_ids", "response_text", "logprobs", "finish_reason"),
     *("status", "judgements", "reward", "advantage"),
 )
-_FEW, _CUT = 6, 160
+_CUT = 160
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,7 @@ class RolloutChange:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far two trainings are the same.
+    """Divergence of two trainings: how far they are the same.
 
     Attributes
     ----------
@@ -181,82 +172,61 @@ class Divergence:
     note: str = ""
 
 
-def divergences(pairs: Sequence[Pair]) -> list[Divergence]:
-    """Each pair of training stages of which both sides have logged something."""
-    found = []
-    for pair in pairs:
-        if pair.kind not in _COMPARED or (both := pair.both) is None:
-            continue
-        if (one := _divergence(pair.name, *both)) is not None:
-            found.append(one)
-    return found
+def divergences(pairs: Iterable[Pair]) -> Iterator[Divergence]:
+    """Each pair of training stages of which both sides have logged something. Rollouts of a step
+    are sampled before its numbers are logged, so that of the two a rollout that differs is the
+    earlier. What only measures (times, speed, what the judge's server did) is left aside."""
+    for stage, a, b in both_of(pairs, "sample", *TRAINED):
+        one, other = _steps(a), _steps(b)
+        if one and other:
+            yield _divergence(stage, one, other)
 
 
-def _divergence(stage: str, a: Half, b: Half) -> Divergence | None:
-    lines = [_lines(h.file("metrics")) for h in (a, b)]
-    rollouts = [_rollout_files(h.file("rollouts")) for h in (a, b)]
-    one, other = lines
-    if not (one or rollouts[0]) or not (other or rollouts[1]):
-        return None
-    last = [max([*of, *kept], default=0) for of, kept in zip(lines, rollouts, strict=True)]
-    steps = sorted({*one, *other, *rollouts[0], *rollouts[1]})
-    same = 0
-    for step in (s for s in steps if s <= min(last)):
-        numbers = _numbers(one.get(step, []), other.get(step, []))
-        rollout = _rollout(rollouts[0].get(step), rollouts[1].get(step))
-        if numbers or rollout is not None:
-            return Divergence(stage, step, same, last[0], last[1], numbers, rollout)
-        same += 1
-    note = ""
-    if last[0] != last[1]:
-        note = f"one has gone to step {last[0]}, the other to step {last[1]}"
-    return Divergence(stage, None, same, last[0], last[1], {}, None, note)
-
-
-def _lines(path: Path | None) -> dict[int, list[Mapping[str, Any]]]:
-    found: dict[int, list[Mapping[str, Any]]] = {}
-    for line in read_metrics(path) if path is not None else ():
-        found.setdefault(line.step, []).append(line.metrics)
-    return found
-
-
-def _numbers(
-    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[Any, Any]]:
-    one, other = _merged(a), _merged(b)
-    names = [n for n in dict.fromkeys([*one, *other]) if not n.startswith(MEASURED)]
-    return {n: (one.get(n), other.get(n)) for n in names if one.get(n) != other.get(n)}
-
-
-def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {name: value for line in lines for name, value in line.items()}
-
-
-def _rollout_files(folder: Path | None) -> dict[int, Path]:
-    if folder is None:
+def _steps(half: Half) -> dict[int, tuple[dict[str, Any], Path | None]]:
+    """Traces of each step of a training: its numbers, later lines going before earlier ones,
+    and its rollouts."""
+    if (paths := half.paths) is None:
         return {}
-    return {int(p.stem.removeprefix("step-")): p for p in list_rollouts(folder)}
+    numbers: dict[int, dict[str, Any]] = {}
+    for line in read_metrics(paths.metrics):
+        numbers.setdefault(line.step, {}).update(
+            {k: v for k, v in line.metrics.items() if not k.startswith(MEASURED)}
+        )
+    rollouts = rollouts_by_step(paths.rollouts)
+    return {s: (numbers.get(s, {}), rollouts.get(s)) for s in sorted({*numbers, *rollouts})}
 
 
-def _rollout(a: Path | None, b: Path | None) -> RolloutChange | None:
+def _divergence(
+    stage: str,
+    one: Mapping[int, tuple[dict[str, Any], Path | None]],
+    other: Mapping[int, tuple[dict[str, Any], Path | None]],
+) -> Divergence:
+    last, same = (max(one), max(other)), 0
+    for step in (s for s in sorted({*one, *other}) if s <= min(last)):
+        (numbers, rollouts), (others, more) = (s.get(step, ({}, None)) for s in (one, other))
+        metrics, rollout = differing(numbers, others), _first_rollout(rollouts, more)
+        if metrics or rollout is not None:
+            return Divergence(stage, step, same, *last, metrics, rollout)
+        same += 1
+    gone = f"one has gone to step {last[0]}, the other to step {last[1]}"
+    return Divergence(stage, None, same, *last, {}, None, gone if last[0] != last[1] else "")
+
+
+def _first_rollout(a: Path | None, b: Path | None) -> RolloutChange | None:
     """The first rollout that differs; where one side keeps none of the step, nothing is said."""
     if a is None or b is None or a.read_bytes() == b.read_bytes():
         return None
     one, other = read_rollouts(a), read_rollouts(b)
-    for x, y in zip(one, other, strict=False):
-        if fields := _fields_apart(x, y):
-            which = (str(x.get("sample_id")), int(x.get("sample_index") or 0))
-            return RolloutChange(*which, fields, _cut(x.get(fields[0])), _cut(y.get(fields[0])))
-    if len(one) != len(other):
-        row = (one if len(one) > len(other) else other)[min(len(one), len(other))]
+    for x, y in zip_longest(one, other):
+        row = x or y
         which = (str(row.get("sample_id")), int(row.get("sample_index") or 0))
-        return RolloutChange(*which, ("count",), str(len(one)), str(len(other)))
+        if x is None or y is None:
+            return RolloutChange(*which, ("count",), str(len(one)), str(len(other)))
+        apart = differing(x, y)
+        if apart:
+            fields = (*(f for f in _FIELDS if f in apart), *(f for f in apart if f not in _FIELDS))
+            return RolloutChange(*which, fields, *map(_cut, apart[fields[0]]))
     return None
-
-
-def _fields_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, ...]:
-    names = dict.fromkeys([*(f for f in _FIELDS if f in a or f in b), *a, *b])
-    return tuple(name for name in names if a.get(name) != b.get(name))
 
 
 def _cut(value: Any) -> str:
@@ -264,13 +234,14 @@ def _cut(value: Any) -> str:
     return text if len(text) <= _CUT else f"{text[:_CUT]}…"
 
 
-_LEFT_OUT = ("data",)  # of a protocol: where its prompts came from, no part of what they are
+# ---------------------------------------------------------------- evaluations
 
 
 @dataclass(frozen=True)
 class NumberChange:
     """One metric of one model. ``difference`` is second minus first, paired over prompts (of these
-    two checkpoints); None where the protocols differ, which ``refused`` names."""
+    two checkpoints); None where the protocols differ, which ``refused`` names. ``same``: both are
+    the same number under the same protocol."""
 
     stage: str
     decoding: str
@@ -281,12 +252,7 @@ class NumberChange:
     low: float | None = None
     high: float | None = None
     refused: tuple[str, ...] = ()
-
-    @property
-    def same(self) -> bool:
-        """Whether both are the same number under the same protocol."""
-        names = ("value", "low", "high", "n")
-        return not self.refused and all(self.a.get(n) == self.b.get(n) for n in names)
+    same: bool = False
 
 
 @dataclass(frozen=True)
@@ -302,40 +268,32 @@ class SampleChange:
     of: int
 
 
-def number_changes(pairs: Sequence[Pair]) -> list[NumberChange]:
-    """Every metric that both sides have."""
-    found = []
-    for pair in pairs:
-        if pair.kind == "evaluate" and (both := pair.both) is not None:
-            found += _of_pair(pair.name, *both)
-    return found
+Rows = Sequence[Mapping[str, Any]]
 
 
-def sample_changes(pairs: Sequence[Pair]) -> list[SampleChange]:
-    """Evaluations under one protocol whose samples are not bitwise the same."""
-    found = []
-    for pair in pairs:
-        if pair.kind != "evaluate" or (both := pair.both) is None:
-            continue
-        for decoding, files in _sample_files(*both).items():
-            change = _samples(pair.name, decoding, both, files)
-            if change is not None:
-                found.append(change)
-    return found
-
-
-def _of_pair(stage: str, a: Half, b: Half) -> list[NumberChange]:
-    one, other = _entries(a), _entries(b)
-    paired = _paired(a, b)
-    found = []
-    for key in (k for k in one if k in other):
-        x, y = one[key], other[key]
-        if x["protocol"] != y["protocol"]:
-            fields = _protocols_apart(_protocol(a, x), _protocol(b, y))
-            found.append(NumberChange(stage, *key, x, y, refused=tuple(fields)))
-            continue
-        found.append(NumberChange(stage, *key, x, y, *paired.get(key, (None, None, None))))
-    return found
+def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[NumberChange], list[SampleChange]]:
+    """Every metric that both sides have; and evaluations under one protocol whose samples are not
+    bitwise the same."""
+    numbers: list[NumberChange] = []
+    samples: list[SampleChange] = []
+    for stage, a, b in both_of(pairs, "evaluate"):
+        one, other = _entries(a), _entries(b)
+        rows: dict[str, tuple[Rows, Rows] | None] = {}
+        for key in (k for k in one if k in other):
+            x, y = one[key], other[key]
+            if x["protocol"] != y["protocol"]:
+                apart = _protocols_apart(_protocol(a, x), _protocol(b, y))
+                numbers.append(NumberChange(stage, *key, x, y, refused=tuple(apart)))
+                continue
+            if key[0] not in rows:
+                rows[key[0]] = _samples(a, x, b, y)
+            same = all(x.get(n) == y.get(n) for n in ("value", "low", "high", "n"))
+            paired = _paired(rows[key[0]], key[1])
+            numbers.append(NumberChange(stage, *key, x, y, *paired, same=same))
+        for decoding, both in rows.items():
+            if both is not None:
+                samples += _sample_changes(stage, decoding, *both)
+    return numbers, samples
 
 
 def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -343,78 +301,53 @@ def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
     return {(str(e["decoding"]), str(e["metric"])): e for e in entries}
 
 
-def _protocol(half: Half, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
-    return found
+def _protocol(half: Half, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a protocol, without where its prompts came from: that is no part of them."""
+    found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
+    return {k: v for k, v in found.items() if k != "data"}
 
 
-def _protocols_apart(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found: list[str] = []
-    for key in sorted({*a, *b} - (set(_LEFT_OUT) if not prefix else set())):
-        x, y = a.get(key), b.get(key)
+def _protocols_apart(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, (x, y) in sorted(differing(a, b).items()):
         if isinstance(x, Mapping) and isinstance(y, Mapping):
-            found += _protocols_apart(x, y, f"{prefix}{key}.")
-        elif x != y:
-            found.append(prefix + key)
-    return found
-
-
-def _paired(a: Half, b: Half) -> dict[tuple[str, str], tuple[float, float | None, float | None]]:
-    """Paired differences with their intervals, second minus first, of what is under one protocol;
-    none where samples are gone."""
-    from refiner_core.evaluation.statistics import paired_difference_over_seeds
-
-    found = {}
-    one, other = _entries(a), _entries(b)
-    rows: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {}
-    for key, entry in one.items():
-        if key not in other or entry["protocol"] != other[key]["protocol"]:
-            continue
-        try:
-            if key[0] not in rows:
-                rows[key[0]] = (_load(a, entry), _load(b, other[key]))
-            x, y = rows[key[0]]
-            difference = paired_difference_over_seeds([y], [x], key[1])
-        except RefinerError:  # the numbers themselves are shown all the same
-            continue
-        if difference.n:
-            found[key] = (difference.value, difference.low, difference.high)
-    return found
-
-
-def _load(half: Half, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    from refiner_core.evaluation.metrics import load_samples
-
-    assert half.output is not None, "a stage with a report is done"
-    return load_samples(half.output / str(entry["samples_file"]))
-
-
-def _sample_files(a: Half, b: Half) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Decoding -> an entry of each side, of those under one protocol."""
-    one, other = _entries(a), _entries(b)
-    found = {}
-    for key, entry in one.items():
-        if key in other and entry["protocol"] == other[key]["protocol"]:
-            found[key[0]] = (entry, other[key])
-    return found
+            yield from _protocols_apart(x, y, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def _samples(
-    stage: str,
-    decoding: str,
-    both: tuple[Half, Half],
-    entries: tuple[Mapping[str, Any], Mapping[str, Any]],
-) -> SampleChange | None:
+    a: Half, x: Mapping[str, Any], b: Half, y: Mapping[str, Any]
+) -> tuple[Rows, Rows] | None:
+    """The samples behind two numbers; None where they are gone."""
+    from refiner_core.evaluation.metrics import load_samples
+
+    assert a.output is not None, "a stage with a report is done"
+    assert b.output is not None, "a stage with a report is done"
     try:
-        one, other = (_load(h, e) for h, e in zip(both, entries, strict=True))
+        one = load_samples(a.output / str(x["samples_file"]))
+        return one, load_samples(b.output / str(y["samples_file"]))
+    except RefinerError:  # the numbers themselves are shown all the same
+        return None
+
+
+def _paired(
+    rows: tuple[Rows, Rows] | None, metric: str
+) -> tuple[float | None, float | None, float | None]:
+    """Paired difference with its interval, second minus first."""
+    from refiner_core.evaluation.statistics import paired_difference_over_seeds
+
+    if rows is None:
+        return None, None, None
+    try:
+        found = paired_difference_over_seeds([rows[1]], [rows[0]], metric)
     except RefinerError:
-        return None
-    first, count = None, 0
-    for x, y in zip(one, other, strict=False):
-        fields = tuple(k for k in dict.fromkeys([*x, *y]) if x.get(k) != y.get(k))
-        if fields:
-            first = first or (str(x.get("sample_id")), fields)
-            count += 1
-    if first is None:
-        return None
-    return SampleChange(stage, decoding, *first, count, len(one))
+        return None, None, None
+    return (found.value, found.low, found.high) if found.n else (None, None, None)
+
+
+def _sample_changes(stage: str, decoding: str, one: Rows, other: Rows) -> Iterator[SampleChange]:
+    changed = [(x, apart) for x, y in zip(one, other, strict=False) if (apart := differing(x, y))]
+    if changed:
+        (row, apart), count = changed[0], len(changed)
+        name = str(row.get("sample_id"))
+        yield SampleChange(stage, decoding, name, tuple(apart), count, len(one))

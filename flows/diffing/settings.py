@@ -7,20 +7,19 @@ decide what is computed (identity) are told from those that decide where and how
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.diffing.sides import Half, Pair, Side
+from flows.diffing.sides import Half, Pair, Side, both_of, differing
+from flows.stored import recorded_field
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import ABSENT, Mark, walk
-from refiner_core.contract.records import StageSpec
-from refiner_core.contract.services import CONSUMERS
 
 #: Of these a stage's own fields say all that matters, or they are names for people.
-_NO_NEWS = ("description",)
+_NO_NEWS = ("description", "workspace")
 
 
 @dataclass(frozen=True)
@@ -84,106 +83,73 @@ class CodeChange:
 def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[FieldChange]:
     """Fields that differ, identity first."""
     left, right = a.config, b.config
-    specs = {p.name: _specs(p) for p in pairs}
     found = []
     for path, info in walk(RecipeConfig):
-        if path in _NO_NEWS or path == "workspace":
+        if path in _NO_NEWS:
             continue
-        old = ABSENT if info.legacy_value is ABSENT else info.legacy_value
-        default = info.default if old is ABSENT else old
-        one, other = (_plain(_value(c, path, default)) for c in (left, right))
+        default = info.default if info.legacy_value is ABSENT else info.legacy_value
+        one, other = (recorded_field(config, path, default) for config in (left, right))
         if one == other:
             continue
-        stages = _touched(path, specs) if info.mark == "identity" else ()
-        if info.mark == "identity" and not stages and (a.single or b.single):
-            continue  # other stages of these runs have it
+        stages: tuple[str, ...] = ()
+        if info.mark == "identity":
+            stages = tuple(pair.name for pair in pairs if _has_field(pair, path))
+            if not stages and (a.single or b.single):
+                continue  # other stages of these runs have it
         found.append(FieldChange(path, info.mark, one, other, stages))
     return sorted(found, key=lambda change: change.mark != "identity")
 
 
-def _specs(pair: Pair) -> tuple[str, list[StageSpec]]:
-    halves = (h for h in (pair.a, pair.b) if h is not None)
-    return pair.kind, [h.record.spec for h in halves if h.record is not None]
-
-
-def _touched(path: str, specs: Mapping[str, tuple[str, list[StageSpec]]]) -> tuple[str, ...]:
-    """Stages whose own identity has the field; where none is recorded, whose kind has it."""
-    found = []
-    for name, (kind, recorded) in specs.items():
-        prefixes = KINDS[kind].fields if kind in KINDS else ()
-        by_kind = any(path == p or path.startswith(f"{p}.") for p in prefixes)
-        if any(path in s.identity for s in recorded) or (not recorded and by_kind):
-            found.append(name)
-    return tuple(found)
-
-
-def _value(config: Mapping[str, Any], path: str, default: Any) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return value
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _has_field(pair: Pair, path: str) -> bool:
+    """Yes where the stage's own identity has the field; where none is recorded, where its kind
+    has."""
+    specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
+    if specs:
+        return any(path in spec.identity for spec in specs)
+    prefixes = KINDS[pair.kind].fields if pair.kind in KINDS else ()
+    return any(path == p or path.startswith(f"{p}.") for p in prefixes)
 
 
 # ---------------------------------------------------------------- stages
 
 
-def stage_changes(pairs: Iterable[Pair]) -> list[StageChange]:
-    """How each pair of stages stands."""
-    return [_stage_change(pair) for pair in pairs]
-
-
-def _stage_change(pair: Pair) -> StageChange:
-    ids = (pair.a.stage_id if pair.a else None, pair.b.stage_id if pair.b else None)
-    if pair.a is None or pair.b is None:
-        return StageChange(pair.name, *ids, "only b" if pair.a is None else "only a")
+def stage_change(pair: Pair) -> StageChange:
+    """Relation of a pair of stages."""
+    a, b = pair.a, pair.b
+    if a is None or b is None:
+        ids = (a.stage_id if a else None, b.stage_id if b else None)
+        return StageChange(pair.name, *ids, "only b" if a is None else "only a")
     if pair.same:
-        return StageChange(pair.name, *ids, "same", outputs=())
-    alike = ids[0] == ids[1]
+        return StageChange(pair.name, a.stage_id, b.stage_id, "same", outputs=())
+    alike = a.stage_id == b.stage_id
+    done = a.result is not None and b.result is not None
     return StageChange(
         pair.name,
-        *ids,
+        a.stage_id,
+        b.stage_id,
         "alike" if alike else "different",
-        () if alike else tuple(_because(pair.a, pair.b)),
-        _outputs(pair.a, pair.b),
+        () if alike else tuple(_because(a, b)),
+        tuple(differing(a.digests, b.digests)) if done else None,
     )
 
 
-def _because(a: Half, b: Half) -> list[str]:
+def _because(a: Half, b: Half) -> Iterator[str]:
     """In what two specifications differ, by name."""
-    if a.record is None or b.record is None:
-        return ["one of them has not begun"]
-    one, other = a.record.spec, b.record.spec
-    found = [
-        f"{k} {_short(x)} → {_short(y)}" for k, x, y in _differing(one.identity, other.identity)
-    ]
-    found += [f"source {k}" for k, _, _ in _differing(one.sources, other.sources)]
-    inputs = _differing(one.input_fingerprints, other.input_fingerprints)
-    found += [f"input {k}" for k, _, _ in inputs]
+    one, other = a.spec, b.spec
+    if one is None or other is None:
+        yield "one of them has not begun"
+        return
+    for key, (x, y) in differing(one.identity, other.identity).items():
+        yield f"{key} {shortened(x, 40)} → {shortened(y, 40)}"
+    yield from (f"source {key}" for key in differing(one.sources, other.sources))
+    inputs = differing(one.input_fingerprints, other.input_fingerprints)
+    yield from (f"input {key}" for key in inputs)
     if one.stage_version != other.stage_version:
-        found.append(f"stage version {one.stage_version} → {other.stage_version}")
-    return found
+        yield f"stage version {one.stage_version} → {other.stage_version}"
 
 
-def _outputs(a: Half, b: Half) -> tuple[str, ...] | None:
-    results = [h.record.result if h.record is not None else None for h in (a, b)]
-    if results[0] is None or results[1] is None:
-        return None
-    one, other = ({f.path: f.sha256 for f in r.files} for r in results if r is not None)
-    return tuple(path for path, _, _ in _differing(one, other))
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    keys = dict.fromkeys([*one, *other])
-    return [(k, one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)]
-
-
-def _short(value: Any, limit: int = 40) -> str:
+def shortened(value: Any, limit: int) -> str:
+    """The beginning of a long text."""
     text = str(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -191,33 +157,32 @@ def _short(value: Any, limit: int = 40) -> str:
 # ---------------------------------------------------------------- sources, judge, rubrics
 
 
-def source_changes(pairs: Iterable[Pair]) -> list[Change]:
+def changes(
+    pairs: Iterable[Pair], values: Callable[[Half], Mapping[str, Any]], *kinds: str
+) -> tuple[Change, ...]:
+    """Differences of such values, each once, with the stages (of these kinds) that have them."""
+    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    for name, a, b in both_of(pairs, *kinds):
+        one, other = values(a), values(b)
+        if not one or not other:
+            continue
+        for what, (x, y) in differing(one, other).items():
+            found.setdefault((what, str(x), str(y)), (x, y, []))[2].append(name)
+    return tuple(Change(k[0], x, y, tuple(names)) for k, (x, y, names) in found.items())
+
+
+def sources_of(half: Half) -> Mapping[str, Any]:
     """Digests of what came from outside: rows, weights, rubric sets, prompts of the judge."""
-    return _gather(pairs, lambda h: h.record.spec.sources if h.record is not None else {})
+    return {} if half.spec is None else half.spec.sources
 
 
-def judge_changes(pairs: Iterable[Pair]) -> list[Change]:
+def judge_of(half: Half) -> dict[str, Any]:
     """The judge: its fields, the digest of its prompts, what its server called itself."""
-    return _gather((p for p in pairs if p.kind in CONSUMERS), _judge)
-
-
-def rubric_changes(pairs: Iterable[Pair]) -> list[Change]:
-    """Which rubrics, and what the sets said."""
-    return _gather((p for p in pairs if p.kind in CONSUMERS), _rubrics)
-
-
-def environment_changes(pairs: Iterable[Pair]) -> list[Change]:
-    """Versions of libraries, Python, machines and devices of the workers."""
-    return _gather(pairs, _environment)
-
-
-def _judge(half: Half) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if half.record is not None:
-        identity = half.record.spec.identity
-        found = {k: v for k, v in identity.items() if k.startswith("judge.")}
-        if "judge_prompt" in half.record.spec.sources:
-            found["prompt digest"] = half.record.spec.sources["judge_prompt"]
+    if half.spec is not None:
+        found = {k: v for k, v in half.spec.identity.items() if k.startswith("judge.")}
+        if "judge_prompt" in half.spec.sources:
+            found["prompt digest"] = half.spec.sources["judge_prompt"]
     for protocol in (half.report.get("protocols") or {}).values():
         if digest := (protocol.get("judge") or {}).get("prompt_digest"):
             found["prompt digest"] = digest
@@ -227,44 +192,30 @@ def _judge(half: Half) -> dict[str, Any]:
     return found
 
 
-def _rubrics(half: Half) -> dict[str, Any]:
-    if half.record is None:
+def rubrics_of(half: Half) -> dict[str, Any]:
+    """Rubrics, and what the sets said."""
+    if half.spec is None:
         return {}
-    spec = half.record.spec
     names = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
-    fields = [f"reward.{name}" for name in names]
-    found = {name: spec.identity[name] for name in fields if name in spec.identity}
-    if "rubrics" in spec.sources:
-        found["rubric set's digest"] = spec.sources["rubrics"]
+    identity = half.spec.identity
+    found = {f"reward.{n}": identity[f"reward.{n}"] for n in names if f"reward.{n}" in identity}
+    if "rubrics" in half.spec.sources:
+        found["rubric set's digest"] = half.spec.sources["rubrics"]
     return found
 
 
-def _environment(half: Half) -> dict[str, Any]:
-    provenance = half.provenance
-    if not provenance:
+def environment_of(half: Half) -> dict[str, Any]:
+    """Versions of libraries, Python, machine and devices of the worker."""
+    if not (provenance := half.provenance):
         return {}
     host = provenance.get("host") or {}
-    found: dict[str, Any] = dict(provenance.get("versions") or {})
-    found["Python"] = provenance.get("python")
-    found["host"] = host.get("name")
-    found["processor"] = host.get("cpu")
-    found["GPUs"] = host.get("gpus")
-    return found
-
-
-def _gather(pairs: Iterable[Pair], values: Any) -> list[Change]:
-    """What differs, each once, with the stages in which it does so."""
-    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
-    for pair in pairs:
-        if (both := pair.both) is None:
-            continue
-        one, other = values(both[0]), values(both[1])
-        if not one or not other:
-            continue
-        for what, x, y in _differing(one, other):
-            entry = found.setdefault((what, str(x), str(y)), (x, y, []))
-            entry[2].append(pair.name)
-    return [Change(k[0], x, y, tuple(names)) for k, (x, y, names) in found.items()]
+    return {
+        **(provenance.get("versions") or {}),
+        "Python": provenance.get("python"),
+        "host": host.get("name"),
+        "processor": host.get("cpu"),
+        "GPUs": host.get("gpus"),
+    }
 
 
 # ---------------------------------------------------------------- code
@@ -273,52 +224,39 @@ def _gather(pairs: Iterable[Pair], values: Any) -> list[Change]:
 def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> CodeChange | None:
     """The code of both runs; of single stages that of their workers. None: it is the same, or
     nobody knows."""
-    one, other = _code(a, pairs, "a"), _code(b, pairs, "b")
+    one, other = _code(a, [p.a for p in pairs]), _code(b, [p.b for p in pairs])
     git = _git(a, b)
     if not one or not other or (one == other and not git):
         return None
-    folders = (a.workspace.layout.code / one, b.workspace.layout.code / other)
     if one == other:
-        return CodeChange(one, other, (), tuple(git))
-    kept = all(folder.is_dir() for folder in folders)
-    files = tuple(_file_changes(*folders)) if kept else None
-    shown = (str(folders[0]), str(folders[1])) if kept else None
-    return CodeChange(one, other, files, tuple(git), shown)
+        return CodeChange(one, other, (), git)
+    folders = (a.workspace.layout.code / one, b.workspace.layout.code / other)
+    if not all(folder.is_dir() for folder in folders):
+        return CodeChange(one, other, None, git)
+    files = tuple(_file_changes(*folders))
+    return CodeChange(one, other, files, git, (str(folders[0]), str(folders[1])))
 
 
-def _code(side: Side, pairs: Sequence[Pair], which: str) -> str:
-    if side.single:
-        half: Half | None = getattr(pairs[0], which)
-        worked = half.provenance.get("code") if half is not None else None
-        if worked:
-            return str(worked)
+def _code(side: Side, halves: Sequence[Half | None]) -> str:
+    if side.single and halves[0] is not None and (worked := halves[0].provenance.get("code")):
+        return str(worked)
     return side.run.code if side.run is not None else ""
 
 
-def _git(a: Side, b: Side) -> list[Change]:
+def _git(a: Side, b: Side) -> tuple[Change, ...]:
     if a.run is None or b.run is None:
-        return []
-    one, other = a.run.provenance, b.run.provenance
+        return ()
     names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
-    return [
-        Change(words, one.get(name), other.get(name))
-        for name, words in names.items()
-        if one.get(name) != other.get(name)
-    ]
+    apart = differing(a.run.provenance, b.run.provenance)
+    return tuple(Change(names[name], *apart[name]) for name in names if name in apart)
 
 
-def _file_changes(a: Path, b: Path) -> list[FileChange]:
-    one, other = _texts(a), _texts(b)
-    found = []
-    for path in sorted({*one, *other}):
-        if one.get(path) == other.get(path):
-            continue
-        before, after = (side.get(path, b"").decode(errors="replace") for side in (one, other))
-        lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0))[2:]
+def _file_changes(a: Path, b: Path) -> Iterator[FileChange]:
+    for path, texts in sorted(differing(_texts(a), _texts(b)).items()):
+        before, after = ((text or b"").decode(errors="replace").splitlines() for text in texts)
+        lines = list(difflib.unified_diff(before, after, n=0))[2:]
         added = sum(line.startswith("+") for line in lines)
-        removed = sum(line.startswith("-") for line in lines)
-        found.append(FileChange(path, added, removed))
-    return found
+        yield FileChange(path, added, sum(line.startswith("-") for line in lines))
 
 
 def _texts(folder: Path) -> dict[str, bytes]:

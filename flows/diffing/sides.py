@@ -1,4 +1,4 @@
-"""What is compared: two runs, trials or stages by their names.
+"""Sides of a comparison: two runs, trials or stages by their names.
 
 In: a word and a workspace. Out: a :class:`Side`, and of two sides the :class:`Pair` values of
 stages that answer to each other.
@@ -7,17 +7,19 @@ stages that answer to each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from flows.running.status import find_run, stage_names
-from infra.store.sweep_records import read_sweep, sweep_versions, trial_run
+from flows.stored import the_stage
+from infra.store.layout import AttemptPaths
+from infra.store.sweep_records import read_sweep, sweep_versions
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import RunRecord, StageRecord
+from refiner_core.contract.records import Attempt, RunRecord, StageRecord, StageResult, StageSpec
 
 _ATTEMPT = re.compile(r"^(?P<rest>.+)#(?P<number>\d+)$")
 
@@ -63,56 +65,62 @@ class Half:
     """One side's part of a pair; read when it is needed."""
 
     side: Side
-    name: str
     stage_id: str
-    _record: StageRecord | None = field(default=None, repr=False)
-    _read: bool = field(default=False, repr=False)
 
-    @property
+    @cached_property
     def record(self) -> StageRecord | None:
-        """What is known of the stage; None where nobody has begun it."""
-        if not self._read:
-            self._record = self.side.workspace.read_record(self.stage_id)
-            self._read = True
-        return self._record
+        """Record of the stage; None where nobody has begun it."""
+        return self.side.workspace.read_record(self.stage_id)
 
     @property
-    def attempt(self) -> int | None:
-        """The attempt whose files tell the whole story."""
-        record = self.record
-        if self.side.attempt is not None:
-            return self.side.attempt
-        if record is None or not record.attempts:
-            return None
-        return record.result.attempt if record.result else record.attempts[-1].number
+    def spec(self) -> StageSpec | None:
+        """Specification of the stage; None where nobody has begun it."""
+        return None if self.record is None else self.record.spec
+
+    @property
+    def result(self) -> StageResult | None:
+        """Result of the stage; None where it is not done."""
+        return None if self.record is None else self.record.result
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """All of them, oldest first."""
+        return () if self.record is None else self.record.attempts
+
+    @property
+    def paths(self) -> AttemptPaths | None:
+        """The files of the attempt whose files tell the whole story."""
+        number = self.side.attempt
+        if number is None and self.result is not None:
+            number = self.result.attempt
+        elif number is None and self.attempts:
+            number = self.attempts[-1].number
+        layout = self.side.workspace.layout
+        return None if number is None else layout.attempt(self.stage_id, number)
 
     @property
     def output(self) -> Path | None:
-        """Where its output lies; None where it is not done."""
+        """Folder of its output; None where it is not done."""
         return self.side.workspace.output_dir(self.stage_id)
 
-    def file(self, name: str) -> Path | None:
-        """One of the attempt's files or folders: ``metrics``, ``rollouts``, ``started`` …"""
-        if self.attempt is None:
-            return None
-        paths = self.side.workspace.layout.attempt(self.stage_id, self.attempt)
-        found: Path = getattr(paths, name)
-        return found
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of its output files."""
+        return {} if self.result is None else {f.path: f.sha256 for f in self.result.files}
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """What its worker ran on; empty where it has not begun."""
-        if self.record is not None and self.record.result is not None:
-            return self.record.result.provenance
-        path = self.file("started")
-        started = self.side.workspace.read_control(path) if path is not None else None
+        """Provenance of its worker; empty where it has not begun."""
+        if self.result is not None:
+            return self.result.provenance
+        paths = self.paths
+        started = None if paths is None else self.side.workspace.read_control(paths.started)
         return (started or {}).get("provenance") or {}
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """What the stage said of itself; empty where it is not done."""
-        record = self.record
-        return record.result.report if record is not None and record.result is not None else {}
+        """Report of the stage on itself; empty where it is not done."""
+        return {} if self.result is None else self.result.report
 
 
 @dataclass(frozen=True)
@@ -135,16 +143,22 @@ class Pair:
         """One and the same stage: nothing about it can differ."""
         if self.a is None or self.b is None:
             return False
-        roots = {self.a.side.workspace.root, self.b.side.workspace.root}
-        attempts = (self.a.side.attempt, self.b.side.attempt)
-        return self.a.stage_id == self.b.stage_id and len(roots) == 1 and attempts[0] == attempts[1]
+        one, other = ((h.stage_id, h.side.workspace.root, h.side.attempt) for h in (self.a, self.b))
+        return one == other
 
-    @property
-    def both(self) -> tuple[Half, Half] | None:
-        """The two, where there are two that are not the same."""
-        if self.a is None or self.b is None or self.same:
-            return None
-        return self.a, self.b
+
+def both_of(pairs: Iterable[Pair], *kinds: str) -> Iterator[tuple[str, Half, Half]]:
+    """Name and halves of the pairs (of these kinds) that have two halves which are not the same."""
+    for pair in pairs:
+        wanted = not kinds or pair.kind in kinds
+        if wanted and pair.a is not None and pair.b is not None and not pair.same:
+            yield pair.name, pair.a, pair.b
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> both values, those that differ."""
+    keys = dict.fromkeys([*one, *other])
+    return {k: (one.get(k), other.get(k)) for k in keys if one.get(k) != other.get(k)}
 
 
 def pairs_of(a: Side, b: Side) -> list[Pair]:
@@ -153,18 +167,15 @@ def pairs_of(a: Side, b: Side) -> list[Pair]:
     if a.single and b.single:
         (name_a, id_a), (name_b, id_b) = *a.stages.items(), *b.stages.items()
         name = name_a if name_a == name_b else f"{name_a}, {name_b}"
-        return [Pair(name, Half(a, name_a, id_a), Half(b, name_b, id_b))]
+        return [Pair(name, Half(a, id_a), Half(b, id_b))]
     names = [*a.stages, *(n for n in b.stages if n not in a.stages)]
     if a.single or b.single:  # a stage against a run: that stage of it
         names = [n for n in names if n in a.stages and n in b.stages] or names
-    return [
-        Pair(
-            name,
-            Half(a, name, a.stages[name]) if name in a.stages else None,
-            Half(b, name, b.stages[name]) if name in b.stages else None,
-        )
-        for name in names
-    ]
+    return [Pair(name, _half(a, name), _half(b, name)) for name in names]
+
+
+def _half(side: Side, name: str) -> Half | None:
+    return Half(side, side.stages[name]) if name in side.stages else None
 
 
 def find_side(workspace: Workspace, word: str) -> Side:
@@ -205,10 +216,12 @@ def find_side(workspace: Workspace, word: str) -> Side:
 
 def _find(workspace: Workspace, word: str) -> Side:
     first, colon, rest = word.partition(":")
-    if colon and sweep_versions(workspace, first):
-        return _trial(workspace, first, rest)
+    if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
+        trial, with_stage, stage = rest.partition(":")
+        label = f"{first}:{trial}"
+        return _of_run(workspace, find_run(workspace, label), stage if with_stage else None, label)
     if colon:
-        return _stage_of_run(workspace, find_run(workspace, first), rest)
+        return _of_run(workspace, find_run(workspace, first), rest)
     if workspace.layout.stage(word).spec.exists():
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
@@ -228,45 +241,16 @@ def _find(workspace: Workspace, word: str) -> Side:
             expected="two runs, trials or stages",
             fix=f"name two trials, as {sweep}:ARM/seedN (`refiner status {sweep}` shows them)",
         )
-    run = find_run(workspace, word)
+    return _of_run(workspace, find_run(workspace, word))
+
+
+def _of_run(
+    workspace: Workspace, run: RunRecord | None, stage: str | None = None, label: str = ""
+) -> Side:
+    """A run with its stages in the order in which they are done, as what differs first is named
+    first; or one stage of it."""
     assert run is not None, "a run that is named is found or refused"
-    return Side(run.run, workspace, run, _in_order(run))
-
-
-def _trial(workspace: Workspace, sweep: str, name: str) -> Side:
-    """A trial of a sweep; ``ARM/seedN:STAGE`` is a stage of it."""
-    trial, colon, stage = name.partition(":")
-    known = [t.name for t in read_sweep(workspace, sweep).trials]
-    if trial not in known:
-        raise ConfigurationError(
-            f"Sweep {sweep} has no trial {trial!r}.{suggest(trial, known)}",
-            expected=f"one of: {', '.join(known[:12])}",
-            fix="name one of these",
-        )
-    run_id = trial_run(workspace, sweep, trial)
-    if run_id is None:
-        raise ConfigurationError(
-            f"Trial {trial} of sweep {sweep} has not begun.",
-            expected="a trial that somebody has worked on",
-            fix=f"wait for it (`refiner status {sweep}`), or name another one",
-        )
-    run = workspace.read_run(run_id)
-    if colon:
-        return _stage_of_run(workspace, run, stage)
-    return Side(f"{sweep}:{trial}", workspace, run, _in_order(run))
-
-
-def _in_order(run: RunRecord) -> dict[str, str]:
-    """A run's stages in the order in which they are done: what differs first, is named first."""
-    return {name: run.stages[name] for name in stage_names(run)}
-
-
-def _stage_of_run(workspace: Workspace, run: RunRecord | None, name: str) -> Side:
-    assert run is not None, "a run that is named is found or refused"
-    if name not in run.stages:
-        raise ConfigurationError(
-            f"Run {run.run} has no stage {name!r}.{suggest(name, list(run.stages))}",
-            expected=f"one of: {', '.join(run.stages)}",
-            fix="name one of these",
-        )
-    return Side(f"{run.run}:{name}", workspace, run, {name: run.stages[name]}, single=True)
+    if stage is not None:
+        stages = {stage: the_stage(run, stage)}
+        return Side(f"{run.run}:{stage}", workspace, run, stages, single=True)
+    return Side(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flows.running.status import find_run, stage_names
+from flows.running.status import find_run
 from infra.store.checkpoints import reclaimed_text
-from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import RunRecord
+from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,7 +172,7 @@ TABLES: Mapping[str, Mapping[str, Column]] = {
 
 
 def describe_columns(frame: str) -> pd.DataFrame:
-    """What the columns of a frame are.
+    """Describe the columns of a frame.
 
     Parameters
     ----------
@@ -266,12 +265,20 @@ def plain(column: Any) -> Any:
     return column.to_pylist()
 
 
-def joined(parts: Sequence[Mapping[str, Any]], name: str) -> Any:
+def stacked(
+    table: Mapping[str, Column], parts: Sequence[Mapping[str, Any]], empty: Iterable[str]
+) -> pd.DataFrame:
+    """A frame of parts, one below the other; without any, one of the columns ``empty``."""
+    names = dict.fromkeys(name for part in parts for name in part) if parts else empty
+    return typed(table, {name: _joined(parts, name) for name in names})
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], name: str) -> Any:
     """One column of all parts; missing where a part does not have it."""
     import numpy as np
 
     found = [part.get(name, [None] * len(next(iter(part.values()), ()))) for part in parts]
-    if all(isinstance(values, np.ndarray) for values in found):
+    if found and all(isinstance(values, np.ndarray) for values in found):
         return np.concatenate(found)
     return [value for values in found for value in values]
 
@@ -319,36 +326,8 @@ def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecor
     return room, found
 
 
-def the_stage(run: RunRecord, name: str) -> str:
-    """A stage's id.
-
-    Raises
-    ------
-    ConfigurationError
-        The run has none of that name; lists them.
-    """
-    if name not in run.stages:
-        raise ConfigurationError(
-            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-            expected=f"one of: {', '.join(stage_names(run))}",
-            fix="name one of these",
-        )
-    return run.stages[name]
-
-
-def attempts_of(workspace: Workspace, stage_id: str) -> list[AttemptPaths]:
-    """All attempts at a stage, the newest first."""
-    stage = workspace.layout.stage(stage_id)
-    return [stage.attempt(number) for number in reversed(stage.attempt_numbers())]
-
-
-def is_over(workspace: Workspace, stage_id: str) -> bool:
-    """Whether the stage is done, so that nothing will come any more."""
-    return workspace.layout.stage(stage_id).result.exists()
-
-
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:
-    """What to say where a stage that is done has lost something that it had."""
+    """Error where a stage that is done has lost something that it had."""
     why = reclaimed_text(workspace.layout.stage(stage_id))
     return DataError(
         f"Run {run} has no {what} any more: {why or f'they were deleted from {stage_id}'}.",
@@ -360,3 +339,10 @@ def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:
 def evaluate_stages(stages: Mapping[str, str]) -> dict[str, str]:
     """Name -> id of the evaluations among stages."""
     return {n: i for n, i in stages.items() if i.rpartition("-")[0] == "evaluate"}
+
+
+def trials_of(sweep: SweepRecord, arms: Sequence[str] | None) -> list[TrialRecord]:
+    """The trials of some arms of a sweep, of all by default."""
+    known = [arm.name for arm in sweep.arms]
+    names = chosen(arms, known, known, "The arms")
+    return [trial for trial in sweep.trials if trial.arm in names]

@@ -7,22 +7,22 @@ comparisons are those of ``refiner report``, number by number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.frames.columns import (
     TABLES,
-    attempts_of,
     chosen,
     evaluate_stages,
     make_frame,
     the_run,
-    the_stage,
+    trials_of,
     typed,
 )
 from flows.running.status import Watcher, stage_names
+from flows.stored import attempts_of, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
 from infra.store.sweep_records import read_sweep
 from infra.store.traces import read_metrics
@@ -32,14 +32,9 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
-from refiner_core.evaluation.results import load_results
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from refiner_core.contract.records import TrialRecord
-    from refiner_core.report.sweep.document import Comparison
-
 
 _HERE = RecipeConfig.workspace
 
@@ -90,7 +85,7 @@ def metrics_frame(
     *,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """What a training stage has logged, one row per step.
+    """Metrics that a training stage has logged, one row per step.
 
     Parameters
     ----------
@@ -127,11 +122,9 @@ def metrics_of(
 ) -> pd.DataFrame:
     """The same of a stage by its id."""
     steps: dict[int, dict[str, float | None]] = {}
-    for attempt in attempts_of(workspace, stage_id):
-        for line in read_metrics(attempt.metrics):
-            steps.setdefault(line.step, {}).update(line.metrics)
-        if steps:
-            break
+    lines = (read_metrics(a.metrics) for a in attempts_of(workspace, stage_id).values())
+    for line in next(filter(None, lines), ()):
+        steps.setdefault(line.step, {}).update(line.metrics)
     names = list(dict.fromkeys(name for metrics in steps.values() for name in metrics))
     if steps:
         names = chosen(columns, names, names, f"The metrics of {stage_id}")
@@ -151,7 +144,7 @@ def _last_logged(workspace: Workspace, run: RunRecord) -> str:
     """
     trains = [n for n in stage_names(run) if run.stages[n].rpartition("-")[0] in TRAINED]
     for name in reversed(trains):
-        if any(a.metrics.exists() for a in attempts_of(workspace, run.stages[name])):
+        if any(a.metrics.exists() for a in attempts_of(workspace, run.stages[name]).values()):
             return name
     if not trains:
         raise ConfigurationError(
@@ -188,26 +181,13 @@ def evaluations_frame(run: str | None = None, workspace: str | Path = _HERE) -> 
     room, record = the_run(run, workspace)
     rows: list[dict[str, Any]] = []
     floor: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name in stage_names(record):
-        stage_id = record.stages[name]
-        if name not in evaluate_stages(record.stages):
-            continue
-        report = report_of(room, stage_id)
-        rows += [_number(entry, name) for entry in (report or {}).get("evaluations", ())]
-        for entry in (report or {}).get("reference", ()):
+    for name, stage_id in evaluate_stages(record.stages).items():
+        report = results_of(room, stage_id) or {}
+        rows += [_number(entry, name) for entry in report.get("evaluations", ())]
+        for entry in report.get("reference", ()):
             key = (entry["protocol"], entry["metric"], entry["decoding"])
             floor.setdefault(key, _number(entry, name))
     return make_frame("evaluations", [*rows, *floor.values()])
-
-
-def report_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
-    """What an evaluation has found; None where it is not done."""
-    result = workspace.read_result(stage_id)
-    if result is None:
-        return None
-    if "evaluations" in result.report:
-        return result.report
-    return load_results(workspace.layout.stage(stage_id).data / result.output_dir)
 
 
 def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:
@@ -215,7 +195,7 @@ def _number(entry: Mapping[str, Any], stage: str) -> dict[str, Any]:
 
 
 def incidents_frame(run: str | None = None, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """What went wrong in a run, when, and what it cost; one row each, oldest first.
+    """Incidents of a run, when they were and what they cost; one row each, oldest first.
 
     Parameters
     ----------
@@ -283,7 +263,7 @@ def trials_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
 
 
 def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame:
-    """What the arms of a sweep have shown: one row per number and arm, as in ``refiner report``.
+    """Numbers of a sweep's arms: one row per number and arm, as in ``refiner report``.
 
     Parameters
     ----------
@@ -308,18 +288,18 @@ def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame
     from flows.reporting.writing import make
 
     report = make(Workspace.read_only(workspace), sweep)
-    rows = [row for one in report.comparisons for row in _rows(one, report.baseline)]
+    rows = [
+        {
+            "primary": one.primary,
+            "higher_is_better": one.higher_is_better,
+            **asdict(one.key),
+            **asdict(number),
+            "baseline": number.arm == report.baseline,
+        }
+        for one in report.comparisons
+        for number in one.numbers
+    ]
     return make_frame("comparisons", rows)
-
-
-def _rows(comparison: Comparison, baseline: str) -> Iterator[Mapping[str, Any]]:
-    beside = {
-        "primary": comparison.primary,
-        "higher_is_better": comparison.higher_is_better,
-        **asdict(comparison.key),
-    }
-    for number in comparison.numbers:
-        yield {**beside, **asdict(number), "baseline": number.arm == baseline}
 
 
 def sweep_metrics_frame(
@@ -330,7 +310,7 @@ def sweep_metrics_frame(
     arms: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
 ) -> pd.DataFrame:
-    """What a training stage has logged in every trial of a sweep.
+    """Metrics that a training stage has logged in every trial of a sweep.
 
     Parameters
     ----------
@@ -361,29 +341,16 @@ def sweep_metrics_frame(
     import pandas as pd
 
     room = Workspace.read_only(workspace)
-    record = read_sweep(room, sweep)
-    known = [arm.name for arm in record.arms]
-    wanted = chosen(arms, known, known, "The arms")
-    parts = [
-        _with_place(metrics_of(room, _stage(trial.stages, stage, sweep), columns), trial)
-        for trial in record.trials
-        if trial.arm in wanted
-    ]
+    parts = []
+    for trial in trials_of(read_sweep(room, sweep), arms):
+        if stage not in trial.stages:
+            raise ConfigurationError(
+                f"The trials of sweep {sweep} have no stage {stage!r}."
+                f"{suggest(stage, trial.stages)}",
+                expected=f"one of: {', '.join(trial.stages)}",
+                fix="name one of these in stage=",
+            )
+        metrics = metrics_of(room, trial.stages[stage], columns)
+        place = {"arm": [trial.arm] * len(metrics), "seed": [trial.seed] * len(metrics)}
+        parts.append(pd.concat([typed(TABLES["trials"], place), metrics], axis=1))
     return pd.concat(parts, ignore_index=True)
-
-
-def _stage(stages: Mapping[str, str], name: str, sweep: str) -> str:
-    if name not in stages:
-        raise ConfigurationError(
-            f"The trials of sweep {sweep} have no stage {name!r}.{suggest(name, stages)}",
-            expected=f"one of: {', '.join(stages)}",
-            fix="name one of these in stage=",
-        )
-    return stages[name]
-
-
-def _with_place(metrics: pd.DataFrame, trial: TrialRecord) -> pd.DataFrame:
-    import pandas as pd
-
-    place = {"arm": [trial.arm] * len(metrics), "seed": [trial.seed] * len(metrics)}
-    return pd.concat([typed(TABLES["trials"], place), metrics], axis=1)

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.frames.columns import (
     TABLES,
-    attempts_of,
     chosen,
     evaluate_stages,
     gone,
-    is_over,
-    joined,
     plain,
+    stacked,
     the_run,
-    the_stage,
-    typed,
+    trials_of,
 )
-from flows.frames.of_runs import report_of
 from flows.running.status import stage_names
+from flows.stored import newest_rollouts, results_of, the_stage
 from infra.store.sweep_records import read_sweep
-from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
@@ -90,8 +87,8 @@ def rollouts_frame(
     """
     room, record = the_run(run, workspace)
     stage_id = the_stage(record, stage)
-    files = _rollout_files(room, stage_id)
-    if not files and is_over(room, stage_id):
+    _, files = newest_rollouts(room, stage_id)
+    if not files and room.layout.stage(stage_id).result.exists():
         if not stage_id.startswith("grpo-"):
             raise ConfigurationError(
                 f"The stage {stage} of run {record.run} samples no rollouts.",
@@ -99,21 +96,9 @@ def rollouts_frame(
                 fix="leave stage= out, or see samples_frame for what evaluations have sampled",
             )
         raise gone(room, stage_id, "rollouts", record.run)
-    wanted = _steps(steps, files, record.run)
-    parts = [_read_rollouts(files[step], columns) for step in wanted]
-    if not parts:
-        names = [n for n in TABLES["rollouts"] if columns is None or n in columns]
-        return typed(TABLES["rollouts"], {name: [] for name in names})
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    return typed(TABLES["rollouts"], {name: joined(parts, name) for name in names})
-
-
-def _rollout_files(workspace: Workspace, stage_id: str) -> dict[int, Path]:
-    """Step -> file, of the newest attempt that has some."""
-    for attempt in attempts_of(workspace, stage_id):
-        if found := list_rollouts(attempt.rollouts):
-            return {int(p.stem.removeprefix("step-")): p for p in found}
-    return {}
+    table = TABLES["rollouts"]
+    parts = [_read_rollouts(files[step], columns) for step in _steps(steps, files, record.run)]
+    return stacked(table, parts, (n for n in table if columns is None or n in columns))
 
 
 def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: str) -> list[int]:
@@ -133,33 +118,35 @@ def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: s
     return steps
 
 
-def _read_rollouts(path: Path, columns: Sequence[str] | None) -> dict[str, Any]:
-    """Columns of one file: name -> list or array."""
+@contextmanager
+def _opened(path: Path, expected: str, fix: str) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            there = file.schema_arrow.names
-            names = _names(there, columns)
-            stored = list(dict.fromkeys(_MADE.get(n, n) for n in names if n not in there))
-            table = file.read(columns=[*(n for n in names if n in there), *stored])
+            yield file
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}).",
-            expected="the rollouts of one step, as refiner has written them",
-            fix="leave this step out with steps=, or restore the file",
-        ) from error
+        raise DataError(f"{path} cannot be read ({error}).", expected=expected, fix=fix) from error
+
+
+def _read_rollouts(path: Path, columns: Sequence[str] | None) -> dict[str, Any]:
+    """Columns of one file: name -> list or array."""
+    expected = "the rollouts of one step, as refiner has written them"
+    with _opened(path, expected, "leave this step out with steps=, or restore the file") as file:
+        there = file.schema_arrow.names
+        names = _names(there, columns)
+        stored = dict.fromkeys(n if n in there else _MADE.get(n, n) for n in names)
+        table = file.read(columns=list(stored))
     return {n: _column(table, n) for n in names}
 
 
 def _names(there: Sequence[str], columns: Sequence[str] | None) -> list[str]:
     made = [name for name, source in _MADE.items() if source in there]
-    known = [*(n for n in TABLES["rollouts"] if n in there or n in made)]
+    known = [n for n in TABLES["rollouts"] if n in there or n in made]
     known += [n for n in there if n not in known and n not in _LONG_ROLLOUTS]
-    return chosen(
-        columns, known, [*known, *(n for n in _LONG_ROLLOUTS if n in there)], "The rollouts"
-    )
+    long = [n for n in _LONG_ROLLOUTS if n in there]
+    return chosen(columns, known, known + long, "The rollouts")
 
 
 def _column(table: Any, name: str) -> Any:
@@ -174,7 +161,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _judged(text: str | None) -> dict[str, float | None]:
-    """What the judgements of a rollout come to; everything is missing where none were kept."""
+    """Counts and mean of a rollout's judgements; everything is missing where none were kept."""
     if text is None:
         return dict.fromkeys(("judgements_scored", "judgements_failed", "judgements_mean"))
     found = json.loads(text)
@@ -284,11 +271,9 @@ def sweep_samples_frame(
     """
     room = Workspace.read_only(workspace)
     record = read_sweep(room, sweep)
-    names = chosen(arms, [a.name for a in record.arms], [a.name for a in record.arms], "The arms")
     files = [
         file._replace(place={"arm": trial.arm, "seed": trial.seed, **file.place})
-        for trial in record.trials
-        if trial.arm in names
+        for trial in trials_of(record, arms)
         for file in _sample_files(room, trial.stages, f"{sweep}:{trial.name}")
     ]
     return _frame(_only_of(files, model, decoding, f"Sweep {sweep}"), columns, ("arm", "seed"))
@@ -297,7 +282,7 @@ def sweep_samples_frame(
 def _sample_files(workspace: Workspace, stages: Mapping[str, str], run: str) -> Iterator[_File]:
     """The samples files of all evaluations that are done, each once."""
     for name, stage_id in evaluate_stages(stages).items():
-        report, folder = report_of(workspace, stage_id), workspace.output_dir(stage_id)
+        report, folder = results_of(workspace, stage_id), workspace.output_dir(stage_id)
         if report is None or folder is None:
             continue
         seen = set()
@@ -347,29 +332,17 @@ def _frame(
         read = _read_samples(file.path, columns)
         size = len(next(iter(read.values()), ()))
         parts.append({**{key: [value] * size for key, value in file.place.items()}, **read})
-    if not parts:
-        wanted = [n for n in table if n in (*before, *_PLACE) or columns is None or n in columns]
-        return typed(table, {name: [] for name in wanted})
-    names = list(dict.fromkeys(name for part in parts for name in part))
-    return typed(table, {name: joined(parts, name) for name in names})
+    wanted = (n for n in table if n in (*before, *_PLACE) or columns is None or n in columns)
+    return stacked(table, parts, wanted)
 
 
 def _read_samples(path: Path, columns: Sequence[str] | None) -> dict[str, Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            there = [n for n in file.schema_arrow.names if n not in _PLACE]
-            short = [n for n in there if n not in _LONG_SAMPLES]
-            wanted = None if columns is None else [c for c in columns if c not in _PLACE]
-            names = chosen(wanted, short, there, "The samples")
-            # Something is to be read even where nothing is wanted: it says how many there are.
-            table = file.read(columns=names or ["sample_id"])
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(
-            f"{path} cannot be read ({error}).",
-            expected="a samples file of an evaluation",
-            fix="restore it, or delete its stage's folder and run the recipe again",
-        ) from error
+    fix = "restore it, or delete its stage's folder and run the recipe again"
+    with _opened(path, "a samples file of an evaluation", fix) as file:
+        there = [n for n in file.schema_arrow.names if n not in _PLACE]
+        short = [n for n in there if n not in _LONG_SAMPLES]
+        wanted = None if columns is None else [c for c in columns if c not in _PLACE]
+        names = chosen(wanted, short, there, "The samples")
+        # Something is to be read even where nothing is wanted: it says how many there are.
+        table = file.read(columns=names or ["sample_id"])
     return {name: plain(table.column(name)) for name in table.column_names}

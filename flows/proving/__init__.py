@@ -1,8 +1,8 @@
 """Proving that training resumes exactly: what `refiner prove-resume` does.
 
-``planning`` says which stages are run, how they are shortened and where they are hit, ``runs`` runs
-them as `refiner run` would, ``interrupting`` hits them meanwhile, ``comparing`` reads both and
-``work`` puts it together; ``text`` is what is shown. Records are :mod:`infra.store.proof_records`.
+``planning`` says which stages are run, how they are shortened and where they are hit, and what is
+shown; ``runs`` runs them as `refiner run` would and hits them meanwhile; ``work`` reads both,
+compares them and records what came out (:mod:`infra.store.provenance`).
 """
 
 from flows.proving.planning import Asked, Plans, plan_proofs

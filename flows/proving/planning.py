@@ -1,4 +1,4 @@
-"""What a proof will do, and what a proof and its plan look like on a terminal and in JSON.
+"""Plan of a proof, and the lines and JSON of a proof and its plan.
 
 In: a recipe with overrides, and the options of the command. Out: a :class:`Plans`: stages, how each
 is shortened, and at which points it is interrupted. Changes nothing.
@@ -22,6 +22,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.proofs import Comparison, How, Interruption, ResumeProof
 from refiner_core.contract.records import to_json
+from refiner_core.report.printing import counted
 
 Trained = Literal["sft", "grpo"]
 TRAINED: tuple[Trained, ...] = get_args(Trained)
@@ -43,7 +44,7 @@ TOLERANCES = {"float32": 0.01, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for; None is the recipe's own."""
+    """Options of the command; None is the recipe's own."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -59,8 +60,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a worker is to be hit: in this step (counted from 1) and phase, or as soon after it as
-    can be. ``delay`` is a share of what the phase lasts."""
+    """Point at which a worker is to be hit: in this step (counted from 1) and phase, or as soon
+    after it as can be. ``delay`` is a share of what the phase lasts."""
 
     step: int
     phase: str
@@ -128,30 +129,22 @@ def plan_proofs(asked: Asked) -> Plans:
 
 
 def _check(asked: Asked) -> None:
-    if asked.steps < 2:
-        raise ConfigurationError(
-            f"--steps is {asked.steps}.",
-            expected="at least 2: a step to be interrupted in, and one after it",
-            fix="use --steps 12",
-        )
-    if asked.interruptions < 1:
-        raise ConfigurationError(
-            f"--interruptions is {asked.interruptions}.",
-            expected="at least 1",
-            fix="use --interruptions 4",
-        )
-    if asked.tolerance is not None and not asked.tolerance >= 0:
-        raise ConfigurationError(
-            f"--tolerance is {asked.tolerance}.", expected="0 or more", fix="leave it out"
-        )
-    for name, count in (("processes", asked.processes), ("resume", asked.resume_processes)):
-        if count is not None and count < 1:
-            option = "--processes" if name == "processes" else "--resume-processes"
-            raise ConfigurationError(
-                f"{option} is {count}.",
-                expected="1 or more",
-                fix=f"use {option} 1, or leave it out",
+    steps = "at least 2: a step to be interrupted in, and one after it"
+    checks = (
+        ("--steps", asked.steps, 2, steps, "use --steps 12"),
+        ("--interruptions", asked.interruptions, 1, "at least 1", "use --interruptions 4"),
+        ("--tolerance", asked.tolerance, 0, "0 or more", "leave it out"),
+        *(
+            (option, count, 1, "1 or more", f"use {option} 1, or leave it out")
+            for option, count in (
+                ("--processes", asked.processes),
+                ("--resume-processes", asked.resume_processes),
             )
+        ),
+    )
+    for option, value, least, expected, fix in checks:
+        if value is not None and not value >= least:  # which NaN is not, either
+            raise ConfigurationError(f"{option} is {value}.", expected=expected, fix=fix)
 
 
 def _check_room(asked: Asked, kinds: Sequence[Trained]) -> None:
@@ -186,8 +179,8 @@ def _kinds(asked: Asked, whole: Plan) -> tuple[Trained, ...]:
 def _changed(
     asked: Asked, whole: Plan, kinds: Sequence[Trained], workspace: Workspace
 ) -> dict[str, Any]:
-    """What the runs have otherwise. Stages before the proven ones are shortened too, unless the
-    workspace has them."""
+    """Fields that the runs have otherwise. Stages before the proven ones are shortened too, unless
+    the workspace has them."""
     last = TRAINED.index(kinds[-1])
     trained = [k for k in TRAINED[: last + 1] if k in whole.config.stages]
     found: dict[str, Any] = {
@@ -213,13 +206,17 @@ def _one(
     kind: Trained, asked: Asked, whole: Plan, short: Plan, overrides: tuple[str, ...]
 ) -> OneStage:
     full, stage = (next(s for s in plan.stages if s.kind == kind) for plan in (whole, short))
-    save_freq = int(getattr(short.config, kind).save_freq)
-    points = draw_points(kind, asked, save_freq, agent=bool(short.config.environment.name))
-    processes = placement_of(short.config, kind).nproc_per_node
+    config = short.config
+    save_freq = int(getattr(config, kind).save_freq)
+    points = draw_points(kind, asked, save_freq, agent=bool(config.environment.name))
+    processes = placement_of(config, kind).nproc_per_node
     other = asked.resume_processes if asked.resume_processes != processes else None
     if other is not None:  # refused now, not when half of the work is done
         make_recipe_plan(asked.recipe, (*overrides, f"{kind}.nproc_per_node={other}"))
-    tolerance = _tolerance(asked, short.config, kind, other is not None)
+    tolerance = asked.tolerance
+    if tolerance is None:
+        inexact = other is not None or getattr(config, kind).resources.gpus
+        tolerance = TOLERANCES.get(config.model.dtype, 0.01) if inexact else 0.0
     return OneStage(kind, full, stage, overrides, points, tolerance, processes, other)
 
 
@@ -248,25 +245,18 @@ def draw_points(
     return tuple(sorted(points, key=lambda p: p.step))
 
 
-def _tolerance(asked: Asked, config: RecipeConfig, kind: Trained, other: bool) -> float:
-    if asked.tolerance is not None:
-        return asked.tolerance
-    gpus = getattr(config, kind).resources.gpus
-    return TOLERANCES.get(config.model.dtype, 0.01) if other or gpus else 0.0
-
-
 _HOW = {"kill": "kill -9", "stop": "asked to stop"}
 
 
 def plan_lines(plans: Plans) -> list[str]:
-    """What is about to be done."""
+    """Lines on what is about to be done."""
     asked = plans.asked
     names = " and ".join(s.kind for s in plans.stages)
-    changed = ", ".join(f"{path}={_plain(value)}" for path, value in plans.changed.items())
+    values = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in plans.changed.items()}
     lines = [
         f"Proving exact resume of {names} of {asked.recipe}: {asked.steps} steps straight, and "
         f"once more with interruptions: {asked.interruptions} (seed {asked.seed}).",
-        f"Changed for it: {changed}",
+        "Changed for it: " + ", ".join(f"{path}={value}" for path, value in values.items()),
     ]
     if plans.given:
         lines.append("Taken from the workspace: " + ", ".join(sorted(plans.given)))
@@ -296,7 +286,7 @@ def proof_lines(proof: ResumeProof) -> list[str]:
 def summary(proof: ResumeProof) -> str:
     """One sentence: how much was tried."""
     count = len(proof.interruptions)
-    text = f"{proof.steps} steps, interrupted {count} time{'' if count == 1 else 's'}"
+    text = f"{proof.steps} steps, interrupted {counted(count, 'time')}"
     if count < proof.wanted:
         text += f" ({proof.wanted} wanted; it was over before)"
     if not proof.same_processes:
@@ -315,7 +305,7 @@ def _compared(found: Comparison) -> str:
 
 
 def next_lines(proofs: Sequence[ResumeProof], plans: Plans) -> list[str]:
-    """What to do next."""
+    """Lines on what to do next."""
     asked = plans.asked
     words = shlex.join([asked.recipe, *asked.overrides])
     if any(p.verdict == "diverged" for p in proofs):
@@ -324,9 +314,7 @@ def next_lines(proofs: Sequence[ResumeProof], plans: Plans) -> list[str]:
             "folder), and prove it again after mending it:",
             f"  refiner prove-resume {words} --seed {asked.seed}",
         ]
-    return [
-        f"Next: `refiner run {words}`; cards of what it trains show this verdict.",
-    ]
+    return [f"Next: `refiner run {words}`; cards of what it trains show this verdict."]
 
 
 def proofs_json(proofs: Sequence[ResumeProof]) -> dict[str, Any]:
@@ -341,7 +329,3 @@ def proofs_json(proofs: Sequence[ResumeProof]) -> dict[str, Any]:
 def exit_code(proofs: Sequence[ResumeProof]) -> int:
     """1 where a stage diverged, else 0."""
     return int(any(p.verdict == "diverged" for p in proofs))
-
-
-def _plain(value: Any) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value)

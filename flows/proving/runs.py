@@ -205,15 +205,20 @@ _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
 
 class Sight(NamedTuple):
-    """What a worker says of itself: the step that it is in (from 1), and the phase."""
+    """Word of a worker on itself: the step that it is in (from 1), and the phase."""
 
     attempt: int
     step: int
     phase: str
     worker: ProcessId
 
+    def is_at(self, point: Point) -> bool:
+        """Yes at a point, or past its step."""
+        at = (self.step, self.phase) == (point.step, point.phase)
+        return at or self.step > point.step
 
-class Interrupter(threading.Thread):
+
+class Interrupter:
     """Waits for each point in turn and hits the worker there, once per attempt.
 
     A phase that is over before it is seen is made up for: the worker is hit as soon after it as can
@@ -225,11 +230,9 @@ class Interrupter(threading.Thread):
         workspace: Workspace,
         stage_id: str,
         points: Sequence[Point],
-        on_hit: Callable[[Interruption], None] = lambda _: None,
+        on_hit: Callable[[Interruption], None],
     ) -> None:
-        super().__init__(name="interrupter", daemon=True)
-        self._workspace, self._stage_id, self._points = workspace, stage_id, points
-        self._on_hit = on_hit
+        self._points, self._on_hit = points, on_hit
         self._kind = stage_id.partition("-")[0]
         self._paths = workspace.layout.stage(stage_id)
         self._left = threading.Event()
@@ -237,36 +240,18 @@ class Interrupter(threading.Thread):
         self._seen: tuple[int, int, str] | None = None
         self._since = 0.0
         self.made: list[Interruption] = []
-        self.error: BaseException | None = None
 
     def leave(self) -> None:
         """Hit nothing any more."""
         self._left.set()
 
-    def run(self) -> None:
-        """All points."""
-        try:
-            for point in self._points:
-                found = self._hit(point)
-                if found is None:
-                    return
-                self.made.append(found)
-                self._on_hit(found)
-        except BaseException as error:  # raised again by who waits for it
-            self.error = error
-
-    def finished(self) -> list[Interruption]:
-        """What came about; after the run.
-
-        Raises
-        ------
-        Exception
-            Whatever ended the thread.
-        """
-        self.leave()
-        self.join()
-        if self.error is not None:
-            raise self.error
+    def run(self) -> list[Interruption]:
+        """All points; gives what came about."""
+        for point in self._points:
+            if (found := self._hit(point)) is None:
+                break
+            self.made.append(found)
+            self._on_hit(found)
         return self.made
 
     # ------------------------------------------------------------ one point
@@ -277,8 +262,10 @@ class Interrupter(threading.Thread):
         while not self._left.is_set() and not self._paths.result.exists():
             sight = self._look()
             near = sight is not None and sight.step >= point.step - 1
-            if sight is not None and sight.attempt > after and self._is_there(sight, point):
-                time.sleep(point.delay * self._rest_of(sight))
+            if sight is not None and sight.attempt > after and sight.is_at(point):
+                # How long the phase may go on, by how long it took the last time.
+                rest = self._lasted.get(sight.phase, 0.0) - (time.monotonic() - self._since)
+                time.sleep(point.delay * max(0.0, rest))
                 if (found := self._strike(point, sight)) is not None:
                     return found
                 after = sight.attempt  # it was over just before
@@ -299,16 +286,6 @@ class Interrupter(threading.Thread):
         if last.attempt != sight.attempt or self._paths.result.exists():
             return None
         return Interruption(last.step, last.phase, point.how, sight.attempt)
-
-    @staticmethod
-    def _is_there(sight: Sight, point: Point) -> bool:
-        if sight.step > point.step:
-            return True
-        return (sight.step, sight.phase) == (point.step, point.phase)
-
-    def _rest_of(self, sight: Sight) -> float:
-        """How long the phase may go on, by how long it took the last time."""
-        return max(0.0, self._lasted.get(sight.phase, 0.0) - (time.monotonic() - self._since))
 
     def _look(self) -> Sight | None:
         numbers = self._paths.attempt_numbers()

@@ -12,72 +12,62 @@ before the one that is interrupted are those of the straight run, so that each i
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.proving.planning import OneStage, Plans, interruption_line
 from flows.proving.runs import Interrupter, Room, Tell, as_they_were, run_recipe_in, share_stages
+from flows.stored import rollouts_by_step
 from infra.store import atomic
 from infra.store.checkpoints import CheckpointStore
 from infra.store.provenance import host, keep_scratch, new_scratch, versions, write_proof
-from infra.store.traces import list_rollouts, read_metrics, read_rollouts
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import StageFailed, WorkspaceError
 from refiner_core.contract.proofs import PROOF_VERSION, Comparison, Interruption, ResumeProof
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A finished training, as far as it is compared."""
+class Trained(NamedTuple):
+    """A finished training, as far as it is compared: step and numbers line by line, rollouts by
+    step, the exported weights, and the last complete checkpoint, which is that of the last step."""
 
-    workspace: Workspace
-    stage_id: str
-
-    @property
-    def attempt(self) -> int:
-        """The one that finished, whose files tell the whole story."""
-        result = self.workspace.read_result(self.stage_id)
-        if result is None:
-            raise _gone(f"{self.stage_id} of {self.workspace.root} is not done", "a finished stage")
-        return result.attempt
-
-    def trace(self) -> list[tuple[int, dict[str, float | None]]]:
-        """Step and numbers, line by line."""
-        path = self.workspace.layout.attempt(self.stage_id, self.attempt).metrics
-        return [(line.step, line.metrics) for line in read_metrics(path)]
-
-    def rollouts(self) -> dict[int, list[dict[str, Any]]]:
-        """Rows by step."""
-        folder = self.workspace.layout.attempt(self.stage_id, self.attempt).rollouts
-        files = list_rollouts(folder)
-        return {int(p.stem.removeprefix("step-")): read_rollouts(p) for p in files}
-
-    @property
-    def model(self) -> Path:
-        """The exported weights."""
-        folder = self.workspace.output_dir(self.stage_id)
-        if folder is None:
-            raise _gone(f"{self.stage_id} of {self.workspace.root} has no output", "its weights")
-        return folder / "model"
-
-    @property
-    def checkpoint(self) -> Path:
-        """The last complete checkpoint: that of the last step."""
-        folder = self.workspace.layout.stage(self.stage_id).checkpoints
-        found = CheckpointStore(folder, 0).latest()
-        if found is None:
-            raise _gone(f"{folder} has no complete checkpoint", "that of the last step")
-        return found.path
+    trace: list[tuple[int, dict[str, float | None]]]
+    rollouts: dict[int, list[dict[str, Any]]]
+    model: Path
+    checkpoint: Path
 
 
-def _gone(what: str, expected: str) -> WorkspaceError:
-    fix = "prove it again with `refiner prove-resume`; leave its workspace alone meanwhile"
-    return WorkspaceError(what, expected=expected, fix=fix)
+def read_trained(workspace: Workspace, stage_id: str) -> Trained:
+    """Files of the attempt that finished; they tell the whole story.
+
+    Raises
+    ------
+    WorkspaceError
+        The stage is not done, or its checkpoints are gone.
+    """
+    stage, result = workspace.layout.stage(stage_id), workspace.read_result(stage_id)
+    checkpoint = CheckpointStore(stage.checkpoints, 0).latest()
+    if result is None or checkpoint is None:
+        undone = f"{stage_id} of {workspace.root} is not done"
+        raise WorkspaceError(
+            undone if result is None else f"{stage.checkpoints} has no complete checkpoint",
+            expected="a finished stage" if result is None else "that of the last step",
+            fix="prove it again with `refiner prove-resume`; leave its workspace alone meanwhile",
+        )
+    paths = stage.attempt(result.attempt)
+    rollouts = rollouts_by_step(paths.rollouts)
+    return Trained(
+        trace=[(line.step, line.metrics) for line in read_metrics(paths.metrics)],
+        rollouts={step: read_rollouts(path) for step, path in rollouts.items()},
+        model=stage.data / result.output_dir / "model",
+        checkpoint=checkpoint.path,
+    )
 
 
 def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> list[Comparison]:
-    """All that can be compared of two trainings.
+    """All that can be compared of two trainings, in the order in which things come about. Needs
+    torch, which is imported when it is called.
 
     Parameters
     ----------
@@ -91,11 +81,10 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
         compare_weights,
     )
 
-    trace = straight.trace()
-    moved = sum(numbers.get("learning_rate") or 0.0 for _, numbers in trace)
-    found = [compare_traces(trace, interrupted.trace())]
-    if rollouts := straight.rollouts():
-        found.append(compare_rollouts(rollouts, interrupted.rollouts()))
+    moved = sum(numbers.get("learning_rate") or 0.0 for _, numbers in straight.trace)
+    found = [compare_traces(straight.trace, interrupted.trace)]
+    if straight.rollouts:
+        found.append(compare_rollouts(straight.rollouts, interrupted.rollouts))
     found.append(compare_weights(straight.model, interrupted.model, moved))
     found += compare_checkpoints(
         straight.checkpoint, interrupted.checkpoint, moved, same_layout=same_layout
@@ -124,7 +113,10 @@ def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
     scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))
     evidence = False
     try:
-        straight = _straight(plans, workspace, scratch, tell)
+        straight = Room.make(scratch / "straight")
+        share_stages(workspace, straight.workspace, plans.given)
+        overrides = plans.stages[-1].overrides
+        run_recipe_in(straight, plans.asked, overrides, name="straight", tell=tell)
         proofs = []
         for one in plans.stages:
             proof = _prove(plans, one, straight, tell)
@@ -143,13 +135,6 @@ def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
             atomic.remove_tree(scratch)
 
 
-def _straight(plans: Plans, workspace: Workspace, scratch: Path, tell: Tell) -> Room:
-    room = Room.make(scratch / "straight")
-    share_stages(workspace, room.workspace, plans.given)
-    run_recipe_in(room, plans.asked, plans.stages[-1].overrides, name="straight", tell=tell)
-    return room
-
-
 def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumeProof:
     asked, began = plans.asked, time.monotonic()
     done = [i for i in straight.workspace.stage_ids() if i != one.short.id]
@@ -157,11 +142,8 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
     made = _interrupted(plans, one, room, tell)
     tell(f"comparing {one.kind}")
     same = one.resumed_on is None
-    comparisons = compare(
-        Trained(straight.workspace, one.short.id),
-        Trained(room.workspace, one.short.id),
-        same_layout=same,
-    )
+    undisturbed, hit = (read_trained(r.workspace, one.short.id) for r in (straight, room))
+    comparisons = compare(undisturbed, hit, same_layout=same)
     return ResumeProof(
         version=PROOF_VERSION,
         recipe=plans.config.recipe,
@@ -171,7 +153,7 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
         short_fingerprint=one.short.fingerprint,
         overrides=asked.overrides,
         changed=plans.changed,
-        steps=Trained(straight.workspace, one.short.id).trace()[-1][0],
+        steps=undisturbed.trace[-1][0],
         seed=asked.seed,
         how=asked.how,
         wanted=asked.interruptions,
@@ -199,23 +181,24 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
     GPUs today: the first one ends with the first interruption.
     """
     asked, name = plans.asked, f"interrupted {one.kind}"
-    overrides = _only_up_to(one)
+    # GRPO is the last stage anyway.
+    overrides = (*one.overrides, *(['stages=["data", "sft"]'] if one.kind == "sft" else []))
 
     def hit(found: Interruption) -> None:
         tell(f"{name}: {interruption_line(found)}")
 
     def run(points: slice, *more: str, expect_end: bool = False) -> list[Interruption]:
         interrupter = Interrupter(room.workspace, one.short.id, one.points[points], hit)
-        interrupter.start()
-        try:
-            run_recipe_in(room, asked, (*overrides, *more), name=name, tell=tell)
-        except StageFailed:
-            interrupter.leave()
-            if not (expect_end and interrupter.made):
-                raise
-        finally:
-            interrupter.leave()
-        return interrupter.finished()
+        with ThreadPoolExecutor(1, "interrupter") as pool:
+            hits = pool.submit(interrupter.run)
+            try:
+                run_recipe_in(room, asked, (*overrides, *more), name=name, tell=tell)
+            except StageFailed:
+                if not (expect_end and interrupter.made):
+                    raise
+            finally:
+                interrupter.leave()
+        return hits.result()
 
     if one.resumed_on is None:
         made = run(slice(None))
@@ -231,9 +214,3 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
             fix="use more --steps",
         )
     return made
-
-
-def _only_up_to(one: OneStage) -> tuple[str, ...]:
-    """The overrides of a run that ends with this stage."""
-    stages = '["data", "sft"]' if one.kind == "sft" else None
-    return (*one.overrides, f"stages={stages}") if stages else one.overrides

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from flows.reporting.questions import questions_of
-from flows.reporting.samples import SamplesReader
+from flows.reporting.samples import SamplesReader, questions_of
 from flows.sweeping.status import SweepWatcher, TrialStanding
 from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
 from infra.store.layout import sweep_call
@@ -49,6 +47,12 @@ from refiner_core.report.sweep.evidence import (
 
 _EVALUATE = "evaluate-"
 _THREADS = 4
+#: What of a trial and of its use a report shows.
+_OF_STANDING = ("arm", "seed", "run", "state", "reason", "progress", "shared")
+_OF_USE = (
+    *("seconds", "gpu_hours", "cpu_hours", "queue_seconds", "lost_seconds", "lost_steps"),
+    *("attempts", "judge_calls"),
+)
 
 
 def gather(workspace: Workspace, sweep: str) -> Evidence:
@@ -78,7 +82,7 @@ def gather(workspace: Workspace, sweep: str) -> Evidence:
         protocols=read.protocols,
         trainings=read.trainings,
         incidents=_incidents(workspace, standings),
-        stored=FromWorkspace(workspace, read.folders, read.samples),
+        stored=read,
         provenance=_provenance(workspace, record, read),
         warnings=(*read.warnings, *_mixed(record, trials, read.made_with)),
     )
@@ -94,7 +98,9 @@ def _state(
 
 
 class _Read:
-    """What has been read of stages, each once."""
+    """Reader of stages, each once; and of texts of evaluations, where a report shows them (see
+    :class:`refiner_core.report.sweep.evidence.Stored`): what cannot be read any more is left out,
+    as the numbers do without it."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
@@ -105,15 +111,8 @@ class _Read:
         self.folders: dict[str, Path] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
+        #: Code and libraries that have made a stage.
         self.made_with: dict[str, tuple[str, str]] = {}
-        self._results: dict[str, dict[str, Any] | None] = {}
-
-    def result(self, stage: str) -> dict[str, Any] | None:
-        """What a stage made, as it was written; None where it is not done."""
-        if stage not in self._results:
-            path = self.workspace.layout.stage(stage).result
-            self._results[stage] = self.workspace.read_control(path)
-        return self._results[stage]
 
     def evaluations_of(self, trials: Iterable[TrialRecord]) -> None:
         """Read all evaluations that are done."""
@@ -133,7 +132,9 @@ class _Read:
             return None
         folder = path.data / str(result["output_dir"])
         self.folders[stage] = folder
-        self.made_with[stage] = _made_with(result.get("provenance") or {})
+        made = result.get("provenance") or {}
+        versions = canonical_json(made.get("versions") or {})
+        self.made_with[stage] = str(made.get("code") or ""), versions
         try:
             report = result["report"]
             report = report if "evaluations" in report else load_results(folder)
@@ -151,13 +152,12 @@ class _Read:
             by_decoding.setdefault(str(entry["decoding"]), []).append(entry)
         for decoding, entries in by_decoding.items():
             file = str(entries[0]["samples_file"])
-            of_reward = [str(e["protocol"]) for e in entries if weighed(str(e["metric"]))]
-            others = [str(e["protocol"]) for e in entries if not weighed(str(e["metric"]))]
+            protocols = {weighed(str(e["metric"])): str(e["protocol"]) for e in reversed(entries)}
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
             yield Measured(
                 decoding=decoding,
-                protocol=(others or of_reward)[0],
-                reward_protocol=(of_reward or others)[0],
+                protocol=protocols.get(False) or protocols[True],
+                reward_protocol=protocols.get(True) or protocols[False],
                 means=_only(self.samples.means(folder / file), entries),
                 reference=reference[str(beside[0]["samples_file"])] if beside else None,
                 samples_file=file,
@@ -193,29 +193,49 @@ class _Read:
         return bool(self.trainings[stage].metrics)
 
     def _row(self, trial: TrialRecord, standing: TrialStanding) -> TrialRow:
-        use = standing.use
-        published = self.result(trial.stages["publish"]) if "publish" in trial.stages else None
-        target = str((published or {}).get("report", {}).get("target") or "")
+        published = trial.stages.get("publish")
+        result = self.workspace.read_result(published) if published is not None else None
+        target = str(result.report.get("target") or "") if result is not None else ""
         trained = (self.tracked.get(trial.stages.get(name, ""), "") for name in TRAINED[::-1])
         return TrialRow(
-            arm=standing.arm,
-            seed=standing.seed,
-            run=standing.run,
-            state=standing.state,
-            reason=standing.reason,
-            progress=standing.progress,
-            seconds=use.seconds,
-            gpu_hours=use.gpu_hours,
-            cpu_hours=use.cpu_hours,
-            queue_seconds=use.queue_seconds,
-            lost_seconds=use.lost_seconds,
-            lost_steps=use.lost_steps,
-            attempts=use.attempts,
-            judge_calls=use.judge_calls,
-            shared=standing.shared,
+            **{name: getattr(standing, name) for name in _OF_STANDING},
+            **{name: getattr(standing.use, name) for name in _OF_USE},
             tracked=next(filter(None, trained), ""),
             published=target,
         )
+
+    # ------------------------------------------------------------ texts
+
+    def answers(
+        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """First samples of these prompts, and of agents the first attempts."""
+        try:
+            return self.samples.rows(self._file(evaluation, measured), prompts)
+        except DataError:
+            return []
+
+    def rubrics(
+        self,
+        evaluation: Evaluation,
+        measured: Measured,
+        names: Sequence[tuple[str, str]] | None = None,
+    ) -> RubricScores | None:
+        """Credit per rubric."""
+        try:
+            return self.samples.rubrics(self._file(evaluation, measured), names)
+        except DataError:
+            return None
+
+    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
+        """From the prepared rows that the evaluation has read."""
+        result = self.workspace.read_result(evaluation.stage)
+        if result is None:
+            return {}
+        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
+
+    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
+        return self.folders[evaluation.stage] / measured.samples_file
 
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:
@@ -230,25 +250,19 @@ def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMea
 def read_training(name: str, path: Path) -> Training:
     """The shown metrics of a ``metrics.jsonl``; a step's later line goes before an earlier one."""
     found: dict[str, dict[int, float]] = {}
-    for step, metrics in read_metrics(path):
-        for metric in SHOWN:
-            value = metrics.get(metric)
+    for step, metrics in read_metrics(path, SHOWN):
+        for metric, value in metrics.items():
             if value is not None:
                 found.setdefault(metric, {})[step] = value
-    return Training(
-        name,
-        {
-            metric: (
-                np.fromiter(points, dtype=np.int64, count=len(points)),
-                np.fromiter(points.values(), dtype=np.float64, count=len(points)),
-            )
-            for metric, points in found.items()
-        },
-    )
+    arrays = {
+        metric: (np.array([*points], np.int64), np.array([*points.values()], np.float64))
+        for metric, points in found.items()
+    }
+    return Training(name, arrays)
 
 
 def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
-    """What went wrong in trials, oldest first; of a stage that trials share, once."""
+    """Incidents of trials, oldest first; of a stage that trials share, once."""
     found: list[tuple[Incident, TrialStanding]] = []
     for standing in standings:
         troubled = standing.use.attempts > standing.stages or standing.state != "done"
@@ -268,16 +282,10 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
     )
 
 
-def _made_with(provenance: Mapping[str, Any]) -> tuple[str, str]:
-    """Code and libraries that have made a stage."""
-    versions = provenance.get("versions") or {}
-    return str(provenance.get("code") or ""), canonical_json(versions)
-
-
 def _mixed(
     sweep: SweepRecord, trials: Sequence[TrialEvidence], made_with: Mapping[str, tuple[str, str]]
 ) -> Iterator[str]:
-    """Whether arms were made with different code or libraries: then that may be the difference."""
+    """Warnings of trials made with different code or libraries: that may be the difference."""
     for place, what in enumerate(("the code", "the libraries")):
         found: dict[str, list[str]] = {}
         for trial in trials:
@@ -314,44 +322,3 @@ def _provenance(workspace: Workspace, sweep: SweepRecord, read: _Read) -> dict[s
         "judges": judges,
         "sweep file": sweep.text,
     }
-
-
-@dataclass(frozen=True)
-class FromWorkspace:
-    """Reads texts of evaluations; see :class:`refiner_core.report.sweep.evidence.Stored`. What
-    cannot be read any more is left out: the numbers do without it."""
-
-    workspace: Workspace
-    folders: Mapping[str, Path]
-    samples: SamplesReader
-
-    def answers(
-        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """First samples of these prompts, and of agents the first attempts."""
-        try:
-            return self.samples.rows(self._file(evaluation, measured), prompts)
-        except DataError:
-            return []
-
-    def rubrics(
-        self,
-        evaluation: Evaluation,
-        measured: Measured,
-        names: Sequence[tuple[str, str]] | None = None,
-    ) -> RubricScores | None:
-        """Credit per rubric."""
-        try:
-            return self.samples.rubrics(self._file(evaluation, measured), names)
-        except DataError:
-            return None
-
-    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
-        """From the prepared rows that the evaluation has read."""
-        result = self.workspace.read_result(evaluation.stage)
-        if result is None:
-            return {}
-        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
-
-    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
-        return self.folders[evaluation.stage] / measured.samples_file

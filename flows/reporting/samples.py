@@ -1,4 +1,4 @@
-"""Samples files straight into arrays: a report reads thousands of them.
+"""Samples files straight into arrays: a report reads thousands of them. And what their prompts ask.
 
 In: Parquet files of evaluations (:mod:`refiner_core.evaluation.metrics`). Out: means per prompt,
 credit per rubric, rows of a few prompts. Columns go from Parquet to NumPy; no row becomes a Python
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from flows.stored import HELD_OUT, prompts_of
+from infra.store.workspace import Workspace
 from refiner_core.contract.errors import DataError
 from refiner_core.evaluation.metrics import metric_columns
-from refiner_core.report.sweep.evidence import PromptMeans, RubricScores
+from refiner_core.report.sweep.evidence import PromptMeans, Question, RubricScores
 
 Floats = npt.NDArray[np.float64]
 #: A rubric that so many prompts share is shown by itself; others are one with those of their kind.
@@ -31,24 +34,8 @@ _OTHERS = "(others)"
 MOST_ATTEMPTS = 4
 #: Rows that are held at a time while rows are looked for.
 _AT_ONCE = 512
-_JUDGEMENTS = pa.schema(
-    [
-        pa.field(
-            "j",
-            pa.list_(
-                pa.struct(
-                    [
-                        pa.field("kind", pa.string()),
-                        pa.field("title", pa.string()),
-                        pa.field("polarity", pa.string()),
-                        pa.field("source", pa.string()),
-                        pa.field("score", pa.float64()),
-                    ]
-                )
-            ),
-        )
-    ]
-)
+_TEXTS = dict.fromkeys(("kind", "title", "polarity", "source"), pa.string())
+_JUDGEMENTS = pa.schema({"j": pa.list_(pa.struct({**_TEXTS, "score": pa.float64()}))})
 
 
 class SamplesReader:
@@ -71,11 +58,12 @@ class SamplesReader:
         content = _content(path)
         key = hashlib.sha256(content).digest()
         if key not in self._files:
-            self._files[key] = self._means(path, content)
+            with _opened(path, content) as file:
+                columns = ["sample_id", *metric_columns(file.schema_arrow)]
+                self._files[key] = self._means(file.read(columns=columns, use_threads=False))
         return self._files[key]
 
-    def _means(self, path: Path, content: bytes) -> PromptMeans:
-        table = _table(path, content)
+    def _means(self, table: Any) -> PromptMeans:
         prompts, place = self._places(table.column("sample_id"))
         metrics = [
             name
@@ -91,7 +79,8 @@ class SamplesReader:
     ) -> RubricScores | None:
         """Credit per rubric and prompt; see
         :meth:`refiner_core.report.sweep.evidence.Stored.rubrics`."""
-        table = _table(path, _content(path), ["sample_id", "judgements"])
+        with _opened(path, _content(path)) as file:
+            table = file.read(columns=["sample_id", "judgements"], use_threads=False)
         prompts, place = self._places(table.column("sample_id"))
         judged = _judged(table.column("judgements"))
         if judged is None:
@@ -108,15 +97,17 @@ class SamplesReader:
         size = len(names) * len(prompts)
         count = np.bincount(cells, minlength=size)
         total = np.bincount(cells, weights=credit[kept], minlength=size)
-        values = np.where(count > 0, total / np.maximum(count, 1), np.nan)
-        return RubricScores(tuple(names), values.reshape(len(names), len(prompts)))
+        values = _ratio(total, count).reshape(len(names), len(prompts))
+        return RubricScores(tuple(names), values)
 
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
         found: list[dict[str, Any]] = []
-        for table in _pieces(path):
-            found += table.filter(wanted).to_pylist()
+        with _opened(path, _content(path)) as file:
+            # Answers are long, and few are shown.
+            for batch in file.iter_batches(batch_size=_AT_ONCE, use_threads=False):
+                found += pa.Table.from_batches([batch]).filter(wanted).to_pylist()
         return [
             row for row in found if row["sample_index"] < (MOST_ATTEMPTS if "episode" in row else 1)
         ]
@@ -147,30 +138,13 @@ def _unreadable(path: Path, error: Exception | str) -> DataError:
     )
 
 
-def _table(path: Path, content: bytes, columns: Sequence[str] = ()) -> Any:
-    """Columns of a samples file: ids and metrics, or these."""
-    try:
-        with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
-            there = file.schema_arrow.names
-            columns = columns or ["sample_id", *metric_columns(file.schema_arrow)]
-            wanted = [c for c in columns if c in there]
-            table = file.read(columns=wanted, use_threads=False)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise _unreadable(path, error) from error
-    if "sample_id" not in table.column_names:
-        raise _unreadable(path, "it has no sample ids")
-    return table
-
-
-def _pieces(path: Path) -> Iterator[Any]:
-    """All columns of a samples file, some rows at a time: answers are long, and few are shown."""
-    content = _content(path)
+@contextmanager
+def _opened(path: Path, content: bytes) -> Iterator[Any]:
     try:
         with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
             if "sample_id" not in file.schema_arrow.names:
                 raise _unreadable(path, "it has no sample ids")
-            for batch in file.iter_batches(batch_size=_AT_ONCE, use_threads=False):
-                yield pa.Table.from_batches([batch])
+            yield file
     except (OSError, pa.ArrowInvalid) as error:
         raise _unreadable(path, error) from error
 
@@ -185,8 +159,10 @@ def _mean_per_prompt(values: Floats, place: npt.NDArray[np.intp], prompts: int) 
     table = np.full((len(values), prompts, most), np.nan)
     table[:, place[order], nth] = values[:, order]
     known = ~np.isnan(table)
-    count = known.sum(axis=2)
-    total = np.where(known, table, 0.0).sum(axis=2)
+    return _ratio(np.where(known, table, 0.0).sum(axis=2), known.sum(axis=2))
+
+
+def _ratio(total: npt.NDArray[Any], count: npt.NDArray[Any]) -> Floats:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
@@ -244,3 +220,25 @@ def _names(title: Any, kind: Any, at: npt.NDArray[np.intp]) -> list[tuple[str, s
     shared = [p for p, n in zip(pairs, prompts.tolist(), strict=True) if n >= _SHARED_BY]
     rest = [p for p, n in zip(pairs, prompts.tolist(), strict=True) if n < _SHARED_BY]
     return [*sorted(shared), *sorted({(_OTHERS, kind) for _, kind in rest})]
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def questions_of(
+    workspace: Workspace, stage_id: str, attempt: int, prompts: Sequence[str], file: str = HELD_OUT
+) -> dict[str, Question]:
+    """Questions of these prompts, by the prepared rows that an attempt at a stage has read; nothing
+    where those are gone: numbers and answers do without."""
+    _, path = prompts_of(workspace, workspace.layout.attempt(stage_id, attempt), file)
+    if path is None:
+        return {}
+    try:
+        with pq.ParquetFile(path) as rows:
+            table = rows.read(["sample_id", "question", "prompt_text"])
+    except (OSError, pa.ArrowInvalid):
+        return {}
+    asked = table.filter(pc.field("sample_id").isin(list(prompts)))
+    return {
+        row["sample_id"]: Question(row["question"], row["prompt_text"]) for row in asked.to_pylist()
+    }

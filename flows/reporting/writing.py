@@ -15,7 +15,6 @@ from pathlib import Path
 
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from infra.tracking import Table, TrackedRun, log_tables
 from refiner_core.contract.config import TrackingConfig
@@ -46,7 +45,7 @@ class Written:
 
     @property
     def page(self) -> Path:
-        """What is opened in a browser."""
+        """Page, to be opened in a browser."""
         return self.folder / PAGE
 
 
@@ -61,13 +60,7 @@ def make(workspace: Workspace, sweep: str) -> SweepReport:
     from flows.reporting.gather import gather
     from refiner_core.report.sweep.comparing import make_report
 
-    read_sweep(workspace, sweep)
     return make_report(gather(workspace, sweep))
-
-
-def report_folder(workspace: Workspace, sweep: str) -> Path:
-    """Where a sweep's report lies where no other folder is named."""
-    return workspace.layout.reports / sweep
 
 
 def write_report(
@@ -82,7 +75,7 @@ def write_report(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    written = Written(make(workspace, sweep), folder or report_folder(workspace, sweep))
+    written = Written(make(workspace, sweep), folder or workspace.layout.reports / sweep)
     write_files(written, reload_s=reload_s)
     return written
 
@@ -97,9 +90,6 @@ def write_files(written: Written, *, reload_s: int = RELOAD_S) -> None:
         atomic.write_text(folder / TRIALS, trials_csv(report))
         atomic.write_text(folder / TEXT, markdown(report))
         atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
-
-
-FOLDER = "tracking"
 
 
 def log_report(workspace: Workspace, written: Written) -> str:
@@ -117,30 +107,20 @@ def log_report(workspace: Workspace, written: Written) -> str:
         "arms": Table(number_header(report), list(number_rows(report))),
         "trials": Table(TRIAL_HEADER, list(trial_rows(report))),
     }
-    folder = written.folder / FOLDER
+    folder = written.folder / "tracking"
     folder.mkdir(parents=True, exist_ok=True)
-    return log_tables(tracking_of(workspace, report), _run(written), tables)
-
-
-def _run(written: Written) -> TrackedRun:
-    report = written.report
-    return TrackedRun(
+    run = TrackedRun(
         run_id=f"report-{secrets.token_hex(6)}",
         name=f"report of {report.sweep}",
         group=report.sweep,
         job_type="report",
-        folder=written.folder / FOLDER,
-        config={
-            "sweep": report.sweep,
-            "recipe": report.recipe,
-            "baseline": report.baseline,
-            "state": report.state,
-            "made_at": report.made_at,
-        },
+        folder=folder,
+        config={n: getattr(report, n) for n in ("sweep", "recipe", "baseline", "state", "made_at")},
     )
+    return log_tables(_tracking_of(workspace, report), run, tables)
 
 
-def tracking_of(workspace: Workspace, report: SweepReport) -> TrackingConfig:
+def _tracking_of(workspace: Workspace, report: SweepReport) -> TrackingConfig:
     """``tracking`` of the newest trial that has begun; the default where none has."""
     runs = sorted(filter(None, (trial.run for trial in report.trials)))
     for run in reversed(runs):

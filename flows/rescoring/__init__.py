@@ -1,8 +1,8 @@
 """Rescoring stored rollouts: from the words of a person to files and a table.
 
-``reading`` finds rollouts in a workspace, ``settings`` makes settings of options, ``planning`` says
-what would be asked, ``asking`` asks it of ``judges``, ``work`` makes scores and numbers of that,
-``writing`` leaves the files and ``text`` is what is shown.
+``reading`` finds rollouts in a workspace, ``planning`` makes settings of options and says what
+would be asked, ``asking`` asks it of judges, ``results`` makes scores and numbers of that, leaves
+the files, and says what is shown.
 """
 
 from flows.rescoring.planning import Planned, Wanted, plan_rescore

@@ -1,4 +1,4 @@
-"""What the judges have to be asked for a rescoring, and asking it.
+"""Questions that the judges have to be asked for a rescoring, and asking them.
 
 In: per judge the questions that no stored judgement answers. Out: their judgements, and a
 :class:`Bill`: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
@@ -10,12 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flows.stages.judging import judge_by_hand, stored
-from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import (
     Judge,
@@ -26,7 +23,6 @@ from refiner_core.contract.types import (
     PendingJudgements,
     StreamingJudge,
 )
-from refiner_core.judges import build_judge
 from refiner_core.rescoring.rollouts import Key, is_batched, keys_of
 
 #: Questions that are handed to a judge at once are this many times what it asks at a time.
@@ -43,7 +39,7 @@ class Prices(NamedTuple):
     written: float | None = None
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """What they cost; None where nobody has said."""
+        """Cost of tokens; None where nobody has said."""
         if self.read is None and self.written is None:
             return None
         return (
@@ -77,7 +73,7 @@ class JudgePlan:
 
     @property
     def served(self) -> bool:
-        """Whether asking it takes calls."""
+        """Yes where asking it takes calls."""
         return self.config.kind != "lexical"
 
     def need(self, requests: Sequence[JudgeRequest]) -> None:
@@ -107,7 +103,7 @@ class JudgePlan:
 
 @dataclass(frozen=True)
 class Bill:
-    """What a judge was asked.
+    """Bill for what a judge was asked.
 
     ``questions`` are distinct: ``reused`` were stored with the rollouts, ``stored`` in the
     workspace's store, ``asked`` were put to the judge now; ``failed`` of those have no score.
@@ -135,7 +131,7 @@ def ask(
     Parameters
     ----------
     progress
-        Told how many judgements have come, each time that some do.
+        Told how many judgements have come by now, each time that some do.
 
     Raises
     ------
@@ -146,12 +142,11 @@ def ask(
     answers: dict[Key, Judgement] = {}
     for keys, judgements in _in_flight(plan, judge):
         answers.update(zip(keys, judgements, strict=True))
-        progress(len(keys))
+        progress(len(answers))
     after = _usage(judge)
-    failed = sum(j.status == "failed" for j in answers.values())
-    stored = after.stored - before.stored if after and before else 0
-    read = after.prompt_tokens - before.prompt_tokens if after and before else 0
-    written = after.completion_tokens - before.completion_tokens if after and before else 0
+    stored = after.stored - before.stored
+    read = after.prompt_tokens - before.prompt_tokens
+    written = after.completion_tokens - before.completion_tokens
     bill = Bill(
         judge=plan.name,
         identity=plan.identity,
@@ -159,8 +154,8 @@ def ask(
         reused=plan.reused,
         stored=stored,
         asked=len(answers) - stored,
-        failed=failed,
-        calls=after.calls - before.calls if after and before else 0,
+        failed=sum(j.status == "failed" for j in answers.values()),
+        calls=after.calls - before.calls,
         prompt_tokens=read,
         completion_tokens=written,
         seconds=time.monotonic() - began,
@@ -169,8 +164,8 @@ def ask(
     return answers, bill
 
 
-def _usage(judge: Judge) -> JudgeUsage | None:
-    return judge.usage() if isinstance(judge, StreamingJudge) else None
+def _usage(judge: Judge) -> JudgeUsage:
+    return judge.usage() if isinstance(judge, StreamingJudge) else JudgeUsage()
 
 
 def _in_flight(
@@ -197,20 +192,15 @@ def _chunks(plan: JudgePlan) -> Iterator[tuple[list[Key], list[JudgeRequest]]]:
     keys: list[Key] = list(plan.unknown)
     place = 0
     for requests in _wholes(plan.unknown):
-        for first, last in _cuts(requests, size):
+        first = 0
+        while first < len(requests):
+            last = min(first + size, len(requests))
+            # The rubrics of an answer, which may be one call, are not parted.
+            while last < len(requests) and _together(requests[last - 1], requests[last]):
+                last += 1
             yield keys[place + first : place + last], requests[first:last]
+            first = last
         place += len(requests)
-
-
-def _cuts(requests: Sequence[JudgeRequest], size: int) -> Iterator[tuple[int, int]]:
-    """Where to cut, without parting the rubrics of an answer, which may be one call."""
-    first = 0
-    while first < len(requests):
-        last = min(first + size, len(requests))
-        while last < len(requests) and _together(requests[last - 1], requests[last]):
-            last += 1
-        yield first, last
-        first = last
 
 
 def _together(a: JudgeRequest, b: JudgeRequest) -> bool:
@@ -230,34 +220,3 @@ def _wholes(unknown: Mapping[Key, JudgeRequest]) -> list[list[JudgeRequest]]:
                 company = {answer: key[1]}
         lists[-1].append(request)
     return lists
-
-
-_WRITER = "rescore"
-
-
-@contextmanager
-def judge_for(
-    plan: JudgePlan, workspace: Workspace, on_pause: Callable[[str], None]
-) -> Iterator[Judge]:
-    """The judge of a plan; what it scores is kept as it comes.
-
-    Raises
-    ------
-    ConfigurationError
-        There are calls to make, and it is served nowhere that is known.
-    """
-    if plan.served:
-        by_hand = judge_by_hand(
-            plan.config, workspace, writer=_WRITER, on_pause=on_pause, calls=plan.calls > 0
-        )
-        with by_hand as judge:
-            yield judge
-    else:
-        yield build_judge(plan.config)
-
-
-@contextmanager
-def store_of(plan: JudgePlan, workspace: Workspace) -> Iterator[JudgementStore | None]:
-    """The judgements that the workspace keeps; None where it keeps none."""
-    with stored(plan.config, workspace, _WRITER) as store:
-        yield store

@@ -20,8 +20,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
-from flows.rescoring.asking import JudgePlan, Prices, store_of
+from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
+from flows.stages.judging import stored
 from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
@@ -67,13 +68,13 @@ class Setting:
 
     @property
     def judge(self) -> JudgeConfig:
-        """Who gives it."""
+        """Judge that gives it."""
         return self.config.judge
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """Options of the call."""
 
     judges: tuple[str, ...] = ()
     rubrics: tuple[str, ...] = ()
@@ -85,8 +86,7 @@ class Options:
 def own_setting(config: RecipeConfig, overrides: Sequence[str] = (), name: str = OWN) -> Setting:
     """A run's own settings; of the overrides only those that say where or how its judge is asked
     have a part in them."""
-    where = [o for o in overrides if o.partition("=")[0].removeprefix("judge.") in _EXECUTION]
-    return Setting(name, apply_overrides(config, where))
+    return Setting(name, apply_overrides(config, [o for o in overrides if _says_where(o)]))
 
 
 def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
@@ -112,15 +112,14 @@ def make_settings(base: RecipeConfig, options: Options) -> list[Setting]:
     changes = [(change,) for factor in factors for change in factor]
     if options.cross and changes:
         changes = list(product(*(factor for factor in factors if factor)))  # type: ignore[arg-type]
-    changed = [o for o in options.overrides if o.partition("=")[0] not in _where()]
-    if not changes and changed:
+    if not changes and any(not _says_where(o) for o in options.overrides):
         return [_setting(base, (), options.overrides)]
-    settings = [_setting(base, change, options.overrides) for change in changes]
-    return _told_apart(settings)
+    return _told_apart([_setting(base, change, options.overrides) for change in changes])
 
 
-def _where() -> frozenset[str]:
-    return frozenset(f"judge.{path}" for path in _EXECUTION)
+def _says_where(override: str) -> bool:
+    """Yes for one that says where or how a judge is asked, and not what is asked."""
+    return override.partition("=")[0].removeprefix("judge.") in _EXECUTION
 
 
 def _setting(
@@ -134,16 +133,12 @@ def _setting(
         elif kind == "rubrics":
             name, config = str(value), replace(config, reward=rubrics_of(str(value), config.reward))
         else:
-            name, reward = f"{value:g}", config.reward
-            config = replace(
-                config,
-                reward=replace(
-                    reward, paper_citation_weight=value, apply_paper_citation_reward=True
-                ),
-            )
+            name = f"{value:g}"
+            fields = {"paper_citation_weight": value, "apply_paper_citation_reward": True}
+            config = replace(config, reward=replace(config.reward, **fields))
         is_file = kind == "rubrics" and name.endswith((".yaml", ".yml"))
         names.append(f"{kind}={Path(name).stem if is_file else name}")
-    names += [o for o in overrides if o.partition("=")[0] not in _where()]
+    names += [o for o in overrides if not _says_where(o)]
     config = check_config(apply_overrides(config, list(overrides)))
     mask_keys_of(config)
     if "static" in config.reward.rubric_source and not config.reward.instance_rubrics_only:
@@ -247,11 +242,13 @@ def _from_file(path: Path) -> JudgeConfig:
 _ASKS = ("rubric_source", "static_rubrics", "instance_rubrics_only")
 #: What a run's rollouts are scored by is seen at a glance up to so many steps back.
 LAST_STEPS = "last:5"
+#: Who writes into the workspace's store of judgements.
+WRITER = "rescore"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What somebody asks for. ``steps`` None is all, or the last few of several runs."""
+    """Request for a rescoring. ``steps`` None is all, or the last few of several runs."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
@@ -266,7 +263,7 @@ class Wanted:
 
 @dataclass
 class Planned:
-    """What would be done. ``asks`` and ``recorded`` are by policy and kind of questions."""
+    """Planned work. ``asks`` and ``recorded`` are by policy and kind of questions."""
 
     wanted: Wanted
     policies: list[Policy]
@@ -294,9 +291,36 @@ class Planned:
         }
         return digest(asked)[:10]
 
+    def judge_key(self, policy: Policy, setting: Setting) -> str:
+        """The judge of a setting on a policy's rollouts. A setting that changes nothing of the
+        judge has the run's own one, as it was then; any other is as it is today."""
+        same = judge_fields(policy.config) == judge_fields(setting.config)
+        prompts = policy.sources.get("judge_prompt") if same else None
+        identity = judge_identity(setting.judge, prompts)
+        key = digest(identity)
+        if key not in self.judges:
+            model = setting.judge.model
+            name = "lexical" if model == LEXICAL_MODELS[0] else model
+            self.judges[key] = JudgePlan(name, setting.judge, identity)
+        return key
+
+    def questions_under(self, policy: Policy, reward: RewardConfig) -> list[tuple[Question, ...]]:
+        """Found once for all settings that ask the same."""
+        which = json.dumps([getattr(reward, name) for name in _ASKS])
+        if (policy.name, which) not in self.questions:
+            self.questions[policy.name, which] = questions_of(policy.rollouts, reward)
+        return self.questions[policy.name, which]
+
+    def baseline_of(self, policy: Policy) -> str:
+        """The setting that a policy's others are compared with: by default its run's own."""
+        if self.wanted.baseline != OWN:
+            return self.wanted.baseline
+        own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
+        return next(own)
+
 
 def _rubrics(setting: Setting) -> str | None:
-    """What the set says that a setting names: a file may be edited."""
+    """Digest of the set that a setting names: a file may be edited."""
     static = "static" in setting.reward.rubric_source and not setting.reward.instance_rubrics_only
     return rubric_set_digest(setting.reward.static_rubrics) if static else None
 
@@ -316,14 +340,22 @@ def plan_rescore(wanted: Wanted) -> Planned:
     settings = _settings(policies, wanted)
     planned = Planned(wanted, policies, settings)
     for policy in policies:
-        _read_recorded(planned, policy)
-    for setting in settings:
-        for policy in policies:
-            _note_questions(planned, policy, setting)
+        questions = planned.questions_under(policy, policy.config.reward)
+        found = recorded(policy.rollouts, questions, batched=is_batched(policy.config.judge))
+        planned.recorded[policy.name] = found
+        own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
+        own.known = {**found.known, **own.known}
+    for setting, policy in product(settings, policies):
+        plan = planned.judges[planned.judge_key(policy, setting)]
+        plan.config = setting.judge  # with the address that this call has given
+        # A run's own settings have been asked already.
+        if identity_of(setting.config) != identity_of(policy.config):
+            for asked in planned.questions_under(policy, setting.reward):
+                plan.need([question.request for question in asked])
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
             _check_prompts(plan)
-            with store_of(plan, wanted.workspace) as store:
+            with stored(plan.config, wanted.workspace, WRITER) as store:
                 plan.count(store)
     return planned
 
@@ -377,65 +409,10 @@ def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
 
 
 def identity_of(config: RecipeConfig) -> list[object]:
-    """What is the same of two settings that are the same."""
+    """Values that two settings share if they are the same."""
     return [to_json(config.reward), judge_fields(config)]
 
 
 def judge_fields(config: RecipeConfig) -> dict[str, object]:
     """A judge by its configuration alone, whatever its prompts say by now."""
     return judge_identity(config.judge, "-")
-
-
-def judge_key(planned: Planned, policy: Policy, setting: Setting) -> str:
-    """The judge of a setting on a policy's rollouts. A setting that changes nothing of the judge
-    has the run's own one, as it was then; any other is as it is today."""
-    same = judge_fields(policy.config) == judge_fields(setting.config)
-    prompts = policy.sources.get("judge_prompt") if same else None
-    identity = judge_identity(setting.judge, prompts)
-    key = digest(identity)
-    if key not in planned.judges:
-        planned.judges[key] = JudgePlan(_judge_name(setting.config), setting.judge, identity)
-    return key
-
-
-def _read_recorded(planned: Planned, policy: Policy) -> None:
-    """What is known of the policy's own judge."""
-    questions = questions_under(planned, policy, policy.config.reward)
-    batched = is_batched(policy.config.judge)
-    found = recorded(policy.rollouts, questions, batched=batched)
-    planned.recorded[policy.name] = found
-    plan = planned.judges[judge_key(planned, policy, own_setting(policy.config))]
-    for key, judgements in found.known.items():
-        plan.known.setdefault(key, judgements)
-
-
-def _note_questions(planned: Planned, policy: Policy, setting: Setting) -> None:
-    """What a setting asks of its judge; a run's own settings have been asked already."""
-    plan = planned.judges[judge_key(planned, policy, setting)]
-    plan.config = setting.judge  # with the address that this call has given
-    if identity_of(setting.config) == identity_of(policy.config):
-        return
-    for asked in questions_under(planned, policy, setting.reward):
-        plan.need([question.request for question in asked])
-
-
-def questions_under(
-    planned: Planned, policy: Policy, reward: RewardConfig
-) -> list[tuple[Question, ...]]:
-    """Found once for all settings that ask the same."""
-    which = json.dumps([getattr(reward, name) for name in _ASKS])
-    if (policy.name, which) not in planned.questions:
-        planned.questions[policy.name, which] = questions_of(policy.rollouts, reward)
-    return planned.questions[policy.name, which]
-
-
-def _judge_name(config: RecipeConfig) -> str:
-    return "lexical" if config.judge.model == LEXICAL_MODELS[0] else config.judge.model
-
-
-def baseline_of(planned: Planned, policy: Policy) -> str:
-    """The setting that a policy's others are compared with: by default its run's own."""
-    if planned.wanted.baseline != OWN:
-        return planned.wanted.baseline
-    own = (s.name for s in planned.settings if identity_of(s.config) == identity_of(policy.config))
-    return next(own)

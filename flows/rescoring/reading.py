@@ -1,4 +1,4 @@
-"""Which stored rollouts are meant, and with what settings they were rewarded.
+"""Stored rollouts, and the settings that they were rewarded with.
 
 In: a workspace, runs, and which part of them. Out: :class:`Policy` values, each with its rollouts
 and the configuration that they were rewarded under. Reads only; a run that is still at work, or
@@ -8,13 +8,13 @@ has died, has what it has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
+from flows.stored import HELD_OUT, TRAINED_ON, newest_rollouts, prompts_of
 from infra.store.checkpoints import reclaimed_text
-from infra.store.traces import list_rollouts, read_rollouts
+from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
@@ -39,7 +39,7 @@ _LAST = re.compile(r"last:0*([1-9]\d*)")
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of the runs is read.
+    """Part of the runs that is read.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Policy:
-    """What sampled some rollouts, and how they were rewarded then.
+    """Policy that sampled some rollouts, and how they were rewarded then.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Policy:
 
 
 def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -> list[Policy]:
-    """What the runs have stored; stages that runs share are read once.
+    """Policies of the runs; stages that runs share are read once.
 
     Raises
     ------
@@ -104,19 +104,18 @@ def read_policies(workspace: Workspace, runs: Sequence[RunRecord], part: Part) -
         A run is of an agent, which no judge and no rubrics have scored.
     """
     names = _short_names([run.run for run in runs])
+    read = _trained if part.source == "rollouts" else _evaluated
     policies: dict[tuple[str, str], Policy] = {}
     for run in runs:
         _require_answers(run)
-        of_run = _trained(workspace, run, part) if part.source == "rollouts" else ()
-        if part.source == "evaluation":
-            of_run = _evaluated(workspace, run, part)
-        for policy in of_run:
+        for policy in read(workspace, run, part):
             name = policy.name if len(runs) == 1 else f"{names[run.run]} {policy.name}"
-            policies.setdefault(
-                (policy.stage_id, policy.name),
-                replace(policy, name=name, run_name=names[run.run]),
-            )
-    return [_sampled(policy, part.sample) for policy in policies.values()]
+            rollouts = policy.rollouts
+            if part.sample is not None:
+                rollouts = tuple(some_groups(rollouts, part.sample))
+            named = replace(policy, name=name, run_name=names[run.run], rollouts=rollouts)
+            policies.setdefault((policy.stage_id, policy.name), named)
+    return list(policies.values())
 
 
 def _require_answers(run: RunRecord) -> None:
@@ -130,12 +129,6 @@ def _require_answers(run: RunRecord) -> None:
         )
 
 
-def _sampled(policy: Policy, count: int | None) -> Policy:
-    if count is None:
-        return policy
-    return replace(policy, rollouts=tuple(some_groups(policy.rollouts, count)))
-
-
 def _short_names(runs: Sequence[str]) -> dict[str, str]:
     """Run ids without their time, where that tells them apart."""
     short = {run: "-".join(run.split("-")[2:]) or run for run in runs}
@@ -145,7 +138,7 @@ def _short_names(runs: Sequence[str]) -> dict[str, str]:
 # ---------------------------------------------------------------- training
 
 
-def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Policy]:
+def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Policy]:
     stage_id = run.stages.get("grpo")
     if stage_id is None:
         raise ConfigurationError(
@@ -153,8 +146,8 @@ def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Polic
             expected="a run that trains on rewards",
             fix="name another run, or rescore its evaluations with `--from evaluation`",
         )
-    number, files = _rollout_files(workspace, stage_id)
-    if number is None:
+    number, files = newest_rollouts(workspace, stage_id)
+    if not files:
         raise ConfigurationError(
             f"Run {run.run} has no stored rollouts: {stage_id} has "
             f"{_why_none(workspace, stage_id)}.",
@@ -163,35 +156,13 @@ def _trained(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Polic
             "`--from evaluation`",
         )
     chosen = _chosen_steps(part.steps, sorted(files), run.run)
-    config, spec, data_id = _attempt(workspace, stage_id, number)
-    prompts = _prompts(workspace, data_id, "rl_train.parquet")
+    policy, prompts = _policy(workspace, run, "grpo", stage_id, number, TRAINED_ON)
     rows = [row for step in chosen for row in read_rollouts(files[step])]
-    return [
-        Policy(
-            name="grpo",
-            run=run.run,
-            run_name=run.run,
-            stage_id=stage_id,
-            model="grpo",
-            attempt=number,
-            config=config,
-            sources=spec.sources,
-            rollouts=tuple(from_training(rows, prompts)),
-            data_stage=data_id,
-            files=tuple(str(files[step]) for step in chosen),
-        )
-    ]
-
-
-def _rollout_files(workspace: Workspace, stage_id: str) -> tuple[int | None, dict[int, Path]]:
-    """The newest attempt that has rollouts, and its files by step. An attempt takes over those of
-    the one before up to the checkpoint that it goes on from, so the newest has the whole story;
-    one that has not begun yet has none."""
-    stage = workspace.layout.stage(stage_id)
-    for number in reversed(stage.attempt_numbers()):
-        if found := list_rollouts(stage.attempt(number).rollouts):
-            return number, {int(p.stem.removeprefix("step-")): p for p in found}
-    return None, {}
+    yield replace(
+        policy,
+        rollouts=tuple(from_training(rows, prompts)),
+        files=tuple(str(files[step]) for step in chosen),
+    )
 
 
 def _why_none(workspace: Workspace, stage_id: str) -> str:
@@ -230,7 +201,7 @@ def _chosen_steps(wanted: str, known: Sequence[int], run: str) -> list[int]:
 # ---------------------------------------------------------------- evaluations
 
 
-def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Policy]:
+def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Policy]:
     stages = {n: i for n, i in run.stages.items() if i.startswith("evaluate-")}
     models = {name.removeprefix("evaluate-"): stage_id for name, stage_id in stages.items()}
     # Under protocol files the answers are mostly the same ones: they are rescored by name alone.
@@ -242,69 +213,68 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterable[Pol
                 expected="one of: " + (", ".join(models) or "(it evaluates none)"),
                 fix="name one of these with --model",
             )
-    found: list[Policy] = []
+    some = False
     for model, stage_id in models.items():
-        folder = workspace.output_dir(stage_id)
-        if folder is None or model not in wanted:
+        result, folder = workspace.read_result(stage_id), workspace.output_dir(stage_id)
+        if result is None or folder is None or model not in wanted:
             continue
         workspace.check_output(stage_id)
-        found += _of_evaluation(workspace, run, (model, stage_id), folder, part)
-    if not found:
+        policy, prompts = _policy(workspace, run, model, stage_id, result.attempt, HELD_OUT)
+        for decoding in policy.config.evaluate.decoding:
+            if part.decodings and decoding not in part.decodings:
+                continue
+            some = True
+            path = folder / f"samples-{decoding}.parquet"
+            rollouts = tuple(from_evaluation(load_samples(path), prompts, decoding))
+            name = f"{model} {decoding}"
+            yield replace(policy, name=name, rollouts=rollouts, files=(str(path),))
+    if not some:
         raise ConfigurationError(
             f"Run {run.run} has no finished evaluation"
             f"{' with that decoding' if part.decodings else ''}.",
             expected="at least one evaluate stage that is done",
             fix="let one finish, or rescore rollouts of training with `--from rollouts`",
         )
-    return found
-
-
-def _of_evaluation(
-    workspace: Workspace, run: RunRecord, which: tuple[str, str], folder: Path, part: Part
-) -> Iterable[Policy]:
-    model, stage_id = which
-    result = workspace.read_result(stage_id)
-    assert result is not None
-    config, spec, data_id = _attempt(workspace, stage_id, result.attempt)
-    prompts = _prompts(workspace, data_id, "rl_test.parquet")
-    decodings = [d for d in config.evaluate.decoding if not part.decodings or d in part.decodings]
-    for decoding in decodings:
-        path = folder / f"samples-{decoding}.parquet"
-        rollouts = from_evaluation(load_samples(path), prompts, decoding)
-        yield Policy(
-            name=f"{model} {decoding}",
-            run=run.run,
-            run_name=run.run,
-            stage_id=stage_id,
-            model=model,
-            attempt=result.attempt,
-            config=config,
-            sources=spec.sources,
-            rollouts=tuple(rollouts),
-            data_stage=data_id,
-            files=(str(path),),
-        )
 
 
 # ---------------------------------------------------------------- records
 
 
-def _attempt(
-    workspace: Workspace, stage_id: str, number: int
-) -> tuple[RecipeConfig, StageSpec, str]:
-    """Configuration, specification and data stage of an attempt."""
+def _policy(
+    workspace: Workspace, run: RunRecord, model: str, stage_id: str, number: int, file: str
+) -> tuple[Policy, list[PromptRow]]:
+    """Policy of an attempt, without rollouts yet; and the prompts that it has read."""
     paths = workspace.layout.attempt(stage_id, number)
     values = workspace.part(paths, "config")
     spec = workspace.read_control(workspace.layout.stage(stage_id).spec)
-    inputs = workspace.part(paths, "inputs")
-    if not values or spec is None or "data" not in inputs:
+    data_id, path = prompts_of(workspace, paths, file)
+    if not values or spec is None or not data_id:
         raise DataError(
             f"{paths.control} does not say with what its rollouts were rewarded",
             expected=f"{paths.intent.name} as refiner has written it",
             fix="restore the folder, or name another run",
         )
-    config = from_json(RecipeConfig, with_legacy_values(values))
-    return config, from_json(StageSpec, spec), str(inputs["data"])
+    if path is None:
+        why = reclaimed_text(workspace.layout.stage(data_id))
+        raise DataError(
+            f"The prompts of the rollouts are gone: {data_id} has no {file}"
+            + (f" ({why})" if why else ""),
+            expected="the output of the run's data stage, which has questions, evidence, rubrics",
+            fix="run the recipe with stages=[data] again in this workspace, or bring the file back",
+        )
+    policy = Policy(
+        name=model,
+        run=run.run,
+        run_name=run.run,
+        stage_id=stage_id,
+        model=model,
+        attempt=number,
+        config=from_json(RecipeConfig, with_legacy_values(values)),
+        sources=from_json(StageSpec, spec).sources,
+        rollouts=(),
+        data_stage=data_id,
+    )
+    return policy, load_prompts(path)
 
 
 def with_legacy_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,16 +289,3 @@ def with_legacy_values(values: Mapping[str, Any]) -> dict[str, Any]:
         if info.legacy_value is not ABSENT and name and "." not in name and known:
             filled[section].setdefault(name, info.legacy_value)
     return filled
-
-
-def _prompts(workspace: Workspace, data_id: str, name: str) -> list[PromptRow]:
-    folder = workspace.output_dir(data_id)
-    if folder is None or not (folder / name).is_file():
-        why = reclaimed_text(workspace.layout.stage(data_id))
-        raise DataError(
-            f"The prompts of the rollouts are gone: {data_id} has no {name}"
-            + (f" ({why})" if why else ""),
-            expected="the output of the run's data stage, which has questions, evidence, rubrics",
-            fix="run the recipe with stages=[data] again in this workspace, or bring the file back",
-        )
-    return load_prompts(folder / name)

@@ -14,31 +14,33 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from flows.rescoring.asking import Bill, JudgePlan, ask, judge_for
+from flows.rescoring.asking import Bill, ask
 from flows.rescoring.planning import (
     AGAIN,
     OWN,
+    WRITER,
     Planned,
     Setting,
-    baseline_of,
     identity_of,
     judge_fields,
-    judge_key,
     own_setting,
-    questions_under,
 )
 from flows.rescoring.reading import Policy
+from flows.stages.judging import judge_by_hand
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
+from refiner_core.contract.loading import override_text
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
 from refiner_core.judges import build_judge
+from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (
     Comparison,
     CriterionAgreement,
@@ -46,24 +48,6 @@ from refiner_core.rescoring.compare import (
     compare,
     judges_agree,
     make_matrix,
-)
-from refiner_core.rescoring.document import (
-    AGREEMENT_HEADER,
-    COMPARISON_HEADER,
-    DOCUMENT_VERSION,
-    JUDGING_HEADER,
-    Cloud,
-    agreement_rows,
-    comparison_json,
-    comparison_rows,
-    draw,
-    fidelity_line,
-    judging_rows,
-    markdown,
-    matrix_json,
-    matrix_rows,
-    plain,
-    reversal_lines,
 )
 from refiner_core.rescoring.rollouts import (
     Key,
@@ -89,7 +73,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Done:
-    """What came out. ``scores`` by policy, then setting; the run's own are as they were stored."""
+    """Results. ``scores`` by policy, then setting; the run's own are as they were stored."""
 
     planned: Planned
     scores: Mapping[str, Mapping[str, Scores]]
@@ -100,7 +84,7 @@ class Done:
 
 
 class Watcher(Protocol):
-    """Who is told how judging goes."""
+    """Listener to how judging goes."""
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come, of so many."""
@@ -116,7 +100,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """A watcher that shows nothing."""
+    """A watcher that shows nothing; the log says what there is to say."""
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """Nothing is shown."""
@@ -125,7 +109,7 @@ class Silent:
         """Nothing is shown."""
 
     def paused(self, why: str) -> None:
-        """Nothing is shown; the log says it."""
+        """Nothing is shown."""
 
 
 def carry_out(planned: Planned, watcher: Watcher) -> Done:
@@ -165,45 +149,36 @@ def _scores(
     again: Scores,
     answers: Mapping[str, Mapping[Key, Judgement]],
 ) -> Scores:
-    """A policy's rollouts under a setting; under its run's own, as they were stored."""
+    """A policy's rollouts under a setting, by all that is known of its judge by now, each rollout's
+    own judgements first; under its run's own, as they were stored."""
     normalization = policy.config.grpo.advantage_normalization_type
     if identity_of(setting.config) == identity_of(policy.config):
         return stored_scores(policy.rollouts, again, normalization)
-    judge = _judge_of(planned, policy, setting, answers)
-    return scores_under(policy.rollouts, setting.reward, judge, normalization)
-
-
-def _judge_of(
-    planned: Planned,
-    policy: Policy,
-    setting: Setting,
-    answers: Mapping[str, Mapping[Key, Judgement]],
-) -> RecordedJudge:
-    """Everything that is known of a setting's judge by now; each rollout's own judgements first."""
-    key = judge_key(planned, policy, setting)
+    key = planned.judge_key(policy, setting)
     known: dict[Key, Sequence[Judgement]] = {q: [j] for q, j in answers.get(key, {}).items()}
     known |= planned.judges[key].known
-    if key == judge_key(planned, policy, own_setting(policy.config)):
+    if key == planned.judge_key(policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
-    return RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
+    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
+    return scores_under(policy.rollouts, setting.reward, judge, normalization)
 
 
 def _ask_all(
     planned: Planned, watcher: Watcher
 ) -> tuple[dict[str, dict[Key, Judgement]], list[Bill]]:
     answers, bills = {}, []
-    for name, plan in planned.judges.items():
+    for key, plan in planned.judges.items():
         if not plan.questions:
             continue
-        total, done = len(plan.unknown), 0
-
-        def tell(count: int, plan: JudgePlan = plan, total: int = total) -> None:
-            nonlocal done
-            done += count
-            watcher.judged(plan.name, done, total)
-
-        with judge_for(plan, planned.wanted.workspace, watcher.paused) as judge:
-            answers[name], bill = ask(plan, judge, planned.wanted.prices, tell)
+        tell = partial(watcher.judged, plan.name, total=len(plan.unknown))
+        with judge_by_hand(
+            plan.config,
+            planned.wanted.workspace,
+            writer=WRITER,
+            on_pause=watcher.paused,
+            calls=plan.calls > 0,
+        ) as judge:
+            answers[key], bill = ask(plan, judge, planned.wanted.prices, tell)
         bills.append(bill)
     return answers, bills
 
@@ -223,7 +198,7 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     found = planned.recorded[policy.name]
     rejudged = alike = 0
     if policy.config.judge.kind == "lexical":
-        questions = questions_under(planned, policy, policy.config.reward)
+        questions = planned.questions_under(policy, policy.config.reward)
         requests = [q.request for asked in questions for q in asked if q.request in found.known]
         today = build_judge(policy.config.judge).judge(requests)
         rejudged = len(requests)
@@ -236,23 +211,22 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     )
 
 
-def _compare_all(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> list[Compared]:
-    found = []
+def _compare_all(
+    planned: Planned, scores: Mapping[str, Mapping[str, Scores]]
+) -> Iterator[Compared]:
     configs = {setting.name: setting.config for setting in planned.settings}
     for policy in planned.policies:
-        of_policy = scores[policy.name]
-        baseline = baseline_of(planned, policy)
+        baseline = planned.baseline_of(policy)
         resamples = policy.config.evaluate.bootstrap_samples
-        base, judge = of_policy[baseline], judge_fields(configs[baseline])
-        for name, other in of_policy.items():
+        base, judge = scores[policy.name][baseline], judge_fields(configs[baseline])
+        for name, other in scores[policy.name].items():
             if other is base:
                 continue
             agreement: list[CriterionAgreement] = []
             if judge_fields(configs.get(name, policy.config)) != judge:
                 agreement = judges_agree(policy.rollouts, base, other, resamples=resamples)
             comparison = compare(policy.rollouts, base, other, resamples=resamples)
-            found.append(Compared(policy.name, name, baseline, comparison, tuple(agreement)))
-    return found
+            yield Compared(policy.name, name, baseline, comparison, tuple(agreement))
 
 
 def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Matrix | None:
@@ -277,7 +251,7 @@ def document_of(done: Done) -> dict[str, Any]:
     planned = done.planned
     wanted = planned.wanted
     document = {
-        "version": DOCUMENT_VERSION,
+        "version": doc.DOCUMENT_VERSION,
         "id": planned.short_id,
         "made_at": now_text(),
         "refiner": version("refiner"),
@@ -288,19 +262,19 @@ def document_of(done: Done) -> dict[str, Any]:
         "settings": [_setting(setting) for setting in planned.settings],
         "fidelity": {
             name: {
-                **plain(found),
+                **doc.plain(found),
                 "exact": found.exact,
                 "sound": found.sound,
                 "warning": found.warning(),
             }
             for name, found in done.fidelity.items()
         },
-        "judging": [plain(bill) for bill in done.bills],
+        "judging": [doc.plain(bill) for bill in done.bills],
         "comparisons": [
-            comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
+            doc.comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
             for c in done.compared
         ],
-        "matrix": None if done.matrix is None else matrix_json(done.matrix),
+        "matrix": None if done.matrix is None else doc.matrix_json(done.matrix),
     }
     return dict(atomic.finite(document))
 
@@ -345,8 +319,8 @@ def write(done: Done, document: dict[str, Any], folder: Path) -> None:
     with no_space_guard(folder, "writing the results of a rescoring"):
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(done))))
-        atomic.write_text(folder / TABLE, markdown(document))
-        atomic.write_text(folder / FIGURE, draw(document, _clouds(done)))
+        atomic.write_text(folder / TABLE, doc.markdown(document))
+        atomic.write_text(folder / FIGURE, doc.draw(document, _clouds(done)))
         atomic.write_json(folder / DOCUMENT, document)
 
 
@@ -371,7 +345,7 @@ def _rows(done: Done) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _clouds(done: Done) -> list[Cloud]:
+def _clouds(done: Done) -> list[doc.Cloud]:
     clouds = []
     for found in done.compared:
         if found.setting == AGAIN:
@@ -381,7 +355,7 @@ def _clouds(done: Done) -> list[Cloud]:
             scores[found.baseline].advantages, scores[found.setting].advantages, strict=True
         )
         known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        clouds.append(Cloud(found.policy, found.setting, known))
+        clouds.append(doc.Cloud(found.policy, found.setting, known))
     return clouds
 
 
@@ -390,7 +364,7 @@ _CRITERIA = 8
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
-    """What would be read and asked."""
+    """Lines on what would be read and asked."""
     for policy in planned.policies:
         steps = f", steps {policy.steps[0]} to {policy.steps[-1]}" if policy.steps else ""
         groups = len({r.group for r in policy.rollouts})
@@ -411,15 +385,15 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The result."""
     for name, found in document["fidelity"].items():
-        yield ("" if found["sound"] else "warning: ") + fidelity_line(name, found)
+        yield ("" if found["sound"] else "warning: ") + doc.fidelity_line(name, found)
     for policy in document["policies"]:
-        if rows := comparison_rows(document, policy["name"]):
+        if rows := doc.comparison_rows(document, policy["name"]):
             baseline = next(
                 c["baseline"] for c in document["comparisons"] if c["policy"] == policy["name"]
             )
             yield ""
             yield f"{policy['name']}, compared with {baseline}:"
-            yield from padded(COMPARISON_HEADER, rows)
+            yield from padded(doc.COMPARISON_HEADER, rows)
     if document["comparisons"]:
         yield "  (best changes: groups that share no best sample with the baseline; no signal:"
         yield "  groups without spread; in brackets 95 % over prompts)"
@@ -427,15 +401,15 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
         if entry["agreement"]:
             yield ""
             yield f"Agreement of the judges, {entry['policy']}, {entry['setting']}:"
-            yield from padded(AGREEMENT_HEADER, agreement_rows(entry)[:_CRITERIA])
+            yield from padded(doc.AGREEMENT_HEADER, doc.agreement_rows(entry)[:_CRITERIA])
     if document["matrix"] is not None:
         yield ""
         yield f"Mean {document['matrix']['metric']}:"
-        yield from padded(*matrix_rows(document))
-        yield from reversal_lines(document)
+        yield from padded(*doc.matrix_rows(document))
+        yield from doc.reversal_lines(document)
     if document["judging"]:
         yield ""
-        yield from padded(JUDGING_HEADER, judging_rows(document))
+        yield from padded(doc.JUDGING_HEADER, doc.judging_rows(document))
         yield judged_line(document)
 
 
@@ -454,8 +428,8 @@ def judged_line(document: Mapping[str, Any]) -> str:
 def next_lines(
     document: Mapping[str, Any], folder: Path, words: Sequence[str], begun_with: Sequence[str]
 ) -> Iterator[str]:
-    """Where the files are, and commands that make sense now; ``words`` are those of this call,
-    ``begun_with`` the overrides of the first run, which a run like it needs too."""
+    """Lines on where the files are, and commands that make sense now; ``words`` are those of this
+    call, ``begun_with`` the overrides of the first run, which a run like it needs too."""
     yield ""
     yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
     yield "Next:"
@@ -467,7 +441,11 @@ def next_lines(
     own = document["settings"][0]
     where = [word for word in words if word.startswith("workspace=")]
     for setting in document["settings"]:
-        overrides = _overrides(own, setting)
+        overrides = [
+            override_text(f"reward.{name}", value)
+            for name, value in setting["reward"].items()
+            if own["reward"].get(name) != value
+        ]
         # A judge's address is no part of what a setting is, so only rewards are proposed.
         same_judge = setting["judge"] == own["judge"]
         if not setting["name"].startswith(OWN) and overrides and same_judge:
@@ -476,21 +454,6 @@ def next_lines(
             kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
             yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
             return
-
-
-def _overrides(own: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
-    """The setting's rewards as overrides of a recipe."""
-    return [
-        f"reward.{name}={_value(value)}"
-        for name, value in setting["reward"].items()
-        if own["reward"].get(name) != value
-    ]
-
-
-def _value(value: Any) -> str:
-    """As it is written in an override."""
-    known = {None: "null", True: "true", False: "false"}
-    return known[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def padded(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

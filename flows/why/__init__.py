@@ -1,8 +1,8 @@
 """`refiner why`: from a printed number to what it was made of.
 
-    words ──> figures ──> evidence ──> text
-              which       protocol, samples, one answer      for a terminal, or as JSON
-              recorded    with its judgements, files
+    words ──> figures ──> explanation
+              which       protocol, samples, one answer with its judgements, files;
+              recorded    for a terminal, or as JSON
               number
 
 In: a number as it was printed, or names (`citation_f1 grpo greedy`); a workspace, or a card with
@@ -10,14 +10,6 @@ the ``refiner.json`` beside it. Out: everything behind it, each with the file th
 """
 
 from flows.why.explanation import Explanation, explain
-from flows.why.figures import Figure, Query, figures_of_card, figures_of_stages, parse_query
+from flows.why.figures import Figure, parse_query
 
-__all__ = [
-    "Explanation",
-    "Figure",
-    "Query",
-    "explain",
-    "figures_of_card",
-    "figures_of_stages",
-    "parse_query",
-]
+__all__ = ["Explanation", "Figure", "explain", "parse_query"]

@@ -1,4 +1,4 @@
-"""What a number was made of: samples, one answer in full, judgements, files.
+"""Explanation of a number: samples, one answer in full, judgements, files.
 
 In: a :class:`~flows.why.figures.Figure` and the workspace that it was recorded in. Out: an
 :class:`Explanation`, for a terminal of 100 columns and as JSON. The number is computed again from
@@ -11,11 +11,12 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.stored import HELD_OUT, TRAINED_ON, attempts_of, prompts_of
 from flows.why.figures import FLOORS, Figure, words_apart
 from infra.store.checkpoints import step_name
+from infra.store.layout import AttemptPaths
 from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -27,9 +28,9 @@ from refiner_core.evaluation.metrics import load_samples, of_tasks
 from refiner_core.evaluation.results import RESULTS_FILE, recompute
 from refiner_core.evaluation.statistics import Estimate
 
-#: Metric of a training step -> what of a rollout it is the mean of.
-_OF_ROLLOUTS = {"scores": "reward"}
 _FEW = 3
+
+Row = Mapping[str, Any]
 
 
 class SampleValue(NamedTuple):
@@ -156,42 +157,31 @@ def _of_evaluation(
     figure: Figure, workspace: Workspace, files: dict[str, str], wanted: str | None
 ) -> Explanation:
     result = workspace.read_result(figure.stage_id)
-    folder = workspace.output_dir(figure.stage_id)
     assert result is not None, "an evaluation's numbers are in its result"
-    assert folder is not None, "a result names its folder"
+    folder = workspace.layout.stage(figure.stage_id).data / result.output_dir
     paths = workspace.layout.attempt(figure.stage_id, result.attempt)
-    files["results"] = str(folder / RESULTS_FILE)
-    samples = folder / _samples_file(figure)
-    files["samples"] = str(samples)
-    config = from_json(RecipeConfig, workspace.part(paths, "config"))
-    inputs = workspace.part(paths, "inputs")
-    prompts, note = _prompts(workspace, inputs.get("data"), "rl_test.parquet", files)
-    notes = [note] if note else []
+    # The evidence of a card does not have the file's name.
+    which = figure.model if figure.model in FLOORS else figure.decoding
+    samples = folder / str(figure.entry.get("samples_file") or f"samples-{which}.parquet")
+    files |= {"results": str(folder / RESULTS_FILE), "samples": str(samples)}
+    prompts, notes = _prompts(workspace, paths, HELD_OUT, files)
     try:
         rows = load_samples(samples)
     except DataError as error:
         return Explanation(figure, files=files, notes=(*notes, str(error)))
+    config = from_json(RecipeConfig, workspace.part(paths, "config"))
     again = recompute(rows, figure.metric, config)
-    values = _ordered([_value(row, row.get(figure.metric)) for row in rows])
+    values = _ordered(rows, figure.metric)
     row = _chosen(rows, values, wanted)
     return Explanation(
         figure=figure,
         recomputed=again,
         agrees=again is not None and _same(again, figure.entry),
         values=values,
-        sample=None
-        if row is None
-        else _sample(row, row.get(figure.metric), _measured(row), prompts),
+        sample=None if row is None else _sample(row, figure.metric, _measured(row), prompts),
         files=files,
-        notes=tuple(notes),
+        notes=notes,
     )
-
-
-def _samples_file(figure: Figure) -> str:
-    """Its name, also where the evidence of a card does not have it."""
-    named = figure.entry.get("samples_file")
-    which = figure.model if figure.model in FLOORS else figure.decoding
-    return str(named or f"samples-{which}.parquet")
 
 
 def _same(again: Estimate, entry: Mapping[str, Any]) -> bool:
@@ -204,7 +194,7 @@ def _near(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _measured(row: Mapping[str, Any]) -> dict[str, float | None]:
+def _measured(row: Row) -> dict[str, float | None]:
     found = {k: v for k, v in row.items() if v is None or isinstance(v, float)}
     if "episode" not in row:
         return found
@@ -219,48 +209,40 @@ def _of_training(
     figure: Figure, workspace: Workspace, files: dict[str, str], wanted: str | None
 ) -> Explanation:
     assert figure.step is not None, "a point of a curve has a step"
-    layout = workspace.layout
-    numbers = layout.stage(figure.stage_id).attempt_numbers()
-    paths = [layout.attempt(figure.stage_id, n) for n in reversed(numbers)]
-    metrics = next((p.metrics for p in paths if p.metrics.exists()), None)
-    if metrics is not None:
-        files["metrics"] = str(metrics)
+    paths = list(attempts_of(workspace, figure.stage_id).values())
     name = f"{step_name(figure.step)}.parquet"
-    rollouts = next((p.rollouts / name for p in paths if (p.rollouts / name).exists()), None)
-    if rollouts is None:
-        return Explanation(
-            figure, files=files, notes=(f"Step {figure.step} has no rollouts that are kept.",)
-        )
-    files["rollouts"] = str(rollouts)
-    record = workspace.read_record(figure.stage_id)
-    assert record is not None, "the figure was read from it"
-    inputs = workspace.part(paths[0], "inputs")
-    prompts, note = _prompts(workspace, inputs.get("data"), "rl_train.parquet", files)
-    rows = read_rollouts(rollouts)
+    metrics = [p.metrics for p in paths if p.metrics.exists()]
+    rollouts = [p.rollouts / name for p in paths if (p.rollouts / name).exists()]
+    files |= {"metrics": str(metrics[0])} if metrics else {}
+    if not rollouts:
+        gone = f"Step {figure.step} has no rollouts that are kept."
+        return Explanation(figure, files=files, notes=(gone,))
+    files["rollouts"] = str(rollouts[0])
+    prompts, notes = _prompts(workspace, paths[0], TRAINED_ON, files)
+    rows = read_rollouts(rollouts[0])
     column = _column(figure.metric)
     known = bool(rows) and column in rows[0]
-    values = _ordered([_value(row, row.get(column if known else "reward")) for row in rows])
+    if not known:
+        notes += (f"{figure.metric} is no mean over rollouts; they are shown by their reward.",)
+        column = "reward"
+    values = _ordered(rows, column)
     row = _chosen(rows, values, wanted)
     mean = _mean(values) if known else None
-    notes = [note] if note else []
-    if not known:
-        notes.append(f"{figure.metric} is no mean over rollouts; they are shown by their reward.")
-    part = None if row is None else row.get(column if known else "reward")
     return Explanation(
         figure=figure,
         recomputed=mean,
         agrees=None if mean is None else abs(mean.value - figure.value) < 1e-9,
         values=values,
-        sample=None if row is None else _sample(row, part, _components(row), prompts),
+        sample=None if row is None else _sample(row, column, _components(row), prompts),
         files=files,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
 def _column(metric: str) -> str:
     """``objective/citation_f1_reward`` is the mean of ``reward/citation_f1``."""
-    if metric in _OF_ROLLOUTS:
-        return _OF_ROLLOUTS[metric]
+    if metric == "scores":
+        return "reward"
     name = metric.removeprefix("objective/")
     return f"reward/{name.removesuffix('_reward')}" if name != metric else metric
 
@@ -274,7 +256,7 @@ def _mean(values: Sequence[SampleValue]) -> Estimate | None:
     return Estimate(mean, None, None, len(prompts), total, len(counted), "none")
 
 
-def _components(row: Mapping[str, Any]) -> dict[str, float | None]:
+def _components(row: Row) -> dict[str, float | None]:
     found = {k.removeprefix("reward/"): v for k, v in row.items() if k.startswith("reward/")}
     return {"reward": row.get("reward"), "advantage": row.get("advantage"), **found}
 
@@ -282,19 +264,19 @@ def _components(row: Mapping[str, Any]) -> dict[str, float | None]:
 # ---------------------------------------------------------------- samples
 
 
-def _value(row: Mapping[str, Any], value: Any) -> SampleValue:
+def _value(row: Row, column: str) -> SampleValue:
+    value = row.get(column)
     number = float(value) if isinstance(value, int | float) else None
     return SampleValue(str(row["sample_id"]), int(row["sample_index"]), number)
 
 
-def _ordered(values: Sequence[SampleValue]) -> tuple[SampleValue, ...]:
-    key = {v: (v.value is None, v.value or 0.0, v.sample_id, v.number) for v in values}
-    return tuple(sorted(values, key=lambda v: key[v]))
+def _ordered(rows: Sequence[Row], column: str) -> tuple[SampleValue, ...]:
+    """The samples by their part of a number; those that have none last."""
+    values = (_value(row, column) for row in rows)
+    return tuple(sorted(values, key=lambda v: (v.value is None, v.value or 0.0, v[:2])))
 
 
-def _chosen(
-    rows: Sequence[Mapping[str, Any]], values: Sequence[SampleValue], wanted: str | None
-) -> Mapping[str, Any] | None:
+def _chosen(rows: Sequence[Row], values: Sequence[SampleValue], wanted: str | None) -> Row | None:
     """The row that was asked for, else that of the median."""
     counted = [v for v in values if v.value is not None] or list(values)
     if not counted:
@@ -314,14 +296,11 @@ def _chosen(
 
 
 def _sample(
-    row: Mapping[str, Any],
-    value: Any,
-    scores: Mapping[str, float | None],
-    prompts: Mapping[str, PromptRow],
+    row: Row, column: str, scores: Mapping[str, float | None], prompts: Mapping[str, PromptRow]
 ) -> Sample:
     prompt = prompts.get(str(row["sample_id"]))
     return Sample(
-        which=_value(row, value),
+        which=_value(row, column),
         question="" if prompt is None else prompt.question,
         prompt="" if prompt is None else prompt.prompt_text,
         answer=str(row["response_text"]),
@@ -333,15 +312,17 @@ def _sample(
 
 
 def _prompts(
-    workspace: Workspace, data: str | None, name: str, files: dict[str, str]
-) -> tuple[dict[str, PromptRow], str]:
-    """The prompts of a data stage by sample id; empty, and why, where they are not there."""
-    folder = workspace.output_dir(data) if data else None
-    path = Path() if folder is None else folder / name
-    if folder is None or not path.exists():
-        return {}, f"The prompts ({name} of {data or 'the data stage'}) are not there any more."
+    workspace: Workspace, attempt: AttemptPaths, name: str, files: dict[str, str]
+) -> tuple[dict[str, PromptRow], tuple[str, ...]]:
+    """The prompts that an attempt has read by sample id; none, and why, where they are gone."""
+    data, path = prompts_of(workspace, attempt, name)
+    if path is None:
+        return {}, (f"The prompts ({name} of {data or 'the data stage'}) are not there any more.",)
     files["prompts"] = str(path)
-    return {p.sample_id: p for p in load_prompts(path)}, ""
+    return {p.sample_id: p for p in load_prompts(path)}, ()
+
+
+# ---------------------------------------------------------------- for a terminal
 
 
 #: Version of the JSON that `why --json` prints.
@@ -455,17 +436,13 @@ def _how_lines(found: Explanation) -> Iterator[str]:
             f"value     {again.numerator:.6g} / {again.denominator} rollouts = {again.value:.6g}, "
             f"over {again.n} prompts"
         )
-    if found.agrees is not None:
-        yield "computed  " + (
-            "again from the samples: the same"
-            if found.agrees
-            else f"again from the samples: {_again(found)}, which is NOT what is recorded"
-        )
-
-
-def _again(found: Explanation) -> str:
-    again = found.recomputed
-    return "nothing" if again is None else f"{again.value:.6g} {_interval(again._asdict())}".strip()
+    if found.agrees:
+        yield "computed  again from the samples: the same"
+    elif found.agrees is not None:
+        other = "nothing"
+        if again is not None:
+            other = f"{again.value:.6g} {_interval(again._asdict())}".strip()
+        yield f"computed  again from the samples: {other}, which is NOT what is recorded"
 
 
 # ---------------------------------------------------------------- samples
@@ -480,26 +457,22 @@ def _sample_lists(found: Explanation) -> Iterator[str]:
     yield ""
     yield f"samples   {len(counted)}{more}"
     for label, values in found.picked().items():
-        said = ", ".join(_part(v) for v in values) or "none"
+        said = ", ".join(f"{v.name} ({_number(v.value)})" for v in values) or "none"
         yield from _wrapped(f"  {label:<8}", said)
 
 
-def _part(value: SampleValue) -> str:
-    number = "-" if value.value is None else f"{value.value:.4g}"
-    return f"{value.name} ({number})"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _sample_lines(sample: Sample, metric: str) -> Iterator[str]:
-    yield f"sample    {sample.which.name}, {metric} {_part(sample.which).rpartition('(')[2][:-1]}"
+    yield f"sample    {sample.which.name}, {metric} {_number(sample.which.value)}"
     if sample.question:
         yield from _wrapped("  question  ", sample.question)
     ending = "" if sample.finish_reason == "stop" else f" (ended by {sample.finish_reason})"
     yield f"  answer    {sample.status}{ending}"
     yield from _block(sample.answer)
-    scores = ", ".join(
-        f"{name} {'-' if value is None else format(value, '.4g')}"
-        for name, value in sample.scores.items()
-    )
+    scores = ", ".join(f"{name} {_number(value)}" for name, value in sample.scores.items())
     yield from _wrapped("  scores    ", scores)
     if not sample.judgements:
         yield "  judge     was not asked"
@@ -563,12 +536,13 @@ def _wrapped(head: str, text: str) -> Iterator[str]:
 
 def explanation_json(found: Explanation) -> dict[str, Any]:
     """Everything behind one number, for scripts."""
+    sample = found.sample
     return {
         **figure_json(found.figure),
         "recomputed": None if found.recomputed is None else found.recomputed._asdict(),
         "agrees": found.agrees,
         "samples": [v._asdict() for v in found.values],
-        "sample": None if found.sample is None else _sample_json(found.sample),
+        "sample": sample and {**asdict(sample), "which": sample.which._asdict()},
         "files": dict(found.files),
         "notes": list(found.notes),
     }
@@ -576,13 +550,4 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
 
 def figure_json(figure: Figure) -> dict[str, Any]:
     """One recorded number, for scripts."""
-    return {
-        **{k: v for k, v in asdict(figure).items() if k not in ("entry", "protocol")},
-        "entry": dict(figure.entry),
-        "protocol": dict(figure.protocol),
-    }
-
-
-def _sample_json(sample: Sample) -> dict[str, Any]:
-    value = asdict(sample)
-    return {**value, "which": sample.which._asdict()}
+    return asdict(figure)

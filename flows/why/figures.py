@@ -1,4 +1,4 @@
-"""Which recorded number is meant.
+"""Recorded numbers, and which of them is meant.
 
 In: words of a person. Out: :class:`Figure` values: numbers of evaluations, points of training
 curves, and, of a card, every other number that its evidence has. A number is meant if it is printed
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +30,9 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNO
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _INTERVAL = re.compile(r"\[[^\]]*\]")
 _DECODINGS = ("greedy", "sampled")
-#: Whose answers are the floor of every evaluation; they have a file of their own.
-FLOOR = "random_copier"
-#: The same of an agent.
-FLOORS = (FLOOR, "do_nothing")
+#: Whose answers are the floor of every evaluation (of an agent the second one's); they have a file
+#: of their own.
+FLOORS = ("random_copier", "do_nothing")
 _MODELS = ("base", *FLOORS, *TRAINED)
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
@@ -43,7 +42,7 @@ Kind = Literal["evaluation", "training", "fact"]
 
 @dataclass(frozen=True)
 class Query:
-    """What somebody asks for: a number as it was printed, names, a training step."""
+    """Question for a number: a number as it was printed, names, a training step."""
 
     number: str | None = None
     names: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class Query:
         return len(text.partition("e")[0].partition(".")[2])
 
     def means(self, value: float) -> bool:
-        """Whether a value is printed as the number."""
+        """Yes for a value that is printed as the number."""
         if self.number is None:
             return True
         asked = float(self.number.rstrip("% "))
@@ -121,7 +120,7 @@ class Figure:
 
 
 def parse_query(words: Sequence[str]) -> Query:
-    """What the words ask for; an interval that was copied along with its number is passed over.
+    """Question in the words; an interval that was copied along with its number is passed over.
 
     Raises
     ------
@@ -154,18 +153,20 @@ def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[st
         record = workspace.read_record(stage_id)
         if record is None:
             continue
-        if record.spec.kind == "evaluate" and record.result is not None:
-            figures = _of_evaluation(stage_id, record.result.report, query)
+        report = record.result.report if record.result is not None else {}
+        figures: Iterable[Figure] = ()
+        if record.spec.kind == "evaluate" and report:
+            figures = _of_evaluation(stage_id, report, query)
             if record.spec.model == "base":
                 nights = _night_checkpoints(workspace) if nights is None else nights
-                figures = _called(nights.get(stage_id, ""), figures)
+                if night := nights.get(stage_id):  # its checkpoint goes by its own name
+                    figures = [replace(f, model=night) if f.model == "base" else f for f in figures]
         elif record.spec.kind in ("sample", *TRAINED):
-            figures = _of_training(workspace, stage_id, record, query)
-            if record.spec.kind == "sample" and record.result is not None:
-                sampled = _of_sampling(stage_id, record.result.report, query)
-                figures = itertools.chain(sampled, figures)
-        else:
-            continue
+            sampled = report if record.spec.kind == "sample" else {}
+            figures = itertools.chain(
+                _of_sampling(stage_id, sampled, query),
+                _of_training(workspace, stage_id, record, query),
+            )
         for figure in figures:
             # All evaluations repeat the floor; attempts at a training repeat steps.
             stage = "" if figure.model in FLOORS else stage_id
@@ -186,13 +187,6 @@ def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
         else:
             found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
     return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
-
-
-def _called(checkpoint: str, figures: Iterable[Figure]) -> Iterator[Figure]:
-    """A night's checkpoint by its own name."""
-    for figure in figures:
-        night = checkpoint and figure.model == "base"
-        yield replace(figure, model=checkpoint) if night else figure
 
 
 def _of_evaluation(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
@@ -228,44 +222,42 @@ def _of_training(
     workspace: Workspace, stage_id: str, record: StageRecord, query: Query
 ) -> Iterator[Figure]:
     """Points of the reported curves; of a metric that is asked for by name, every logged step."""
+    model = record.spec.name
     report = record.result.report if record.result is not None else {}
     seen = set()
-    for name, points in _curves(report):
-        for step, value in points:
-            seen.add((name, step))
-            yield from _trained(record.spec.name, name, int(step), value, query, stage_id)
+    for name, step, value in _points(report):
+        seen.add((name, step))
+        yield from _trained(model, name, step, value, query, stage_id)
     if query.step is None and not query.names:
         return
     for attempt in record.attempts:
         for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
             for name, logged in line.metrics.items():
                 if (name, line.step) not in seen and (name in query.names or name == "scores"):
-                    model = record.spec.name
                     yield from _trained(model, name, line.step, logged, query, stage_id)
 
 
 def _of_sampling(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
-    """What was sampled and kept: counts and rates, overall and by domain."""
-    if query.step is not None:
-        return
+    """Numbers of what was sampled and kept: counts and rates, overall and by domain."""
     for path, value in _leaves("", {k: v for k, v in report.items() if k != "rule"}):
-        if query.means(value):
-            yield Figure(
-                kind="fact",
-                model="sample",
-                metric=path,
-                value=value,
-                entry={"value": value},
-                record=f"stages/{stage_id}/result.json#report.{path}",
-                stage_id=stage_id,
-            )
+        if query.step is None and query.means(value):
+            record = f"stages/{stage_id}/result.json#report.{path}"
+            yield _fact("sample", path, value, record, entry={"value": value})
 
 
-def _curves(report: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Sequence[float]]]]:
-    yield from (report.get("curves") or {}).items()
+def _fact(model: str, path: str, value: float, record: str, **more: Any) -> Figure:
+    stage_id = _stage_of(record)
+    return Figure("fact", model, path, value, record=record, stage_id=stage_id, **more)
+
+
+def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Name, step and value of the points of all curves of a report."""
+    curves = list((report.get("curves") or {}).items())
     for name, value in report.items():
         if isinstance(value, Mapping) and value.get("curve"):
-            yield name, value["curve"]
+            curves.append((name, value["curve"]))
+    for name, points in curves:
+        yield from ((name, int(step), value) for step, value in points)
 
 
 def _trained(
@@ -298,23 +290,12 @@ def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
         found += _evaluated(entry, facts.protocols, record, query)
     for name, report in facts.reports.items():
         stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
-        for curve, points in _curves(report):
-            for step, value in points:
-                found += _trained(name, curve, int(step), value, query, stage_id)
+        for curve, step, value in _points(report):
+            found += _trained(name, curve, step, value, query, stage_id)
     if query.number is not None and query.step is None:
         for path, fact in _leaves("", facts_to_json(facts)):
             if not path.startswith(_OWN_FIGURES) and "curve" not in path and query.means(fact):
-                record = record_of(facts, path) or ""
-                found.append(
-                    Figure(
-                        kind="fact",
-                        model="",
-                        metric=path,
-                        value=fact,
-                        record=record,
-                        stage_id=_stage_of(record),
-                    )
-                )
+                found.append(_fact("", path, fact, record_of(facts, path) or ""))
     return _asked_for(found, query)
 
 
@@ -367,7 +348,7 @@ def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
 
 
 def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
-    """What to say where no number is meant.
+    """Error where no number is meant.
 
     Parameters
     ----------
@@ -414,25 +395,24 @@ def find_figures(
     """
     if card is not None:
         evidence = _evidence(Path(card))
-        query = parse_query(words)
-        if found := figures_of_card(query, evidence):
-            return found
-        others = figures_of_card(Query(names=query.names), evidence)
-        others = others or figures_of_card(Query(), evidence)
-        raise nothing_found(query, others, f"the evidence of {card}")
+        where = f"the evidence of {card}"
+        return _found(parse_query(words), where, lambda query: figures_of_card(query, evidence))
     run, names = _run_of(workspace, words)
     query = parse_query(names)
-    everything = workspace.stage_ids()
-    newest = list(run.stages.values()) if run is not None else everything
+    newest = [] if run is None else list(run.stages.values())
     if found := figures_of_stages(query, workspace, newest):
         return found
-    named = len(names) < len(words)
-    if not named and (found := figures_of_stages(query, workspace, everything)):
+    named = run is not None and len(names) < len(words)
+    ids = newest if named else workspace.stage_ids()
+    where = f"run {run.run}" if run is not None and named else str(workspace.root)
+    return _found(query, where, lambda query: figures_of_stages(query, workspace, ids))
+
+
+def _found(query: Query, where: str, look: Callable[[Query], list[Figure]]) -> list[Figure]:
+    """The numbers that are meant; says what there is where there are none."""
+    if found := look(query):
         return found
-    where = f"run {run.run}" if named and run is not None else str(workspace.root)
-    ids = newest if named else everything
-    others = figures_of_stages(Query(names=query.names), workspace, ids)
-    raise nothing_found(query, others or figures_of_stages(Query(), workspace, ids), where)
+    raise nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
 
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:
@@ -445,7 +425,7 @@ def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | Non
 
 
 def _evidence(path: Path) -> Evidence:
-    """What a card was made from.
+    """Evidence that a card was made from.
 
     Raises
     ------

@@ -50,7 +50,17 @@ ROOMS: Mapping[str, Sequence[str]] = {
             "evaluations",
             "notifying",
         ),
-        *("artifacts", "running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
+        *(
+            "artifacts",
+            "running",
+            "stored",
+            "cards",
+            "publishing",
+            "adopting",
+            "disk",
+            "doctor",
+            "rescoring",
+        ),
         *("judge_report", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),
         *(

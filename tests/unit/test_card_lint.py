@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cards.commands import command_problem
+from flows.cards.inspection import command_problem
 from refiner_core.cards import CardFacts, build_card, lint_card
 from refiner_core.cards.build import card_numbers
 from refiner_core.cards.evidence import evidence_text, load_evidence

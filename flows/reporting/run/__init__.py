@@ -2,8 +2,8 @@
 
 ::
 
-    records ──> reading ──> stages, curves, numbers, examples, cost, facts
-                                      └──> gather ──> RunReport ──> writing
+    records ──> stages ──> numbers, curves, examples, cost, facts
+                                      └──> report ──> RunReport and its files
 
 Reads only but for the files that it writes: asks no scheduler, needs neither torch nor Prefect,
 and works while the run goes on, after it failed, and after most of its files were reclaimed. What

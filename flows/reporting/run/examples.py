@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow.parquet as pq
 
-from flows.reporting.questions import TRAINED_ON, questions_of
 from flows.reporting.run.numbers import Evaluated, before_and_after
 from flows.reporting.run.stages import RunReading
-from flows.reporting.samples import SamplesReader
+from flows.reporting.samples import SamplesReader, questions_of
+from flows.stored import TRAINED_ON, newest_rollouts
 from infra.orchestrator.timeline import StageHistory
-from infra.store.traces import list_rollouts, read_rollouts
+from infra.store.traces import read_rollouts
 from refiner_core.contract.config import RewardConfig
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS
 from refiner_core.report.run.document import Example, RewardPart, Said
@@ -40,9 +41,10 @@ def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig)
     """One sample of an evaluation."""
     known = (*EPISODE_METRICS,) if "episode" in row else METRICS
     metrics = {m: row[m] for m in known if row.get(m) is not None and m != "reward"}
+    f1, form = row.get("citation_f1"), row.get("citation_format")
     components = {
         "rubric": row.get("rubric_score"),
-        "citation": _citation(row.get("citation_f1"), row.get("citation_format")),
+        "citation": (None if f1 is None or form is None else F1_SHARE * f1 + FORMAT_SHARE * form),
         "format_bonus": None,
     }
     return _said(row, model, metrics, () if "episode" in row else _parts(row, components, reward))
@@ -66,7 +68,8 @@ def _said(
     metrics: Mapping[str, float | None],
     parts: Sequence[RewardPart],
 ) -> Said:
-    judgements = _judgements(row.get("judgements"))
+    stored = row.get("judgements")  # as text in files, or as they were
+    judgements = (json.loads(stored) if isinstance(stored, str) else stored) or []
     episode = None
     if row.get("episode"):
         recorded = json.loads(row["episode"])
@@ -87,18 +90,12 @@ def _said(
     )
 
 
-def _judgements(stored: Any) -> list[dict[str, Any]]:
-    """As text in files, or as they were."""
-    found = json.loads(stored) if isinstance(stored, str) else stored
-    return [dict(j) for j in found or ()]
-
-
 def _failed(
     row: Mapping[str, Any],
     judgements: Sequence[Mapping[str, Any]],
     episode: Mapping[str, Any] | None,
 ) -> str:
-    """Why there is no reward, or why an episode failed; empty where nothing did."""
+    """Reason for a missing reward, or for an episode's failure; empty where nothing failed."""
     if episode is not None and (episode.get("error") or episode.get("failure")):
         kind = episode.get("error_kind") or episode.get("failure")
         return ": ".join(filter(None, [str(kind or ""), str(episode.get("error") or "")]))
@@ -109,10 +106,6 @@ def _failed(
 
 
 # ---------------------------------------------------------------- parts of a reward
-
-
-def _citation(f1: float | None, form: float | None) -> float | None:
-    return None if f1 is None or form is None else F1_SHARE * f1 + FORMAT_SHARE * form
 
 
 def _parts(
@@ -187,7 +180,6 @@ def clipped(value: Any, most: int) -> Any:
 _BETTER, _WORSE, _TYPICAL = 3, 3, 2
 _NO_CHANGE = 1e-9
 _METRICS = ("success", "reward", "oracle", "rubric_score")
-_NONE = Question("", "")
 
 
 class Chosen(NamedTuple):
@@ -240,22 +232,26 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
         for mean in means
         if (values := mean.of(metric)) is not None
     )
-    changes = {
-        p: is_now[p] - was[p] for p in was if p in is_now and np.isfinite(is_now[p] - was[p])
-    }
-    chosen = choose(changes)
+    changes = {p: is_now[p] - was[p] for p in was if p in is_now}
+    chosen = choose({p: change for p, change in changes.items() if np.isfinite(change)})
     prompts = [one.sample_id for one in chosen]
-    answers = [
-        _answers(reading, reader, e, file, prompts) for e, file in zip(shown, files, strict=True)
-    ]
-    asked = _asked(reading, shown[-1], prompts)
+    answers = []
+    for evaluated, file in zip(shown, files, strict=True):
+        reward = reading.config_of(evaluated.name).reward
+        rows = reader.rows(evaluated.folder / file, prompts)
+        first = {str(row["sample_id"]): row for row in reversed(rows)}
+        model = evaluated.model
+        answers.append({p: said_in_evaluation(row, model, reward) for p, row in first.items()})
+    where = (reading.workspace, shown[-1].stage_id, shown[-1].attempt)
+    asked = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
+    if prompts and asked == {}:
+        reading.warnings.append("The prompts of evaluations are not there any more.")
     return tuple(
-        Example(
+        _example(
+            asked or {},
+            one.sample_id,
             kind="before and after",
-            sample_id=one.sample_id,
             why=one.why,
-            question=asked.get(one.sample_id, _NONE).question,
-            prompt=clip(asked.get(one.sample_id, _NONE).prompt, MOST_OF_PROMPT),
             said=tuple(by[one.sample_id] for by in answers if one.sample_id in by),
             metric=metric,
             change=float(f"{one.change:.6g}"),
@@ -264,13 +260,10 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     )
 
 
-def _asked(reading: RunReading, one: Evaluated, prompts: Sequence[str]) -> dict[str, Question]:
-    """What the prompts ask; says so where that is gone."""
-    where = (reading.workspace, one.stage_id, one.attempt)
-    found = reading.tried("The prompts of evaluations", questions_of, *where, prompts)
-    if prompts and found == {}:
-        reading.warnings.append("The prompts of evaluations are not there any more.")
-    return found or {}
+def _example(asked: Mapping[str, Question], sample_id: str, **more: Any) -> Example:
+    question = asked.get(sample_id, Question("", ""))
+    prompt = clip(question.prompt, MOST_OF_PROMPT)
+    return Example(sample_id=sample_id, question=question.question, prompt=prompt, **more)
 
 
 def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
@@ -286,16 +279,6 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
     return [files[decoding] for files in found]
 
 
-def _answers(
-    reading: RunReading, reader: SamplesReader, one: Evaluated, file: str, prompts: Sequence[str]
-) -> dict[str, Said]:
-    """What a model said first to each of the prompts."""
-    reward = reading.config_of(one.name).reward
-    rows = reader.rows(one.folder / file, prompts)
-    first = {str(row["sample_id"]): row for row in reversed(rows)}
-    return {p: said_in_evaluation(row, one.model, reward) for p, row in first.items()}
-
-
 #: Prompts that are shown twice, and how many steps at each end are looked through for them.
 _TWICE, _ENDS = 2, 12
 #: Columns that are most of a file and that nobody reads here.
@@ -307,86 +290,62 @@ def rollout_examples(reading: RunReading) -> tuple[Example, ...]:
     """Rollouts of the run's last GRPO stage that has any."""
     found: tuple[Example, ...] = ()
     for name, history in reading.of_kind("grpo"):
-        files = _rollout_files(reading, history)
+        _, files = newest_rollouts(reading.workspace, history.stage_id)
         if not files:
             if any(a.started_at for a in history.record.attempts) and history.record.result:
                 reading.warnings.append(f"The rollouts of {name} are not there any more.")
             continue
         what = f"The rollouts of {name}"
-        found = reading.tried(what, _examples_of_rollouts, reading, name, history, files) or found
+        found = reading.tried(what, _rollouts, reading, name, history, files) or found
     return found
 
 
-def _rollout_files(reading: RunReading, history: StageHistory) -> list[Path]:
-    """Of the newest attempt that has any: its files tell the whole story."""
-    for attempt in reversed(history.record.attempts):
-        paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
-        if files := list_rollouts(paths.rollouts):
-            return files
-    return []
-
-
-def _examples_of_rollouts(
-    reading: RunReading, name: str, history: StageHistory, files: Sequence[Path]
+def _rollouts(
+    reading: RunReading, name: str, history: StageHistory, files: Mapping[int, Path]
 ) -> tuple[Example, ...]:
     reward = reading.config_of(name).reward
-    last = read_rollouts(files[-1], _BULK)
+    last = read_rollouts(files[max(files)], _BULK)
     shown = [*_early_and_late(files), *_of_one_step(last)]
     prompts = list(dict.fromkeys(str(rows[0]["sample_id"]) for _, rows in shown))
     where = (reading.workspace, history.stage_id, history.record.attempts[-1].number)
     asked = reading.tried(f"The prompts of {name}", questions_of, *where, prompts, TRAINED_ON)
-    return tuple(_example(why, rows, asked or {}, reward) for why, rows in shown)
-
-
-def _example(
-    why: str, rows: Sequence[Row], asked: Mapping[str, Question], reward: RewardConfig
-) -> Example:
-    prompt = str(rows[0]["sample_id"])
-    worth = [float(row["reward"]) for row in rows if row.get("reward") is not None]
-    return Example(
-        kind="rollout",
-        sample_id=prompt,
-        why=why,
-        question=asked.get(prompt, _NONE).question,
-        prompt=clip(asked.get(prompt, _NONE).prompt, MOST_OF_PROMPT),
-        said=tuple(said_in_training(row, reward) for row in rows),
-        metric="reward",
-        change=float(f"{worth[1] - worth[0]:.6g}") if len(worth) == 2 else None,
-    )
+    found = []
+    for why, rows in shown:
+        worth = [float(row["reward"]) for row in rows if row.get("reward") is not None]
+        example = _example(
+            asked or {},
+            str(rows[0]["sample_id"]),
+            kind="rollout",
+            why=why,
+            said=tuple(said_in_training(row, reward) for row in rows),
+            metric="reward",
+            change=float(f"{worth[1] - worth[0]:.6g}") if len(worth) == 2 else None,
+        )
+        found.append(example)
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- which
 
 
-def _early_and_late(files: Sequence[Path]) -> Iterator[tuple[str, list[Row]]]:
+def _early_and_late(files: Mapping[int, Path]) -> Iterator[tuple[str, list[Row]]]:
     """Prompts that were trained on in two steps, as far apart as can be found at both ends."""
-    if len(files) < 2:
+    steps, ends = list(files), min(_ENDS, len(files) // 2)
+    if not ends:
         return
-    half = len(files) // 2
-    early = {p: f for f in reversed(files[: min(_ENDS, half)]) for p in prompts_of(f)}
-    late = {p: f for f in files[-min(_ENDS, half) :] for p in prompts_of(f)}
-    both = sorted(early.keys() & late.keys(), key=lambda p: (_step(early[p]) - _step(late[p]), p))
+    early = {p: s for s in reversed(steps[:ends]) for p in _prompts_in(files[s])}
+    late = {p: s for s in steps[-ends:] for p in _prompts_in(files[s])}
+    both = sorted(early.keys() & late.keys(), key=lambda p: (early[p] - late[p], p))
     for prompt in both[:_TWICE]:
-        pair = [_typical_of(f, prompt) for f in (early[prompt], late[prompt])]
-        yield "early and late in training", pair
+        pair = (read_rollouts(files[s], _BULK) for s in (early[prompt], late[prompt]))
+        found = [typical([r for r in rows if r["sample_id"] == prompt]) for rows in pair]
+        yield "early and late in training", found
 
 
-def prompts_of(path: Path) -> list[str]:
-    """Sample ids of a rollout file, each once."""
-    import pyarrow.parquet as pq
-
+def _prompts_in(path: Path) -> set[str]:
+    """Sample ids of a rollout file."""
     with pq.ParquetFile(path) as file:
-        ids: list[str] = file.read(["sample_id"]).column("sample_id").to_pylist()
-    return list(dict.fromkeys(ids))
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
-
-
-def _typical_of(path: Path, prompt: str) -> Row:
-    rows = [r for r in read_rollouts(path, _BULK) if r["sample_id"] == prompt]
-    return typical(rows)
+        return set(file.read(["sample_id"]).column("sample_id").to_pylist())
 
 
 def typical(rows: Sequence[Row]) -> Row:

@@ -10,7 +10,7 @@ finite is a gap in its curve; long curves are thinned so that spikes and gaps st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,6 @@ from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.contract.kinds import MODELS, TRAINED
 from refiner_core.contract.protocols import protocol_name
-from refiner_core.contract.records import StageResult
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
@@ -45,34 +44,33 @@ class Evaluated:
 
     @property
     def whole(self) -> bool:
-        """Whether the model is what a training ended with, and not a checkpoint on the way."""
+        """Yes for a model that a training ended with, and not a checkpoint on the way."""
         return self.model in MODELS
 
 
 def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
     """The evaluations that are done: without a protocol file first, models in the order of
     training."""
-    found = []
-    for name, history in reading.of_kind("evaluate"):
-        result = history.record.result
-        if result is None:
-            continue
-        what = f"The numbers of {name}"
-        one = reading.tried(what, _evaluated, reading, name, history.stage_id, result)
-        if one is not None:
-            found.append(one)
-    return sorted(found, key=lambda e: (e.under, _place(e.model)))
+    found = [
+        reading.tried(f"The numbers of {name}", _evaluated, reading, name)
+        for name, _ in reading.of_kind("evaluate")
+    ]
+    known = [evaluated for evaluated in found if evaluated is not None]
+    return sorted(known, key=lambda e: (e.under, _place(e.model)))
 
 
-def _evaluated(reading: RunReading, name: str, stage_id: str, result: StageResult) -> Evaluated:
-    folder = reading.workspace.layout.stage(stage_id).data / result.output_dir
+def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
+    """None where it is not done."""
+    stage_id, result, folder = reading.run.stages[name], reading.result(name), reading.output(name)
+    if result is None or folder is None:
+        return None
     report = result.report if "evaluations" in result.report else load_results(folder)
     model, under = str(report["model"]), protocol_name(name)
     return Evaluated(name, stage_id, result.attempt, model, under, folder, report)
 
 
 def _place(model: str) -> tuple[int, int]:
-    """Where a model stands: in the order of training, steps before the end."""
+    """Place of a model: in the order of training, steps before the end."""
     family, _, step = model.partition("-step")
     known = MODELS.index(family) if family in MODELS else len(MODELS)
     return known, int(step) if step.isdigit() else 1 << 62
@@ -102,10 +100,7 @@ def _number(
         protocol_name=str(entry.get("protocol_name") or ""),
         decoding=str(entry["decoding"]),
         metric=metric,
-        value=entry.get("value"),
-        low=entry.get("low"),
-        high=entry.get("high"),
-        n=entry.get("n"),
+        **{name: entry.get(name) for name in ("value", "low", "high", "n")},
         higher_is_better=higher_is_better(metric),
         under=evaluated.under,
         reference=reference,
@@ -132,7 +127,7 @@ def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, 
 
 
 def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[ChangeRow, ...]:
-    """What training has changed, number by number; of numbers of single domains nothing."""
+    """Changes by training, number by number; of numbers of single domains none."""
     rows: list[ChangeRow] = []
     for before, after in before_and_after(evaluations):
         found = reading.tried(
@@ -148,13 +143,12 @@ def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[
 
 def _shared(after: Evaluated, before: Evaluated) -> list[str]:
     """Metrics that both have under one protocol, whole domains together."""
-    sides = [
+    one, other = (
         {(e["decoding"], e["metric"]): e["protocol"] for e in side.report["evaluations"]}
         for side in (after, before)
-    ]
-    alike = {m for (d, m), protocol in sides[0].items() if sides[1].get((d, m)) == protocol}
-    apart = {m for (d, m), protocol in sides[0].items() if sides[1].get((d, m)) != protocol}
-    return sorted(m for m in alike - apart if base_of(m) == m)
+    )
+    apart = {key[1] for key in one if one[key] != other.get(key)}
+    return sorted({m for _, m in one if m not in apart and base_of(m) == m})
 
 
 def _change(before: Evaluated, after: Evaluated, found: Mapping[str, Any]) -> ChangeRow:
@@ -197,7 +191,11 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
         only = None if foreign else (*SHOWN, *_ALSO)
         what = f"The metrics of {name}"
         lines = reading.tried(what, _newest_lines, reading, history, only) or []
-        taken_over = tuple(_taken_over(history))
+        taken_over = [
+            a.resumed_from_step
+            for a in history.record.attempts
+            if a.resumed_from_step is not None and a.started_at is not None
+        ]
         for metric, (steps, values) in points_of(lines, foreign=foreign).items():
             began = tuple(s for s in taken_over if steps[0] <= s <= steps[-1])
             found.append(MetricCurve(name, metric, steps, values, began))
@@ -207,19 +205,12 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
 def _newest_lines(
     reading: RunReading, history: StageHistory, only: Sequence[str] | None
 ) -> list[MetricsLine]:
-    """What the newest attempt that logged anything did log; that tells the whole story."""
+    """Lines of the newest attempt that logged anything; they tell the whole story."""
     for attempt in reversed(history.record.attempts):
         paths = reading.workspace.layout.attempt(history.stage_id, attempt.number)
         if lines := read_metrics(paths.metrics, only):
             return lines
     return []
-
-
-def _taken_over(history: StageHistory) -> Iterator[int]:
-    """Steps from which later attempts went on."""
-    for attempt in history.record.attempts:
-        if attempt.resumed_from_step is not None and attempt.started_at is not None:
-            yield attempt.resumed_from_step
 
 
 def points_of(
@@ -233,13 +224,11 @@ def points_of(
     shown = list(logged)[:_MOST_FOREIGN] if foreign else (*SHOWN, *_ALSO)
     names = [metric for metric in shown if metric in logged]
     steps = sorted({step for metric in names for step in logged[metric]})
-    found = {}
-    for metric in names:
-        points = logged[metric]
-        if all(value is None for value in points.values()):
-            continue
-        found[metric] = thinned(_with_gaps(points, steps), most)
-    return found
+    return {
+        metric: thinned(_with_gaps(logged[metric], steps), most)
+        for metric in names
+        if any(value is not None for value in logged[metric].values())
+    }
 
 
 def _finite(value: float | None) -> float | None:
@@ -263,15 +252,9 @@ def thinned(points: Points, most: int) -> Points:
     kept = {0, len(steps) - 1}
     for part in np.array_split(np.arange(len(steps)), max(1, (most - 2) // 3)):
         places = part.tolist()
-        known = [i for i in places if values[i] is not None]
-        kept.update([i for i in places if values[i] is None][:1])
+        known = {i: value for i in places if (value := values[i]) is not None}
+        kept.update([i for i in places if i not in known][:1])
         if known:
-            kept.add(min(known, key=lambda i: _at(values, i)))
-            kept.add(max(known, key=lambda i: _at(values, i)))
+            kept |= {min(known, key=known.__getitem__), max(known, key=known.__getitem__)}
     order = sorted(kept)
     return tuple(steps[i] for i in order), tuple(values[i] for i in order)
-
-
-def _at(values: Sequence[float | None], place: int) -> float:
-    value = values[place]
-    return math.nan if value is None else value

@@ -24,12 +24,19 @@ from flows.reporting.run.numbers import (
     number_rows,
     training_curves,
 )
-from flows.reporting.run.stages import RunReading, incident_lines, look, stage_rows, standing_of
+from flows.reporting.run.stages import (
+    RunReading,
+    incident_lines,
+    last_event,
+    look,
+    stage_rows,
+    standing_of,
+)
+from flows.stored import recorded_field
 from infra.disk.keeper import DiskKeeper
-from infra.disk.probe import Room
 from infra.disk.usage import KINDS, size_of, stock_of
 from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
-from infra.orchestrator.timeline import Incident, StageHistory, incidents_of
+from infra.orchestrator.timeline import StageHistory, incidents_of
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.traces import read_metrics
@@ -61,119 +68,79 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a recorded recipe that are not their defaults, by dotted name."""
     found: dict[str, Any] = {}
     for path, info in walk(RecipeConfig):
-        value = _at(config, path, info.default)
-        if path in _IN_THE_HEAD or value == _plain(info.default):
-            continue
-        found[path] = HIDDEN if carries_secrets(path) else _shown(value)
+        value = recorded_field(config, path, info.default)
+        if path not in _IN_THE_HEAD and value != recorded_field({}, path, info.default):
+            found[path] = HIDDEN if carries_secrets(path) else _shown(value)
     return found
-
-
-def _at(config: Mapping[str, Any], path: str, default: Any) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _plain(default)
-        value = value[part]
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _shown(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _shown(v) for k, v in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_shown(v) for v in value]
     return without_secrets(value) if isinstance(value, str) else value
 
 
-def provenance_of(reading: RunReading) -> dict[str, Any]:
-    """Code, machine and versions that the call recorded."""
-    told = dict(reading.run.provenance)
-    told.pop("command", None)  # the report has it
-    found = {str(k): _shown(_plain(v)) for k, v in told.items() if v not in (None, "", {}, [])}
-    return {"code": reading.run.code, **found}
-
-
 def without_credentials(report: RunReport) -> RunReport:
-    """What stages, servers and libraries have said, masked; answers of models stay as they are."""
+    """Mask what stages, servers and libraries have said; answers of models stay as they are."""
     return replace(
         report,
         state_text=masked(report.state_text),
-        stages=tuple(_stage_without(row) for row in report.stages),
+        stages=tuple(
+            replace(
+                row,
+                reason=masked(row.reason),
+                attempts=tuple(replace(a, text=masked(a.text)) for a in row.attempts),
+            )
+            for row in report.stages
+        ),
         incidents=tuple(replace(i, text=masked(i.text)) for i in report.incidents),
         warnings=tuple(map(masked, report.warnings)),
     )
-
-
-def _stage_without(row: StageRow) -> StageRow:
-    attempts = tuple(replace(a, text=masked(a.text)) if a.text else a for a in row.attempts)
-    return replace(row, reason=masked(row.reason), attempts=attempts)
 
 
 # ---------------------------------------------------------------- what it left
 
 
 def publications(reading: RunReading) -> tuple[Published, ...]:
-    """What is published where, as the stages that did it have recorded."""
+    """Publications, as the stages that made them have recorded."""
     found = []
     for name, history in reading.of_kind("publish"):
         result = history.record.result
-        if result is None or not result.report.get("target"):
-            continue
-        step = result.report.get("step")
-        found.append(
-            Published(
-                stage=name,
-                target=without_secrets(str(result.report["target"])),
-                card=_card(reading, name),
-                step=None if step is None else int(step),
-            )
-        )
+        if result is not None and result.report.get("target"):
+            step = result.report.get("step")
+            target = without_secrets(str(result.report["target"]))
+            step = None if step is None else int(step)
+            found.append(Published(name, target, _card(reading, name), step))
     return tuple(sorted(found, key=lambda p: (p.step is None, p.step or 0)))
 
 
 def _card(reading: RunReading, publish: str) -> str:
     """The model card: as the card stage has finished it, else as it was published first."""
     for name in (publish.replace("publish", "card", 1), publish):
-        result = reading.result(name)
-        if result is None:
-            continue
-        folder = reading.workspace.layout.stage(reading.run.stages[name]).data / result.output_dir
-        if (path := folder / "README.md").is_file():
-            return str(path)
+        folder = reading.output(name) if name in reading.histories else None
+        if folder is not None and (folder / "README.md").is_file():
+            return str(folder / "README.md")
     return ""
 
 
 def next_commands(
     reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Published]
 ) -> tuple[str, ...]:
-    """What makes sense now, most useful first."""
+    """Commands that make sense now, most useful first."""
     where = [f"workspace={reading.workspace.root}"]
     run = reading.run.run
     commands: list[list[str]] = []
     if state == "running":
-        commands.append(["refiner", "status", run, "--watch", *where])
-        commands.append(["refiner", "report", run, "--watch", *where])
-    for row in rows:
-        if row.state == "failed":
-            commands.append(["refiner", "logs", row.name, *where])
+        commands += [["status", run, "--watch", *where], ["report", run, "--watch", *where]]
+    commands += [["logs", row.name, *where] for row in rows if row.state == "failed"]
     if state in ("failed", "stopped"):
-        commands.append(["refiner", "resume", run, *where])
-        commands.append(["refiner", "status", run, "--incidents", *where])
+        commands += [["resume", run, *where], ["status", run, "--incidents", *where]]
     if state == "done":
-        commands += [["refiner", "card", "check", p.target] for p in published[-1:]]
-        commands.append(["refiner", "disk", *where])
-    return tuple(shlex.join(command) for command in commands)
-
-
-def command_of(reading: RunReading) -> tuple[str, ...]:
-    """The command line of the call, as one would type it."""
-    words = reading.run.command
-    first = (Path(words[0]).name,) if words else ()
-    return (*first, *shown_overrides(words[1:]))
+        commands += [["card", "check", p.target] for p in published[-1:]]
+        commands.append(["disk", *where])
+    return tuple(shlex.join(["refiner", *command]) for command in commands)
 
 
 #: What a judge counts that a report sums up.
@@ -186,64 +153,58 @@ _OF_JUDGE = (
 def cost_of_run(reading: RunReading, rows: Sequence[StageRow]) -> Cost:
     """Sums over the stages that this run has worked on, from when it began: what an earlier run
     has tried in vain at one of them was that run's cost."""
+    began_at = reading.run.started_at
     own = [row for row in rows if row.attempts and not row.skipped]
-    shares = {row.name: _share(row, reading.run.started_at) for row in own}
-    gpu_hours = total(_part(row.gpu_hours, shares[row.name]) for row in own)
-    price = reading.config.publish.price_per_gpu_hour
-    money = None if price is None or gpu_hours is None else price * gpu_hours
+    shares = [_share(row, began_at) for row in own]
+    sums = {
+        name: total(
+            None if (value := getattr(row, name)) is None else value * share
+            for row, share in zip(own, shares, strict=True)
+        )
+        for name in ("seconds", "gpu_hours", "cpu_hours")
+    }
+    lost_seconds, lost_steps = 0.0, 0
+    for row in own:
+        history = reading.histories[row.name]
+        every = reading.tried(f"What {row.name} has lost", incidents_of, [history]) or []
+        since = [i for i in every if i.at >= began_at]
+        lost, of_all = (sum(i.lost_seconds or 0.0 for i in some) for some in (since, every))
+        lost_seconds += row.lost_seconds * (lost / of_all if of_all else 1.0)
+        lost_steps += sum(i.lost_steps or 0 for i in since)
+    price, hours = reading.config.publish.price_per_gpu_hour, sums["gpu_hours"]
+    money = None if price is None or hours is None else price * hours
     return Cost(
-        seconds=total(_part(row.seconds, shares[row.name]) for row in own),
-        gpu_hours=gpu_hours,
-        cpu_hours=total(_part(row.cpu_hours, shares[row.name]) for row in own),
+        **sums,
         money=money,
         currency="" if money is None else reading.config.publish.currency,
-        lost_seconds=sum(row.lost_seconds * _lost_share(reading, row.name) for row in own),
-        lost_steps=sum(i.lost_steps or 0 for row in own for i in _incidents(reading, row.name)[1]),
+        lost_seconds=lost_seconds,
+        lost_steps=lost_steps,
         judge=_judge_use(reading),
     )
 
 
 def _share(row: StageRow, began_at: str) -> float:
-    """What of a stage's work was done since the run began."""
+    """Share of a stage's work that was done since the run began."""
     seconds = sum(a.seconds or 0.0 for a in row.attempts)
     since = sum(a.seconds or 0.0 for a in row.attempts if a.began_at >= began_at)
     return since / seconds if seconds else 1.0
 
 
-def _part(value: float | None, share: float) -> float | None:
-    return None if value is None else value * share
-
-
-def _incidents(reading: RunReading, name: str) -> tuple[list[Incident], list[Incident]]:
-    """All incidents of a stage, and those since the run began."""
-    found = reading.tried(f"What {name} has lost", incidents_of, [reading.histories[name]]) or []
-    return found, [i for i in found if i.at >= reading.run.started_at]
-
-
-def _lost_share(reading: RunReading, name: str) -> float:
-    every, since = (sum(i.lost_seconds or 0.0 for i in some) for some in _incidents(reading, name))
-    return since / every if every else 1.0
-
-
 def _judge_use(reading: RunReading) -> dict[str, float]:
-    """What judges were asked by all stages of this run together; empty where none kept count."""
+    """Counts of what judges were asked by all stages of this run; empty where none kept count."""
     sums: dict[str, float] = {}
     for name in reading.own():
-        history = reading.histories[name]
-        counts = reading.tried(f"The judge's count of {name}", _counts, reading, history)
-        for key, value in (counts or {}).items():
+        what, history = f"The judge's count of {name}", reading.histories[name]
+        for key, value in (reading.tried(what, _counts, reading, history) or {}).items():
             sums[key] = sums.get(key, 0) + value
     return sums
 
 
 def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
     """By its report; of a training that goes on, by what it has logged so far."""
-    result = history.record.result
-    if result is not None:
-        told: Mapping[str, Any] | None = result.report.get("judge") or result.report.get(
-            "judge_usage"
-        )
-        return {k: told[k] for k in _OF_JUDGE if told and k in told}
+    if (result := history.record.result) is not None:
+        told = result.report.get("judge") or result.report.get("judge_usage") or {}
+        return {k: told[k] for k in _OF_JUDGE if k in told}
     if history.record.spec.kind != "grpo" or not history.record.attempts:
         return {}
     newest = history.record.attempts[-1].number
@@ -261,19 +222,16 @@ def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
 
 
 def disk_of_run(reading: RunReading) -> DiskUse:
-    """What lies in the folders of the run's stages, and the room that is left."""
+    """Files in the folders of the run's stages by kind, and the room that is left."""
     used = reading.tried("What the run takes on the disk", _used, reading) or {}
-    reclaimed = sum(
-        int(e.get("bytes") or 0) for e in reading.events if e.get("event") == "reclaimed"
+    events = (e for e in reading.events if e.get("event") == "reclaimed")
+    reclaimed = sum(int(e.get("bytes") or 0) for e in events)
+    room = reading.tried(
+        "The room on the disk", lambda: DiskKeeper(reading.workspace, reading.config.disk).room()
     )
-    room = reading.tried("The room on the disk", _room, reading)
     if room is None:
         return DiskUse(used=used, reclaimed_bytes=reclaimed)
     return DiskUse(used, room.free_bytes, room.limit_bytes, room.source, reclaimed)
-
-
-def _room(reading: RunReading) -> Room:
-    return DiskKeeper(reading.workspace, reading.config.disk).room()
 
 
 def _used(reading: RunReading) -> dict[str, int]:
@@ -311,20 +269,25 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
     reading = RunReading(workspace, workspace.read_run(run))
     status = look(reading)
     rows = stage_rows(reading, status)
-    standing = standing_of(reading, status, rows)
+    state, state_text = standing_of(status, rows)
     evaluations = evaluations_of_run(reading)
-    published = publications(reading)
+    published, words = publications(reading), reading.run.command
+    provenance = {  # what the call has recorded of machine and versions; the command stands apart
+        str(k): _shown(v)
+        for k, v in reading.run.provenance.items()
+        if k != "command" and v not in (None, "", {}, [])
+    }
     report = RunReport(
         version=RUN_REPORT_VERSION,
         run=reading.run.run,
         recipe=reading.run.recipe,
         description=reading.config.description,
-        state=standing.state,
-        state_text=standing.text,
-        command=command_of(reading),
+        state=state,
+        state_text=state_text,
+        command=(*(Path(w).name for w in words[:1]), *shown_overrides(words[1:])),
         workspace=str(workspace.root),
         began_at=reading.run.started_at,
-        ended_at=standing.ended_at,
+        ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
         agent=bool(reading.config.environment.name),
         stages=rows,
@@ -338,8 +301,8 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         published=published,
         overrides=shown_overrides(reading.run.overrides),
         settings=changed_settings(reading.run.config),
-        provenance=provenance_of(reading),
-        next_commands=next_commands(reading, standing.state, rows, published),
+        provenance={"code": reading.run.code, **provenance},
+        next_commands=next_commands(reading, state, rows, published),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
     return without_credentials(report)
@@ -359,7 +322,7 @@ class WrittenRun:
 
     @property
     def page(self) -> Path:
-        """What is opened in a browser."""
+        """Page, to be opened in a browser."""
         return self.folder / PAGE
 
 
@@ -381,21 +344,16 @@ def write_run_report(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    report = report_of_run(run, workspace)
-    written = WrittenRun(report, folder or workspace.layout.reports / run)
-    _write_files(written, reload_s)
-    return written
-
-
-def _write_files(written: WrittenRun, reload_s: int) -> None:
-    """The page last, for it speaks of the others."""
     from refiner_core.report.run.html import page  # templates are of no use to who only gathers
     from refiner_core.report.run.tables import markdown
 
-    report, folder = written.report, written.folder
+    report = report_of_run(run, workspace)
+    folder = folder or workspace.layout.reports / run
     with no_space_guard(folder, "writing the report"):
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
         atomic.write_text(folder / VALUES, whole(text) + "\n")
         atomic.write_text(folder / TEXT, whole(markdown(report)))
+        # Last, for it speaks of the others.
         atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
+    return WrittenRun(report, folder)

@@ -9,8 +9,9 @@ costs that part and no more. States are those of `refiner status`, but no schedu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from flows.running.status import RunStatus, StageStatus, Watcher, orchestrator_text, stage_names
@@ -40,7 +41,7 @@ UNREADABLE = (RefinerError, OSError, ValueError, KeyError, TypeError, AttributeE
 
 
 class RunReading:
-    """What is known of a run.
+    """Records of a run.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class RunReading:
                 self.histories[name] = history
 
     def tried(self, what: str, read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T | None:
-        """What ``read`` gives; None, and a warning, where something cannot be read."""
+        """Result of ``read``; None, and a warning, where something cannot be read."""
         try:
             return read(*args, **more)
         except UNREADABLE as error:
@@ -89,17 +90,17 @@ class RunReading:
         return log or []
 
     def result(self, name: str) -> StageResult | None:
-        """What a stage made; None where it is not done."""
+        """Result of a stage; None where it is not done."""
         history = self.histories.get(name)
         return None if history is None else history.record.result
 
-    def attempts(self, name: str) -> tuple[Attempt, ...]:
-        """All attempts at a stage, oldest first."""
-        history = self.histories.get(name)
-        return () if history is None else history.record.attempts
+    def output(self, name: str) -> Path | None:
+        """Folder of that result's files."""
+        folder = self.workspace.layout.stage(self.run.stages[name]).data
+        return None if (result := self.result(name)) is None else folder / result.output_dir
 
     def skipped(self, name: str) -> bool:
-        """Whether a stage was there before the run began."""
+        """Yes for a stage that was there before the run began."""
         result = self.result(name)
         return result is not None and result.finished_at < self.run.started_at
 
@@ -115,16 +116,17 @@ class RunReading:
 
     def config_of(self, name: str) -> RecipeConfig:
         """The configuration that the newest attempt at a stage was made with."""
-        stage_id, attempts = self.run.stages[name], self.attempts(name)
-        if not attempts:
+        history = self.histories.get(name)
+        if history is None or not history.record.attempts:
             return self.config
-        newest = self.workspace.layout.attempt(stage_id, attempts[-1].number)
+        number = history.record.attempts[-1].number
+        newest = self.workspace.layout.attempt(history.stage_id, number)
         recorded = self.workspace.part(newest, "config")
         return from_json(RecipeConfig, recorded) if recorded else self.config
 
 
 def said(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Text of an error, in one line."""
     text = error.what if isinstance(error, RefinerError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())[:300]
 
@@ -132,31 +134,19 @@ def said(error: Exception) -> str:
 RunState = Literal["running", "done", "failed", "stopped"]
 #: How many calls before this one are looked through for who made a stage that was skipped.
 _MOST_RUNS = 200
-_FAILED = ("failed", "unreadable")
 #: States of stages whose newest attempt is at work no more, whatever is recorded of its end.
 _GONE = ("killed", "hung", "interrupted", "failed", "cancelled")
 #: What of a word an incident or a state may take.
 _WORD = 240
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How a run stands: for the head of its report."""
-
-    state: RunState
-    text: str
-    ended_at: str
-
-
 def look(reading: RunReading) -> RunStatus | None:
     """`refiner status` of the stages that can be read; None where even that cannot be."""
     readable = {n: i for n, i in reading.run.stages.items() if n not in reading.unreadable}
     run = replace(reading.run, stages=readable)
-    return reading.tried("How the run stands", _watched, reading.workspace, run)
-
-
-def _watched(workspace: Workspace, run: RunRecord) -> RunStatus:
-    return Watcher(workspace, run, ask=False).look()
+    return reading.tried(
+        "How the run stands", lambda: Watcher(reading.workspace, run, ask=False).look()
+    )
 
 
 def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow, ...]:
@@ -168,13 +158,15 @@ def stage_rows(reading: RunReading, status: RunStatus | None) -> tuple[StageRow,
     edges = reading.tried("Which stages need which", edges_of, reading.run) or {}
     rows = []
     for name in reading.names:
-        inputs = tuple(dict.fromkeys(ids[i] for i in edges.get(name, ()) if i in ids))
-        row = _row(reading, name, known.get(name))
-        row = replace(row, inputs=inputs, made_by=makers.get(name, ""))
+        row = replace(
+            _row(reading, name, known.get(name)),
+            inputs=tuple(dict.fromkeys(ids[i] for i in edges.get(name, ()) if i in ids)),
+            made_by=makers.get(name, ""),
+        )
         history = reading.histories.get(name)
         if history is not None and history.record.attempts:
             use = reading.tried(f"What {name} has used", reader.of, reading.run.stages[name])
-            row = _with_use(row, use, history)
+            row = row if use is None else _with_use(row, use, history)
         rows.append(row)
     return tuple(rows)
 
@@ -189,28 +181,25 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
     if history is None:
         return row if status is None else replace(row, state=status.state, reason=status.reason)
     spec, result = history.record.spec, history.record.result
+    state = history.record.state if status is None else status.state
     step, total = _progress(status)
-    row = replace(
+    newest = history.record.attempts[-1:]
+    return replace(
         row,
         kind=spec.kind,
         fingerprint=spec.fingerprint,
-        state=status.state if status is not None else history.record.state,
+        state=state,
         reason=first_line(status.reason, _WORD) if status is not None else "",
         skipped=reading.skipped(name),
         step=step,
         total=total,
+        attempts=tuple(
+            _attempt(reading, history, a, state if (a,) == newest else "interrupted")
+            for a in history.record.attempts
+        ),
+        output=str(reading.output(name) or ""),
+        output_bytes=None if result is None else sum(file.bytes for file in result.files),
     )
-    newest = history.record.attempts[-1:]
-    attempts = [
-        _attempt(reading, history, a, row.state if (a,) == newest else "interrupted")
-        for a in history.record.attempts
-    ]
-    row = replace(row, attempts=tuple(attempts))
-    if result is None:
-        return row
-    folder = reading.workspace.layout.stage(stage_id).data / result.output_dir
-    size = sum(file.bytes for file in result.files)
-    return replace(row, output=str(folder), output_bytes=size)
 
 
 def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
@@ -220,9 +209,7 @@ def _progress(status: StageStatus | None) -> tuple[int | None, int | None]:
     return status.step, status.total
 
 
-def _with_use(row: StageRow, use: Use | None, history: StageHistory) -> StageRow:
-    if use is None:
-        return row
+def _with_use(row: StageRow, use: Use, history: StageHistory) -> StageRow:
     queued = any(a.executor != "local" and a.started_at for a in history.record.attempts)
     return replace(
         row,
@@ -268,29 +255,28 @@ def _makers(reading: RunReading) -> dict[str, str]:
     """Stage name -> the call that made it, for stages that this one did not claim itself."""
     mine = _claimed(reading.events)
     wanted = {
-        name: (reading.run.stages[name], result.attempt)
+        (reading.run.stages[name], result.attempt): name
         for name in reading.histories
         if (result := reading.result(name)) is not None and (name, result.attempt) not in mine
     }
     found: dict[str, str] = {}
     others = [r for r in reading.workspace.run_ids() if r != reading.run.run]
     for run_id in reversed(others[-_MOST_RUNS:]):
-        if not set(wanted) - set(found):
+        if not set(wanted.values()) - set(found):
             break
         made = reading.tried(f"Run {run_id}", _made_by, reading, run_id, wanted)
-        found |= {name: run_id for name in made or () if name not in found}
+        found = dict.fromkeys(made or (), run_id) | found
     return found
 
 
-def _made_by(reading: RunReading, run_id: str, wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Which of the stages (name -> id, attempt) a call has made."""
+def _made_by(reading: RunReading, run_id: str, wanted: Mapping[tuple[str, int], str]) -> list[str]:
+    """Those of the stages (id and attempt -> name) that a call has made."""
     run = reading.workspace.read_run(run_id)
-    named = {stage_id: name for name, stage_id in run.stages.items()}
-    here = {n: w for n, w in wanted.items() if w[0] in named}
-    if not here:
+    if not {stage_id for stage_id, _ in wanted} & set(run.stages.values()):
         return []
     claimed = _claimed(read_events(reading.workspace.layout.run(run_id).events))
-    return [name for name, (i, attempt) in here.items() if (named[i], attempt) in claimed]
+    made = [(run.stages[name], attempt) for name, attempt in claimed if name in run.stages]
+    return [wanted[key] for key in made if key in wanted]
 
 
 def _claimed(events: Sequence[Mapping[str, object]]) -> set[tuple[str, int]]:
@@ -303,52 +289,43 @@ def _claimed(events: Sequence[Mapping[str, object]]) -> set[tuple[str, int]]:
 
 
 def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
-    """What went wrong in the stages that this run has worked on, oldest first."""
+    """Incidents of the stages that this run has worked on, oldest first."""
     histories = [reading.histories[name] for name in reading.own()]
     found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
     return tuple(IncidentLine(i.at, i.stage, i.text, i.resolved) for i in found or ())
 
 
-def standing_of(
-    reading: RunReading, status: RunStatus | None, rows: Sequence[StageRow]
-) -> Standing:
-    """The run's state, and a sentence about it."""
+def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[RunState, str]:
+    """State of the run, and a sentence about it."""
     working = [r for r in rows if not is_service(r.id)]
     done = [r for r in working if r.state == "done"]
+    so_far = f"{len(done)} of {counted(len(working), 'stage')} done"
     if status is not None and status.orchestrator.works:
-        return Standing("running", _working_text(working, len(done)), "")
-    ended_at = _ended_at(reading, rows)
+        busy = ", ".join(
+            f"{r.name} {r.state}" + (f" at {r.step} of {r.total}" if r.total and r.step else "")
+            for r in working
+            if r.state in ("running", "queued", "suspended", "paused")
+        )
+        return "running", f"{so_far}: {busy}." if busy else f"{so_far}."
     if len(done) == len(working):
-        skipped = sum(r.skipped for r in done)
         text = f"{counted(len(done), 'stage')} done"
-        if skipped:
+        if skipped := sum(r.skipped for r in done):
             which = "all" if skipped == len(done) else str(skipped)
             text += f", {which} of them before this run began"
-        return Standing("done", f"{text}.", ended_at)
-    failed = [r for r in working if r.state in _FAILED]
+        return "done", f"{text}."
+    failed = [r for r in working if r.state in ("failed", "unreadable")]
     if failed:
         # A row's reason is cut to the width of a table; what its attempt has said is longer.
         said = next((a.text for a in reversed(failed[0].attempts) if a.text), failed[0].reason)
         names = ", ".join(r.name for r in failed)
         text = f"{names} failed: {said}" if said else f"{names} failed"
-        return Standing("failed", text if text.endswith((".", "…")) else f"{text}.", ended_at)
+        return "failed", text if text.endswith((".", "…")) else f"{text}."
     who = "" if status is None else f"; {orchestrator_text(status.orchestrator, finished=False)}"
-    text = f"{len(done)} of {counted(len(working), 'stage')} done; nobody works on it{who}."
-    return Standing("stopped", text, ended_at)
+    return "stopped", f"{so_far}; nobody works on it{who}."
 
 
-def _working_text(rows: Sequence[StageRow], done: int) -> str:
-    busy = [r for r in rows if r.state in ("running", "queued", "suspended", "paused")]
-    parts = [
-        f"{r.name} {r.state}" + (f" at {r.step} of {r.total}" if r.total and r.step else "")
-        for r in busy
-    ]
-    said = f": {', '.join(parts)}" if parts else ""
-    return f"{done} of {counted(len(rows), 'stage')} done{said}."
-
-
-def _ended_at(reading: RunReading, rows: Sequence[StageRow]) -> str:
-    """When the last thing happened that the run's records tell of."""
+def last_event(reading: RunReading, rows: Sequence[StageRow]) -> str:
+    """Time of the last thing that the run's records tell of."""
     times = [a.ended_at for r in rows if not r.skipped for a in r.attempts]
     times += [str(event.get("at") or "") for event in reading.events[-1:]]
     return max(filter(None, times), default="")

@@ -1,0 +1,91 @@
+"""Stored outcomes of stages, found by stage: attempts, rollouts, results, prompts. Reads only.
+
+In: a workspace and a stage's id. Out: paths and plain values. An attempt takes over what the one
+before has left up to the checkpoint that it goes on from, so the newest one that has a file tells
+the whole story; one that has not begun yet has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.running.status import stage_names
+from infra.store.layout import AttemptPaths
+from infra.store.traces import list_rollouts
+from infra.store.workspace import Workspace
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.records import RunRecord
+
+#: The prepared prompts that evaluations read, and those that are trained on.
+HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
+
+
+def the_stage(run: RunRecord, name: str) -> str:
+    """A stage's id.
+
+    Raises
+    ------
+    ConfigurationError
+        The run has none of that name; lists them.
+    """
+    if name not in run.stages:
+        raise ConfigurationError(
+            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+            expected=f"one of: {', '.join(stage_names(run))}",
+            fix="name one of these",
+        )
+    return run.stages[name]
+
+
+def attempts_of(workspace: Workspace, stage_id: str) -> dict[int, AttemptPaths]:
+    """All attempts at a stage by number, the newest first."""
+    stage = workspace.layout.stage(stage_id)
+    return {number: stage.attempt(number) for number in reversed(stage.attempt_numbers())}
+
+
+def rollouts_by_step(folder: Path) -> dict[int, Path]:
+    """Step -> rollout file, in order."""
+    return {int(p.stem.removeprefix("step-")): p for p in list_rollouts(folder)}
+
+
+def newest_rollouts(workspace: Workspace, stage_id: str) -> tuple[int, dict[int, Path]]:
+    """Number of the newest attempt that has rollouts, and its files by step; else 0 and none."""
+    for number, paths in attempts_of(workspace, stage_id).items():
+        if found := rollouts_by_step(paths.rollouts):
+            return number, found
+    return 0, {}
+
+
+def results_of(workspace: Workspace, stage_id: str) -> Mapping[str, Any] | None:
+    """Results of an evaluation; None where it is not done."""
+    result = workspace.read_result(stage_id)
+    if result is None or "evaluations" in result.report:
+        return None if result is None else result.report
+    from refiner_core.evaluation.results import load_results
+
+    return load_results(workspace.layout.stage(stage_id).data / result.output_dir)
+
+
+def prompts_of(workspace: Workspace, attempt: AttemptPaths, name: str) -> tuple[str, Path | None]:
+    """The data stage that an attempt has read, and its file of prompts, where that is there."""
+    data = str(workspace.part(attempt, "inputs").get("data") or "")
+    folder = workspace.output_dir(data) if data else None
+    path = None if folder is None else folder / name
+    return data, path if path is not None and path.is_file() else None
+
+
+def recorded_field(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    """A field of a recorded configuration by its dotted name, as JSON has it."""
+    value: Any = config
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _listed(default)
+        value = value[part]
+    return _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(v) for v in value] if isinstance(value, list | tuple) else value
