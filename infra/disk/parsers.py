@@ -165,8 +165,7 @@ def parse_xfs_quota(text: str) -> list[Quota]:
         parts = row.groups()
         # Grace is `--------` where none runs, and `-none-` where it has run out.
         used, soft, hard, grace = parts[1:5]
-        space = _limit(used, soft, hard, grace.strip("- "), unit=_KIB)
-        inodes = None
+        space, inodes = _limit(used, soft, hard, grace.strip("- "), unit=_KIB), None
         if parts[5] is not None:
             used, soft, hard, grace = parts[5:9]
             inodes = _limit(used, soft, hard, grace.strip("- "), unit=1)
