@@ -15,13 +15,15 @@ from collections.abc import Collection
 
 from refiner_core.contract.kinds.kind import CardWords as CardWords
 from refiner_core.contract.kinds.kind import Kind as Kind
+from refiner_core.contract.kinds.shipped import SHIPPED
 
 
 def _found() -> dict[str, Kind]:
     modules = (
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     )
-    kinds = [value for m in modules for value in vars(m).values() if isinstance(value, Kind)]
+    further = (value for m in modules for value in vars(m).values() if isinstance(value, Kind))
+    kinds = (*SHIPPED, *further)
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
 
 
