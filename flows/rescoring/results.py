@@ -262,14 +262,14 @@ def document_of(done: Done) -> dict[str, Any]:
         "settings": [_setting(setting) for setting in planned.settings],
         "fidelity": {
             name: {
-                **doc.plain(found),
+                **plain(found),
                 "exact": found.exact,
                 "sound": found.sound,
                 "warning": found.warning(),
             }
             for name, found in done.fidelity.items()
         },
-        "judging": [doc.plain(bill) for bill in done.bills],
+        "judging": [plain(bill) for bill in done.bills],
         "comparisons": [
             doc.comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
             for c in done.compared
