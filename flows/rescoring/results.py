@@ -39,6 +39,7 @@ from infra.store.workspace import now_text
 from refiner_core.contract.loading import override_text
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
+from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
 from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (

@@ -97,7 +97,7 @@ class Counts:
     def add(self, **numbers: float) -> None:
         """Add to fields of :class:`JudgeUsage` that are numbers."""
         with self._lock:
-            self._numbers.update(numbers)  # type: ignore[call-overload]  # seconds count, too
+            self._numbers.update(numbers)
 
     def count(self, of: str, key: int | str) -> None:
         """Add one to a field that counts by key; of many names of servers the first few stay."""
