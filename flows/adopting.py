@@ -1,6 +1,6 @@
-"""Adopting, as a function: look at a dead run, record it, say what to run next.
+"""Adopting: look at a dead run, record it, say what to run next.
 
-In: an :class:`AdoptRequest`. Out: a JSON-ready report, records in the workspace, and for another
+In: its folder. Out: a JSON-ready report, records in the workspace, and for another
 trainer's checkpoint a recipe that publishes (and evaluates) it.
 """
 
@@ -50,20 +50,64 @@ class AdoptRequest:
         return any(o.startswith(f"{field}=") for o in self.overrides)
 
 
-def adopt(request: AdoptRequest) -> dict[str, Any]:
-    """Look, and unless it is a dry run, record; returns the report.
+def adopt_run(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    recipe: str | None = None,
+    companions: str | Path | None = None,
+    name: str | None = None,
+    how: How = "link",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Take over a dead run, whatever trainer has written it.
+
+    Parameters
+    ----------
+    folder
+        Where it lies.
+    overrides
+        ``key=value``, as for ``refiner run``; ``workspace=DIR`` says where to.
+    step
+        Which checkpoint (default: the newest that is complete).
+    recipe
+        Whose data, judge and evaluation are used.
+    companions
+        A folder with config and tokenizer, where the checkpoint has none.
+    name
+        Of the model (default: the folder's).
+    how
+        Hard links, links by name, or copies.
+    dry_run
+        Look, say what would be done, change nothing.
+
+    Returns
+    -------
+    dict
+        What ``refiner adopt --json`` prints: checkpoints with their state, what was adopted, and
+        the command that comes next.
 
     Raises
     ------
     ConfigurationError
         Nothing there can be adopted, or an override cannot be meant.
     WorkspaceError
-        The run in the folder still lives, or the workspace cannot be used.
+        The run still lives, or the workspace cannot be used.
     """
-    folder = request.folder.expanduser().absolute()
-    if is_ours(folder):
-        return _adopt_ours(request, folder)
-    return _adopt_checkpoint(request, folder)
+    request = AdoptRequest(
+        folder=Path(folder),
+        overrides=tuple(overrides),
+        step=step,
+        recipe=recipe,
+        companions=None if companions is None else Path(companions),
+        name=name,
+        how=how,
+        dry_run=dry_run,
+    )
+    place = request.folder.expanduser().absolute()
+    adopt = _adopt_ours if is_ours(place) else _adopt_checkpoint
+    return adopt(request, place)
 
 
 # ---------------------------------------------------------------- refiner's own

@@ -5,19 +5,22 @@ In: a workspace or plans. Out: JSON-ready values, and forecasts. Imports nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.history import ModelSize, failures_of, model_size, suggest_save_freq, times_of
-from infra.disk.inventory import Hold, Stock, drop_idle
+from infra.disk.held import Hold, drop_idle
+from infra.disk.history import failures_of, suggest_save_freq, times_of
 from infra.disk.keeper import DiskKeeper
+from infra.disk.modelsize import ModelSize, model_size
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
+from infra.disk.stock import Stock
 from infra.disk.usage import Row, by_run_and_kind
 from infra.judgements.segments import summarise
-from infra.store.checkpoints import pins, reclaimed_text
+from infra.store.layout import Layout
+from infra.store.marks import pin, pins, reclaimed_text, unpin
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -58,30 +61,54 @@ class Report(NamedTuple):
     json: dict[str, Any]
 
 
-def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
-    """Use by run and kind, room and source, reservations, and what a reclaim would free."""
+def disk_report(
+    workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
+) -> Report:
+    """What a workspace uses by run and kind, the room that is left, and what may go.
+
+    Parameters
+    ----------
+    workspace
+        The folder.
+    overrides
+        Of ``disk``, as ``key=value`` (default: as the newest run has it).
+
+    Returns
+    -------
+    Report
+        ``rows``, and ``json``: what ``refiner disk --json`` prints.
+
+    Raises
+    ------
+    ConfigurationError
+        An override cannot be meant.
+    WorkspaceError
+        It is no workspace, or a record is damaged.
+    """
+    room = Workspace.read_only(workspace)
+    keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock(caches=True)
     runs: dict[str, Sequence[str]] = {}
-    for run_id in workspace.run_ids():
+    for run_id in room.run_ids():
         try:
-            runs[run_id] = tuple(workspace.read_run(run_id).stages.values())
+            runs[run_id] = tuple(room.read_run(run_id).stages.values())
         except RefinerError:  # it is still worth showing the rest
             runs[run_id] = ()
     rows = by_run_and_kind([*stock.items, *stock.caches], runs)
-    room, reserved = keeper.room(fresh=True), keeper.ledger.others()
+    left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
         "version": 1,
-        "workspace": str(workspace.root),
-        "data": str(workspace.layout.data),
+        "workspace": str(room.root),
+        "data": str(room.layout.data),
         "room": {
-            "free_bytes": room.free_bytes,
-            "used_bytes": room.used_bytes,
-            "limit_bytes": room.limit_bytes,
-            "free_inodes": room.free_inodes,
-            "used_inodes": room.used_inodes,
-            "limit_inodes": room.limit_inodes,
-            "source": room.source,
-            "note": room.note,
+            "free_bytes": left.free_bytes,
+            "used_bytes": left.used_bytes,
+            "limit_bytes": left.limit_bytes,
+            "free_inodes": left.free_inodes,
+            "used_inodes": left.used_inodes,
+            "limit_inodes": left.limit_inodes,
+            "source": left.source,
+            "note": left.note,
         },
         "status": keeper.status_line(),
         "reservations": [
@@ -94,7 +121,7 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for r in reserved
         ],
-        "pins": sorted(pins(workspace.layout)),
+        "pins": sorted(pins(room.layout)),
         "use": [
             {
                 "run": row.run or None,
@@ -104,8 +131,8 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for row in rows
         ],
-        "judgements": _judgements(workspace),
-        "published": _published(workspace, stock),
+        "judgements": _judgements(room),
+        "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "idle_exports": _idle_exports(stock),
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
@@ -204,16 +231,47 @@ class Reclaimed(NamedTuple):
     status: str
 
 
-def reclaim(
-    keeper: DiskKeeper, *, caches: bool = False, judgements: bool = False, dry_run: bool = False
+def reclaim_disk(
+    workspace: str | Path = RecipeConfig.workspace,
+    overrides: Sequence[str] = (),
+    *,
+    caches: bool = False,
+    judgements: bool = False,
+    dry_run: bool = True,
 ) -> Reclaimed:
-    """Delete all that the policy allows; of a dry run say only what that would be."""
+    """Delete all that the policy allows.
+
+    Parameters
+    ----------
+    workspace, overrides
+        As of :func:`flows.api.disk_report`.
+    caches
+        The caches of ``disk.watch_caches``, too.
+    judgements
+        What judges have said, too.
+    dry_run
+        Only say what would go. To delete, say False.
+
+    Returns
+    -------
+    Reclaimed
+        Candidates, and what is gone.
+
+    Raises
+    ------
+    ConfigurationError
+        An override cannot be meant.
+    WorkspaceError
+        It is no workspace, a record is damaged, or somebody else may have written there.
+    """
+    room = Workspace.read_only(workspace)
     if not dry_run:
-        keeper.workspace.require_trust()
+        room.require_trust()
+    keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
-        holds = drop_idle(keeper.workspace, holds)
+        holds = drop_idle(room, holds)
         stock = keeper.stock(caches=caches)
     candidates = plan_reclaim(stock, None, caches=caches, judgements=judgements)
     items: tuple[str, ...] = ()
@@ -226,25 +284,70 @@ def reclaim(
     return Reclaimed(holds, stock, candidates, items, freed, keeper.status_line())
 
 
-def stage_to_pin(workspace: Workspace, name: str) -> str:
-    """The id of a stage that is named by id, or by its name in the newest run that has it.
+class Pinned(NamedTuple):
+    """A stage that is (or is no longer) kept whole; ``changed`` is False if it was so before."""
+
+    stage_id: str
+    changed: bool
+
+
+def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+    """Keep everything of a stage, whatever is reclaimed.
+
+    Parameters
+    ----------
+    stage
+        Its id, or its name in the newest run.
+    workspace
+        The folder.
+
+    Returns
+    -------
+    Pinned
+        Which stage.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name.
+        There is no such stage; names the nearest.
     """
-    ids = workspace.stage_ids()
-    if name in ids:
-        return name
-    for run in workspace.runs(newest_first=True):
-        if name in run.stages:
-            return run.stages[name]
-    raise ConfigurationError(
-        f"{workspace.root} has no stage {name!r}",
-        expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
-        fix="name one of these, a stage of a run (`refiner status`), or another `workspace=DIR`",
-    )
+    return _marked(stage, workspace, pin)
+
+
+def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+    """Take back :func:`flows.api.pin_stage`.
+
+    Parameters
+    ----------
+    stage, workspace
+        As of :func:`flows.api.pin_stage`.
+
+    Returns
+    -------
+    Pinned
+        Which stage.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such stage; names the nearest.
+    """
+    return _marked(stage, workspace, unpin)
+
+
+def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool]) -> Pinned:
+    room = Workspace.read_only(workspace)
+    ids = room.stage_ids()
+    runs = (run for run in room.runs(newest_first=True) if name in run.stages)
+    stage_id = name if name in ids else next((run.stages[name] for run in runs), None)
+    if stage_id is None:
+        raise ConfigurationError(
+            f"{room.root} has no stage {name!r}",
+            expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
+            fix="name one of these, a stage of a run (`refiner status`), or another "
+            "`workspace=DIR`",
+        )
+    return Pinned(stage_id, mark(room.layout, stage_id))
 
 
 # ---------------------------------------------------------------- forecasts
@@ -336,3 +439,43 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
         )
         found.append(Interval(kind, save_freq, configured, why))
     return found
+
+
+class DiskPlan(NamedTuple):
+    """What a plan takes on the disk.
+
+    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
+    ``intervals`` are checkpoint intervals that would lose the least time.
+    """
+
+    room: PlannedRoom
+    change: Change | None
+    intervals: Sequence[Interval]
+
+
+def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
+    """What a plan takes on the disk, and whether there is room for it.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_recipe_plan` has made.
+    fit
+        Also look for the cheapest change that fits, and for better checkpoint intervals.
+
+    Returns
+    -------
+    DiskPlan
+        ``room.fits`` says whether it fits.
+
+    Raises
+    ------
+    WorkspaceError
+        The workspace is not a folder, or a record in it is damaged.
+    """
+    room = planned_room([plan])
+    if not fit:
+        return DiskPlan(room, None, ())
+    change = None if room.fits else propose_fit([plan], room)
+    workspace = Workspace.read_only(plan.config.workspace)
+    return DiskPlan(room, change, suggested_intervals(plan, workspace))

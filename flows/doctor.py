@@ -265,7 +265,7 @@ def _key(judge: JudgeConfig) -> Iterator[Finding]:
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judge_report import KINDS, ask_judge
+    from flows.judges import KINDS, ask_examples
     from infra.store.workspace import Workspace
 
     words = map(shown_address, _as_overrides(judge))
@@ -274,7 +274,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         workspace = Workspace.read_only(look.workspace)
         # An environment asks about assertions, and no more.
         kinds = KINDS[:1] if look.config.environment.name else KINDS
-        asked = ask_judge(workspace, judge, kinds)
+        asked = ask_examples(workspace, judge, kinds)
     except RefinerError as error:
         return Finding(
             *("judge", "judge", doubtful(look.recipe), error.what), mend=mend, why=error.fix

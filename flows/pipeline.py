@@ -71,13 +71,12 @@ def pipeline(
         return Call.of_run(room, record.run)
 
     def start(call: Call) -> Detached:
-        from flows.api.runs import detach_run
+        from flows.running.background import detach_run
 
         return detach_run(call.room.read_run(call.id), call.room.root, use_server=False)
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.api.runs import cancel_run
-        from flows.running.cancelling import waiting_stages
+        from flows.running.cancelling import cancel_run, waiting_stages
 
         room = call.room
         stages = waiting_stages(room, room.read_run(call.id)) if how == "suspend" else []

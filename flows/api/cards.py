@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from flows.api.runs import publish_run
 from flows.running.calls import RunOutcome
@@ -202,64 +202,3 @@ def card_template() -> str:
     from refiner_core.cards.build import shipped_template
 
     return shipped_template()
-
-
-def adopt_run(
-    folder: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    step: int | None = None,
-    recipe: str | None = None,
-    companions: str | Path | None = None,
-    name: str | None = None,
-    how: Literal["link", "in-place", "copy"] = "link",
-    dry_run: bool = False,
-) -> dict[str, Any]:
-    """Take over a dead run, whatever trainer has written it.
-
-    Parameters
-    ----------
-    folder
-        Where it lies.
-    overrides
-        ``key=value``, as for ``refiner run``; ``workspace=DIR`` says where to.
-    step
-        Which checkpoint (default: the newest that is complete).
-    recipe
-        Whose data, judge and evaluation are used.
-    companions
-        A folder with config and tokenizer, where the checkpoint has none.
-    name
-        Of the model (default: the folder's).
-    how
-        Hard links, links by name, or copies.
-    dry_run
-        Look, say what would be done, change nothing.
-
-    Returns
-    -------
-    dict
-        What ``refiner adopt --json`` prints: checkpoints with their state, what was adopted, and
-        the command that comes next.
-
-    Raises
-    ------
-    ConfigurationError
-        Nothing there can be adopted, or an override cannot be meant.
-    WorkspaceError
-        The run still lives, or the workspace cannot be used.
-    """
-    from flows.adopting import AdoptRequest, adopt
-
-    return adopt(
-        AdoptRequest(
-            folder=Path(folder),
-            overrides=tuple(overrides),
-            step=step,
-            recipe=recipe,
-            companions=None if companions is None else Path(companions),
-            name=name,
-            how=how,
-            dry_run=dry_run,
-        )
-    )

@@ -10,28 +10,25 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains, check_kinds
+from refiner_core.contract.checks.environment import BUILTIN_ROWS
+from refiner_core.contract.checks.shaping import check_domains, check_kinds
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
-from refiner_core.contract.planned import HUB_DIGEST
+from refiner_core.contract.plan import HUB_DIGEST
 from refiner_core.contract.protocols import (
-    ProtocolFile,
     configs_under,
-    protocol_fingerprint,
     refused_under,
     under,
 )
-from refiner_core.contract.recipes import description_of, find_protocol, load_protocol
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.environments.registry import DESK, TAU2, environment_digest
-from refiner_core.evaluation.metric_names import base_of, domain_of
+from refiner_core.evaluation.names import base_of, domain_of
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import rubric_set_digest
@@ -68,7 +65,7 @@ def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
     """Domains, and kinds of checks."""
     if name == DESK:
         from refiner_core.environments.desk.episode import KINDS
-        from refiner_core.environments.desk.tasks import DOMAINS
+        from refiner_core.environments.desk.registry import DOMAINS
 
         return tuple(DOMAINS), KINDS
     if name == TAU2:
@@ -267,40 +264,3 @@ def _content_digest(path: Path) -> bytes:
         file.seek(-_EDGE_BYTES, 2)
         edges.update(file.read())
         return edges.digest()
-
-
-@dataclass(frozen=True)
-class ProtocolFacts:
-    """A protocol, the file that it stands in, and the fingerprint of what it fixes in effect."""
-
-    path: Path
-    protocol: ProtocolFile
-    description: str
-    fingerprint: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return {
-            "name": self.protocol.name,
-            "file": str(self.path),
-            "fingerprint": self.fingerprint,
-            "description": self.description,
-            "sections": list(self.protocol.sections),
-            "fixed": self.protocol.values(),
-            "text": self.protocol.text,
-        }
-
-
-def facts_of_protocol(name: str) -> ProtocolFacts:
-    """The facts of a shipped protocol, or of a file.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none of that name, or it is no protocol.
-    """
-    path, protocol = find_protocol(name), load_protocol(name)
-    with refused_under(protocol.name):
-        sources = protocol_sources(protocol.over(RecipeConfig()))
-    fingerprint = protocol_fingerprint(protocol, sources)
-    return ProtocolFacts(path, protocol, description_of(path), fingerprint)

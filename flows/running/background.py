@@ -15,17 +15,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
-from infra.host.processes import environment
-from infra.jobs.protocol import job_settings, tail_of
-from infra.prefect_server.server import passed_on, server_status, state_dir, terminal_link
-from infra.store.orchestrators import orchestrator_of
-from infra.store.provenance import check_snapshot
+from infra.host.environment import environment
+from infra.jobs.worker_command import job_settings, tail_of
+from infra.prefect_server.opening import terminal_link
+from infra.prefect_server.server import passed_on, server_status
+from infra.prefect_server.state import state_dir
+from infra.store.orchestrators import orchestrator_of, require_idle
+from infra.store.snapshot import check_snapshot
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.records import RunRecord
+
+Where = Literal["process", "job"]
 
 _POLL_S = 0.05
 #: Imports on a cold network file system take their time.
@@ -71,6 +78,67 @@ class Detached:
     def failed(self) -> bool:
         """Whether it ended before it had begun to work."""
         return bool(self.exit_code)
+
+
+def detach_run(
+    run: RunRecord,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    where: Where = "process",
+    use_server: bool = True,
+    take_over: bool = False,
+) -> Detached:
+    """Leave a recorded run to the background, and come back as soon as it is worked on.
+
+    Parameters
+    ----------
+    run
+        What :func:`flows.api.begin_run` has recorded, or a run of the workspace.
+    workspace
+        The folder that it is recorded in.
+    where
+        A process on this machine, or a small Slurm job that may be started again.
+    use_server
+        As of :func:`flows.api.run_recipe`.
+    take_over
+        As of :func:`flows.api.resume_run`.
+
+    Returns
+    -------
+    Detached
+        Process or job, and its log; ``exit_code`` where it has ended already.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no Slurm here to submit a job to.
+    LaunchError
+        Slurm refused the job.
+    ConfigurationError
+        Another process works on the run.
+    """
+    room = Workspace.open(workspace)
+    dispatch = dict(run.config.get("dispatch") or {})
+    return leave(room, run, where, dispatch, use_server=use_server, take_over=take_over)
+
+
+def leave(
+    room: Workspace,
+    call: Recorded,
+    where: Where,
+    dispatch: Mapping[str, Any],
+    *,
+    use_server: bool,
+    take_over: bool,
+    past_canary: bool = False,
+) -> Detached:
+    """As :func:`detach_run`, of any call; ``dispatch`` says how jobs of it are submitted."""
+    require_idle(room, call.run, regardless=take_over)
+    options = ["--no-server"] * (not use_server) + ["--take-over"] * take_over
+    options += ["--past-canary"] * past_canary
+    if where == "job":
+        return detach_as_job(room, call, dispatch, *options)
+    return detach(room, call, *options)
 
 
 def resume_command(workspace: Workspace, run: Recorded, *options: str) -> list[str]:
@@ -132,7 +200,7 @@ def _detached_environment() -> dict[str, str]:
 
 
 def detach_as_job(
-    workspace: Workspace, run: Recorded, config: dict[str, Any], *options: str
+    workspace: Workspace, run: Recorded, config: Mapping[str, Any], *options: str
 ) -> Detached:
     """Submit the process as a small job that Slurm may start again.
 
@@ -143,8 +211,8 @@ def detach_as_job(
     LaunchError
         Slurm refused it.
     """
+    from infra.slurm.orchestrator import submit_orchestrator
     from infra.slurm.profiles import load_profile
-    from infra.slurm.submission import submit_orchestrator
 
     paths = workspace.layout.run(run.run)
     profile = load_profile(config.get("profile"))

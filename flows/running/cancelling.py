@@ -12,10 +12,11 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
-from flows.running.status import stage_names
+from flows.running.status import required_run, stage_names
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import Router, make_router
 from infra.jobs.failures import is_outage, outcome_of
@@ -31,7 +32,7 @@ from infra.store.orchestrators import (
     wanted_by_others,
 )
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, from_json
@@ -69,6 +70,50 @@ class CancelOutcome:
     orchestrator: Orchestrator | None = None
 
 
+def cancel_run(
+    run_id: str | None = None,
+    stages: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Tell = lambda message: None,
+) -> CancelOutcome:
+    """End a run, or some of its stages, and keep what is saved.
+
+    Parameters
+    ----------
+    run_id
+        Which one (default: the newest).
+    stages
+        Only these, by name.
+    workspace
+        The folder that it is recorded in.
+    wait_s
+        Seconds to wait for the end (default: ``dispatch.grace_s`` of the recipe and a minute).
+    now
+        Do not leave it to the process that works on it, but end the jobs from here.
+    tell
+        Hears what is waited for.
+
+    Returns
+    -------
+    CancelOutcome
+        What was ended; ``ended`` is False where that takes longer than was waited for.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or stage.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
+    """
+    room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
+    room.require_trust()
+    run = required_run(room, run_id, "a run to cancel", or_begin=False)
+    return cancel(room, run, stages, wait_s=wait_s, now=now, tell=tell)
+
+
 def cancel(
     workspace: Workspace,
     run: RunRecord,
@@ -79,7 +124,7 @@ def cancel(
     tell: Tell = lambda message: None,
     ours: frozenset[str] = frozenset(),
 ) -> CancelOutcome:
-    """End a run or some of its stages; see :func:`flows.api.cancel_run`.
+    """End a run or some of its stages, as :func:`cancel_run` does.
 
     ``ours`` are other runs that are to end with it: what only they want is not spared.
 

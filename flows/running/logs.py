@@ -14,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 from flows.running.status import find_run
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 
@@ -53,6 +54,108 @@ class StageLogs(NamedTuple):
                 fix="name one of these with --attempt",
             )
         return attempt or (self.attempts[-1] if self.attempts else None)
+
+
+def find_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+) -> AttemptLog | None:
+    """Where the log of a stage's attempt lies.
+
+    Parameters
+    ----------
+    stage
+        Its name in the run, or its id.
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    attempt
+        An attempt's number (default: the newest).
+
+    Returns
+    -------
+    AttemptLog or None
+        Where the worker never began, this is what its job printed. None where the stage
+        has not been started yet.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or attempt.
+    """
+    room = Workspace.read_only(workspace)
+    found = stage_of_log(room, stage, run)
+    number = found.number(attempt)
+    if number is None:
+        return None
+    path = log_file(room, found.stage_id, number)
+    return AttemptLog(number, path, why_no_log(room, found.stage_id, number, path))
+
+
+def read_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+) -> str:
+    """What a stage's worker has printed in one attempt.
+
+    Parameters
+    ----------
+    stage, run, workspace, attempt
+        As of :func:`flows.api.find_log`.
+
+    Returns
+    -------
+    str
+        Empty where the stage has not been started yet.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or attempt.
+    """
+    log = find_log(stage, run, workspace, attempt=attempt)
+    return "" if log is None else "".join(log_pieces(log.path))
+
+
+def follow_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+    tell: Callable[[str], None] = lambda message: None,
+) -> Iterator[str]:
+    """The log of a stage as it grows, from attempt to attempt, until the stage ends.
+
+    Parameters
+    ----------
+    stage, run, workspace, attempt
+        As of :func:`flows.api.read_log`.
+    tell
+        Hears which attempt's log begins, and how one has ended.
+
+    Yields
+    ------
+    str
+        What is new.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or attempt.
+    """
+    room = Workspace.read_only(workspace)
+    found = stage_of_log(room, stage, run)
+    number = found.number(attempt)
+    follower = Follower(room, found.stage_id, found.run_id, tell)
+    return follower.follow(1 if number is None else number)
 
 
 def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageLogs:
@@ -98,11 +201,6 @@ def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> 
         how = f"{attempt.outcome.failure} {attempt.outcome.message}".strip()
         return f"no worker of it has begun; it ended: {how}"
     return "no worker of it has begun yet; `refiner status` shows where its job waits"
-
-
-def read_log_file(path: Path) -> str:
-    """What is in a log; empty where it was never made."""
-    return "".join(log_pieces(path))
 
 
 def log_pieces(path: Path) -> Iterator[str]:

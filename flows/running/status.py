@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from infra.disk.probe import Prober, Room
@@ -27,7 +28,7 @@ from infra.orchestrator.timeline import Incident, devices_of, first_line, run_ev
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.sweep_records import read_sweep, sweep_names, trial_run
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, DispatchConfig
+from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import KINDS, TRAINED
@@ -130,6 +131,27 @@ def find_run(
         expected=f"one of: {shown}",
         fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
     )
+
+
+def required_run(
+    workspace: Workspace, wanted: str | None, what: str, *, or_begin: bool = True
+) -> RunRecord:
+    """As :func:`find_run`, where there has to be a run; ``what`` says for what.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none.
+    """
+    run = find_run(workspace, wanted)
+    if run is None:
+        raise ConfigurationError(
+            f"No run is recorded in {workspace.root}.",
+            expected=what,
+            fix="name another workspace=DIR"
+            + ", or begin one with `refiner run RECIPE`" * or_begin,
+        )
+    return run
 
 
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
@@ -436,6 +458,67 @@ class Watcher:
         if seen.running:
             return "running", "" if seen.note.startswith("RUNNING") else seen.note
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
+
+
+def status_of_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float = SCHEDULER_WAIT_S,
+) -> RunStatus | None:
+    """How a run stands. Writes nothing.
+
+    Parameters
+    ----------
+    run_id
+        Which one (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    wait_s
+        How long a scheduler may take to answer, seconds.
+
+    Returns
+    -------
+    RunStatus or None
+        Stages, incidents, disk, who works on it; None where no run is recorded at all. As a
+        dataframe: :func:`flows.api.stages_frame`.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no run of that name; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    if find_run(room, run_id) is None:
+        return None
+    return watch_run(run_id, workspace, wait_s=wait_s).look()
+
+
+def watch_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float = SCHEDULER_WAIT_S,
+) -> Watcher:
+    """Look at a run again and again: each ``look()`` gives a :class:`RunStatus`.
+
+    Parameters
+    ----------
+    run_id, workspace, wait_s
+        As of :func:`flows.api.status_of_run`.
+
+    Returns
+    -------
+    Watcher
+        It asks schedulers at every look, and reads the rest anew.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no run of that name, or none at all; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    return Watcher(room, required_run(room, run_id, "a run to look at"), wait_s)
 
 
 def _records_alone(workspace: Workspace) -> Router:

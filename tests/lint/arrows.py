@@ -51,7 +51,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
             "notifying",
         ),
         *("artifacts", "running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
-        *("judge_report", "sweeping", "why", "diffing", "proving", "certify"),
+        *("judges", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),
         *(
             "frames",
