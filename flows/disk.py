@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.held import Hold, drop_idle
-from infra.disk.history import failures_of, suggest_save_freq, times_of
+from infra.disk.history import ModelSize, failures_of, model_size, suggest_save_freq, times_of
+from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
-from infra.disk.modelsize import ModelSize, model_size
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
-from infra.disk.stock import Stock
 from infra.disk.usage import Row, by_run_and_kind
 from infra.judgements.segments import summarise
+from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
-from infra.store.marks import pin, pins, reclaimed_text, unpin
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from flows.running.calls import make_recipe_plan
-from infra.orchestrator.explain import StageForecast, explain_difference, observe_actions
+from infra.orchestrator.observe import StageForecast, explain_difference, observe_actions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.recipes.recipe_files import shipped_recipes
+from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import to_json
 
 #: Version of the JSON that `plan --json` and `run --json` print.

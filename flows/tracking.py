@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flows.running.status import find_run
 from infra.store.sweep_records import read_sweep, sweep_versions
 from infra.store.workspace import Workspace
-from infra.tracking.sync import OfflineRun, offline_runs, offline_runs_in, send
+from infra.tracking import OfflineRun, offline_runs, offline_runs_in, send
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 

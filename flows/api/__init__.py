@@ -120,7 +120,7 @@ if TYPE_CHECKING:
         measure_judge,
         stop_judge_servers,
     )
-    from flows.notifying.trying import notify_settings, try_channels
+    from flows.notifying.delivery import notify_settings, try_channels
     from flows.plans import (
         OUTPUT_VERSION,
         Explained,

@@ -17,16 +17,15 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields, suggest
-from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.loading import load_recipe, read_overrides
 from refiner_core.contract.marks import FieldInfo, walk
-from refiner_core.contract.overrides import read_overrides
 from refiner_core.contract.protocols import (
     FIELDS,
     ProtocolFile,
     protocol_fingerprint,
     refused_under,
 )
-from refiner_core.contract.recipes.protocol_files import (
+from refiner_core.contract.recipes import (
     description_of,
     find_protocol,
     load_protocol,

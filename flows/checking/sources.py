@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.environment import BUILTIN_ROWS
-from refiner_core.contract.checks.shaping import check_domains, check_kinds
+from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains, check_kinds
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
-from refiner_core.contract.plan import HUB_DIGEST
+from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import (
     configs_under,
     refused_under,
@@ -28,7 +27,7 @@ from refiner_core.contract.protocols import (
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.environments.registry import DESK, TAU2, environment_digest
-from refiner_core.evaluation.names import base_of, domain_of
+from refiner_core.evaluation.metric_names import base_of, domain_of
 from refiner_core.generation.load import resolve_ref
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rubrics import rubric_set_digest
@@ -65,7 +64,7 @@ def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
     """Domains, and kinds of checks."""
     if name == DESK:
         from refiner_core.environments.desk.episode import KINDS
-        from refiner_core.environments.desk.registry import DOMAINS
+        from refiner_core.environments.desk.tasks import DOMAINS
 
         return tuple(DOMAINS), KINDS
     if name == TAU2:

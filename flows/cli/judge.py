@@ -20,8 +20,7 @@ from flows.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from flows.api.judges import Stopped
-    from flows.judge_report import Asked, Made
+    from flows.judges import Asked, Made, Stopped
     from infra.services.registry import ServiceStatus
     from refiner_core.judge_report.text import Section
 
@@ -77,7 +76,7 @@ def report_command(
     interval. The judge is RUN's own (lexical without a run), changed by KEY=VALUE.
     """
     from flows.api import measure_judge
-    from flows.judge_report import write_report
+    from flows.judges import write_report
 
     where, run, overrides = _asked_for(words)
     given = output_folder(out) if out else None

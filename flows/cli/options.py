@@ -89,7 +89,7 @@ def output_folder(out: str | Path) -> Path:
     NoSpaceError
         There is no room for it.
     """
-    from infra.store.room import no_space_guard
+    from infra.store.atomic import no_space_guard
 
     folder = Path(out).expanduser().absolute()
     refused = ConfigurationError(

@@ -21,7 +21,7 @@ from flows.cli.options import (
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
     from refiner_core.contract.plan import Plan
-    from refiner_core.contract.resources import Resources
+    from refiner_core.contract.steering_config import Resources
 
 
 @click.command("plan")

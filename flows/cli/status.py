@@ -59,7 +59,7 @@ def status_command(
     scheduler that does not answer at once is left out, and the last line says so.
     """
     from flows.running.status import SCHEDULER_WAIT_S, find_run, watch_run
-    from flows.sweeping.names import newest_sweep, sweep_named
+    from flows.sweeping.status import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
@@ -104,7 +104,7 @@ def status_command(
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
     """All that is known, for scripts; ``resolved`` incidents are over; ``not_told`` are messages
     that a channel did not take."""
-    from flows.notifying.untold import not_told
+    from flows.notifying.delivery import not_told
     from refiner_core.contract.records import to_json
 
     value: dict[str, object] = {"version": 1, **to_json(status)}
@@ -161,7 +161,7 @@ def _progress(stage: StageStatus) -> str:
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
-    from flows.notifying.untold import not_told_lines
+    from flows.notifying.delivery import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     if notes := " ".join(str(tracking.get("notes") or "").split()):

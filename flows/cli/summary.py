@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flows.api import RunOutcome, evaluations_of
+from flows.evaluations import evaluations_of
+from flows.running.calls import RunOutcome
 from infra.store.workspace import Workspace
 from refiner_core.evaluation.metrics import main_metrics
 

@@ -81,9 +81,8 @@ def sweep_command(
         work_on_sweep,
         workspace_of,
     )
-    from flows.sweeping.planning import make_sweep_plan
-    from flows.sweeping.showing import show_sweep_plan, sweep_json
-    from sweeps.fitting import refuse_what_cannot_fit
+    from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
+    from sweeps.forecast import refuse_what_cannot_fit
 
     names = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
@@ -274,8 +273,8 @@ def resume_command(
 def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
     """The sweep that is meant; None for a run."""
     from flows.running.calls import run_to_resume
-    from flows.sweeping.names import sweep_named
-    from refiner_core.contract.sweep_records import trial_of
+    from flows.sweeping.status import sweep_named
+    from refiner_core.contract.records import trial_of
 
     if word is not None:
         return sweep_named(workspace, word)
@@ -324,7 +323,7 @@ def _differences(prefix: str, old: object, new: object) -> list[str]:
 def _leave_the_node(_number: int, _frame: FrameType | None) -> None:
     """This job's time is nearly up, or somebody else gets the node: the stages' jobs go on, and
     this one comes back, if it may."""
-    from infra.slurm.orchestrator import requeue_own_job
+    from infra.slurm.submission import requeue_own_job
 
     requeue_own_job()
     os._exit(0)

@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
-from infra.host.environment import environment
-from infra.jobs.worker_command import job_settings, tail_of
-from infra.prefect_server.opening import terminal_link
-from infra.prefect_server.server import passed_on, server_status
-from infra.prefect_server.state import state_dir
+from infra.host.processes import environment
+from infra.jobs.protocol import job_settings, tail_of
+from infra.prefect_server.server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of, require_idle
-from infra.store.snapshot import check_snapshot
+from infra.store.provenance import check_snapshot
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -211,8 +209,8 @@ def detach_as_job(
     LaunchError
         Slurm refused it.
     """
-    from infra.slurm.orchestrator import submit_orchestrator
     from infra.slurm.profiles import load_profile
+    from infra.slurm.submission import submit_orchestrator
 
     paths = workspace.layout.run(run.run)
     profile = load_profile(config.get("profile"))

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from flows.running.calls import make_recipe_plan
 from flows.starting.drafting import CLUSTER, RECIPE, SWEEP, drafted, file_texts
 from flows.starting.questions import QUESTIONS, Asked, Question, look_around
-from infra.store.room import no_space_guard
+from infra.store.atomic import no_space_guard
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.field_facts import SCHEMA_FILE
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.schema import SCHEMA_FILE
 
 #: Whatever may be made.
 NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")
