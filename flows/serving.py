@@ -208,7 +208,7 @@ def deploy(
 def _checked(
     files: Sequence[str], workspace: str | None, tell: Callable[[str], None]
 ) -> list[Nightly]:
-    from flows.api.nightly import check_nightly
+    from flows.nightly.night import check_nightly
 
     checked = [check_nightly(f, [f"workspace={workspace}"] if workspace else []) for f in files]
     for one in checked:

@@ -52,8 +52,7 @@ def sweep(
     """
 
     def begin() -> Call:
-        from flows.api.sweeps import begin_sweep
-        from flows.sweeping.launching import workspace_of
+        from flows.sweeping.launching import begin_sweep, workspace_of
         from flows.sweeping.planning import make_sweep_plan
 
         if run:
@@ -63,14 +62,12 @@ def sweep(
         return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
 
     def start(call: Call) -> Detached:
-        from flows.api.sweeps import detach_sweep
-        from flows.sweeping.launching import Launch
+        from flows.sweeping.launching import Launch, detach_sweep
 
         return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.api.sweeps import cancel_sweep
-        from flows.sweeping.launching import suspend_sweep
+        from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
         if how == "cancel":
             cancel_sweep(call.name, call.room.root, wait_s=0)

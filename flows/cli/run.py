@@ -150,9 +150,9 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
     code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
     """
-    from flows.api.sweeps import cancel_sweep
     from flows.running.cancelling import cancel_run, outcome_json, outcome_lines
     from flows.running.status import find_run
+    from flows.sweeping.launching import cancel_sweep
     from flows.sweeping.status import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 

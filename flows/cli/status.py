@@ -310,8 +310,7 @@ def _said(*words: str) -> str:
 
 def _show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
     """Print how a sweep stands; with ``watch`` until nobody works on it any more."""
-    from flows.api.sweeps import watch_sweep
-    from flows.sweeping.status import status_json, status_lines, table_of
+    from flows.sweeping.status import status_json, status_lines, table_of, watch_sweep
 
     look = watch_sweep(name, workspace.root).look
     status = _watched(look, lambda s: _sweep_page(s, workspace), "sweep") if watch else look()

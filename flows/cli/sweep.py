@@ -73,15 +73,21 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
-    from flows.api.sweeps import begin_sweep, forecast_sweep, rescore_share
+    from flows.sweeping.evidence import rescore_share
     from flows.sweeping.launching import (
         Launch,
+        begin_sweep,
         check_launch,
         is_finished,
         work_on_sweep,
         workspace_of,
     )
-    from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
+    from flows.sweeping.planning import (
+        forecast_sweep,
+        make_sweep_plan,
+        show_sweep_plan,
+        sweep_json,
+    )
     from sweeps.forecast import refuse_what_cannot_fit
 
     names = [word for word in words if not _is_override(word)]
@@ -162,7 +168,7 @@ def _leave_sweep_to(
     where: str, workspace: Workspace, name: str, launch: Launch, as_json: bool
 ) -> int:
     """Leave a recorded sweep to the background, and say how to look at it and end it."""
-    from flows.api.sweeps import detach_sweep
+    from flows.sweeping.launching import detach_sweep
 
     left = detach_sweep(name, workspace.root, where=where, launch=launch)
     return say_left(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
@@ -187,7 +193,7 @@ def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
 
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
-    from flows.api.sweeps import list_sweeps
+    from flows.sweeping.planning import list_sweeps
 
     known = list_sweeps(where)
     if as_json:
@@ -234,9 +240,9 @@ def resume_command(
     It keeps its id, its configuration and its code, whatever has become of the recipe's file and
     the checkout since. What was cancelled goes on, too.
     """
-    from flows.api.sweeps import resume_sweep
     from flows.running.calls import run_to_resume
     from flows.running.runs import resume_run
+    from flows.sweeping.launching import resume_sweep
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)

@@ -9,14 +9,14 @@ In: a number as it was printed, or names (`citation_f1 grpo greedy`); a workspac
 the ``refiner.json`` beside it. Out: everything behind it, each with the file that it lies in.
 """
 
-from flows.why.explanation import Explanation, explain
+from flows.why.explanation import Explanation, explain_number
 from flows.why.figures import Figure, Query, figures_of_card, figures_of_stages, parse_query
 
 __all__ = [
     "Explanation",
     "Figure",
     "Query",
-    "explain",
+    "explain_number",
     "figures_of_card",
     "figures_of_stages",
     "parse_query",

@@ -20,6 +20,7 @@ from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.cards import Evidence, facts_to_json, load_evidence, record_of
 from refiner_core.cards.facts import finite
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import TRAINED
@@ -402,15 +403,33 @@ def nothing_found(query: Query, others: Sequence[Figure], where: str) -> Configu
     )
 
 
-def find_figures(
-    workspace: Workspace, words: Sequence[str], card: str | Path | None = None
+def find_numbers(
+    words: Sequence[str],
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    card: str | Path | None = None,
 ) -> list[Figure]:
-    """The numbers that are meant.
+    """The recorded numbers that words mean.
+
+    Parameters
+    ----------
+    words
+        A number as it was printed (``["0.512"]``), or names (``["citation_f1", "grpo", "greedy"]``)
+        and perhaps a run.
+    workspace
+        The folder that is looked through.
+    card
+        A card with its evidence beside it; then its numbers are looked at.
+
+    Returns
+    -------
+    list of Figure
+        At least one.
 
     Raises
     ------
     ConfigurationError
-        There are none.
+        None fits; says what there is.
     """
     if card is not None:
         evidence = _evidence(Path(card))
@@ -420,19 +439,20 @@ def find_figures(
         others = figures_of_card(Query(names=query.names), evidence)
         others = others or figures_of_card(Query(), evidence)
         raise nothing_found(query, others, f"the evidence of {card}")
-    run, names = _run_of(workspace, words)
+    room = Workspace.read_only(workspace)
+    run, names = _run_of(room, words)
     query = parse_query(names)
-    everything = workspace.stage_ids()
+    everything = room.stage_ids()
     newest = list(run.stages.values()) if run is not None else everything
-    if found := figures_of_stages(query, workspace, newest):
+    if found := figures_of_stages(query, room, newest):
         return found
     named = len(names) < len(words)
-    if not named and (found := figures_of_stages(query, workspace, everything)):
+    if not named and (found := figures_of_stages(query, room, everything)):
         return found
-    where = f"run {run.run}" if named and run is not None else str(workspace.root)
+    where = f"run {run.run}" if named and run is not None else str(room.root)
     ids = newest if named else everything
-    others = figures_of_stages(Query(names=query.names), workspace, ids)
-    raise nothing_found(query, others or figures_of_stages(Query(), workspace, ids), where)
+    others = figures_of_stages(Query(names=query.names), room, ids)
+    raise nothing_found(query, others or figures_of_stages(Query(), room, ids), where)
 
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:

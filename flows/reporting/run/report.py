@@ -25,6 +25,7 @@ from flows.reporting.run.numbers import (
     training_curves,
 )
 from flows.reporting.run.stages import RunReading, incident_lines, look, stage_rows, standing_of
+from flows.running.status import required_run
 from infra.disk.keeper import DiskKeeper
 from infra.disk.probe import Room
 from infra.disk.usage import KINDS, size_of, stock_of
@@ -293,22 +294,30 @@ def _used(reading: RunReading) -> dict[str, int]:
     return {kind: sums[kind] for kind in KINDS if sums.get(kind)}
 
 
-def report_of_run(run: str, workspace: Workspace) -> RunReport:
-    """The report of a run as it is now; changes nothing.
+def report_of_run(
+    run: str | None = None, workspace: str | Path = RecipeConfig.workspace
+) -> RunReport:
+    """Everything about a run as it is now: stages, curves, numbers, examples, cost. Writes nothing.
 
     Parameters
     ----------
     run
-        Its id.
+        Its id, or enough of it (default: the newest of the workspace).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    RunReport
+        What cannot be read is among its ``warnings``.
 
     Raises
     ------
     ConfigurationError
-        There is no such run.
-    WorkspaceError
-        The record of the call itself is damaged.
+        There is no such run; names the nearest.
     """
-    reading = RunReading(workspace, workspace.read_run(run))
+    room = Workspace.read_only(workspace)
+    reading = RunReading(room, required_run(room, run, "a run to report on"))
     status = look(reading)
     rows = stage_rows(reading, status)
     standing = standing_of(reading, status, rows)
@@ -322,7 +331,7 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         state=standing.state,
         state_text=standing.text,
         command=command_of(reading),
-        workspace=str(workspace.root),
+        workspace=str(room.root),
         began_at=reading.run.started_at,
         ended_at=standing.ended_at,
         made_at=now_text(),
@@ -369,20 +378,41 @@ def values(report: RunReport) -> dict[str, Any]:
     return found
 
 
-def write_run_report(
-    workspace: Workspace, run: str, folder: Path | None = None, *, reload_s: int = RELOAD_S
+def report_run(
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    folder: str | Path | None = None,
+    reload_s: int = RELOAD_S,
 ) -> WrittenRun:
-    """Make the report of a run and write all its files.
+    """The report of a run as page, Markdown and JSON: what it did, what it has learned.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    folder
+        Where the files go (default: ``reports/RUN`` in the workspace).
+    reload_s
+        How often the page of a running run loads itself again, seconds.
+
+    Returns
+    -------
+    WrittenRun
+        The report, and where its ``page`` lies.
 
     Raises
     ------
     ConfigurationError
-        There is no such run.
+        There is no such run; names the nearest.
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
     report = report_of_run(run, workspace)
-    written = WrittenRun(report, folder or workspace.layout.reports / run)
+    reports = Workspace.read_only(workspace).layout.reports
+    written = WrittenRun(report, reports / report.run if folder is None else Path(folder))
     _write_files(written, reload_s)
     return written
 
