@@ -27,7 +27,131 @@ from typing import TYPE_CHECKING, Any
 _OURS = ("flows.", "infra.", "refiner_core.")
 
 if TYPE_CHECKING:
-    pass
+    from flows.adopting import adopt_run
+    from flows.cards.inspection import check_card, show_card
+    from flows.certify.node import certificate_json, certify_node
+    from flows.checking.sets import (
+        Played,
+        check_environment,
+        check_protocol,
+        environment_config,
+        find_task,
+        list_environments,
+        list_protocols,
+        list_rubric_sets,
+        play_task,
+        protocol_fields,
+        show_environment,
+        show_protocol,
+        show_rubric_set,
+    )
+    from flows.diffing.document import diff_runs
+    from flows.disk import (
+        DiskPlan,
+        Pinned,
+        disk_of_plan,
+        disk_report,
+        pin_stage,
+        reclaim_disk,
+        unpin_stage,
+    )
+    from flows.doctor import examine
+    from flows.evaluations import evaluations_of
+    from flows.frames import (
+        comparisons_frame,
+        describe_columns,
+        evaluations_frame,
+        incidents_frame,
+        metrics_frame,
+        rollouts_frame,
+        samples_frame,
+        stages_frame,
+        sweep_metrics_frame,
+        sweep_samples_frame,
+        trials_frame,
+    )
+    from flows.judges import (
+        Stopped,
+        ask_judge,
+        list_judge_servers,
+        measure_judge,
+        stop_judge_servers,
+    )
+    from flows.nightly.night import (
+        CheckedNightly,
+        NightlyHistory,
+        check_nightly,
+        nightly_history,
+        nightly_page,
+        nightly_status,
+        run_nightly,
+    )
+    from flows.notifying.delivery import notify_settings, try_channels
+    from flows.plans import (
+        OUTPUT_VERSION,
+        Explained,
+        explain_stage,
+        forecast,
+        list_recipes,
+        plan_json,
+    )
+    from flows.proving.planning import plan_resume_proofs
+    from flows.proving.work import prove_resume
+    from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
+    from flows.reporting.run.report import report_of_run, report_run
+    from flows.reporting.writing import make_sweep_report, report_sweep
+    from flows.rescoring.planning import plan_rescoring
+    from flows.rescoring.results import Rescored, rescore
+    from flows.running.background import detach_run
+    from flows.running.calls import (
+        RunOutcome,
+        begin_run,
+        check_supported,
+        make_recipe_plan,
+        work_on,
+    )
+    from flows.running.cancelling import cancel_run
+    from flows.running.logs import find_log, follow_log, read_log
+    from flows.running.runs import (
+        KnownRun,
+        list_runs,
+        publish_run,
+        resume_run,
+        run_json,
+        run_recipe,
+    )
+    from flows.running.status import status_of_run, watch_run
+    from flows.serving import deploy, serve
+    from flows.starting.completing import Candidate, candidates
+    from flows.starting.fields import ExplainedFields, explain_fields
+    from flows.starting.folder import Begun, init_folder
+    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.launching import (
+        Launch,
+        SweepOutcome,
+        begin_sweep,
+        cancel_sweep,
+        detach_sweep,
+        resume_sweep,
+        run_sweep,
+        work_on_sweep,
+    )
+    from flows.sweeping.planning import (
+        KnownSweeps,
+        ShippedSweep,
+        forecast_sweep,
+        list_sweeps,
+        make_sweep_plan,
+    )
+    from flows.sweeping.status import status_of_sweep, watch_sweep
+    from flows.tracking import Synced, sync_tracking
+    from flows.why.explanation import explain_number
+    from flows.why.figures import find_numbers
+    from infra.prefect_server.server import server_status as prefect_server_status
+    from infra.prefect_server.server import stop_server as stop_prefect_server
+    from infra.slurm.profiles import list_profiles as list_slurm_profiles
+    from refiner_core.cards import shipped_template as card_template
+    from refiner_core.rubrics.lint import check_file as check_rubrics
 
 #: Name -> its module, and what it is called there: as the imports above say to type checkers.
 _MODULES = {

@@ -59,7 +59,7 @@ PLAIN = {
     "flows/__init__.py": "a name of a module that is not there, as Python says it",
     "flows/ensuring.py": "what ends a cancelled or suspended flow run, which Prefect catches",
     "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
-    "flows/api/__init__.py": "a name of a module that is not there, as Python says it",
+    "flows/api.py": "a name of a module that is not there, as Python says it",
     "infra/attempt/stage_io.py": "steps of our own loops",
     "infra/store/traces.py": "caught where it is raised: the rows are written as text",
     "infra/disk/history.py": "times of our own measuring",
