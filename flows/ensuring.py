@@ -160,7 +160,7 @@ def _ensure(run: Run, stage: str) -> State[Any]:
     if not names:
         return _completed(room, Node(stage, plan.find(stage)[0].id))
     part = calls.with_room(config, lambda: _record_part(room, whole, plan, names))
-    left = detach(room, part, "--no-server")
+    left = detach(room, part.run, part.code, "--no-server")
     if left.failed and left.message:
         raise LaunchError(
             f"The orchestrator of {stage} ended at once: {left.message}",

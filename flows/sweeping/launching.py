@@ -20,7 +20,7 @@ from typing import Any
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.watching import Hears, hears_of_sweep
-from flows.running.background import Call, Detached, Where, attach, leave
+from flows.running.background import Detached, Where, attach, leave
 from flows.running.calls import (
     Pinned,
     check_hub_access,
@@ -586,7 +586,8 @@ def detach_sweep(
     require_idle(room, sweep_call(sweep), regardless=launch.take_over)
     return leave(
         room,
-        Call(sweep_call(record.name), pin_for(room, record.name).code),
+        sweep_call(record.name),
+        pin_for(room, record.name).code,
         where,
         dispatch_of(room, record) if where == "job" else {},
         use_server=launch.use_server,
