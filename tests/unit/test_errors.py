@@ -32,7 +32,6 @@ INCOMPLETE = {
     ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
     ("refiner_core/rubrics/lint/checks.py", "the row"): "a line in the table of `rubrics check`",
     ("refiner_core/rubrics/lint/checks.py", "`ground_truth`"): "as above",
-    ("flows/starting/completing.py", "There is no command"): "a shell is offered no words then",
 }
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
 INNER = {
@@ -49,7 +48,6 @@ INNER = {
     "Rejected": "infra.hub.target, which sends again",
     "ToolFailed": "infra.disk.probe, which falls back to another way",
     "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
-    "Unknown": "flows.starting.completing, which offers a shell no words then",
     "Unreadable": "refiner_core.judges.calls, which asks the judge again",
     "Unusable": "refiner_core.generation.vllm.call",
 }
