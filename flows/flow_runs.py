@@ -30,7 +30,7 @@ from uuid import UUID
 
 import httpx
 import psutil
-from prefect import get_run_logger
+from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.context import TagsContext
@@ -39,6 +39,7 @@ from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
 from flows.running.background import Detached
@@ -69,6 +70,12 @@ FOLLOWER = "refiner.follower"
 #: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
 _EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
+
+
+def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """The decorator of a flow that shows a call."""
+    runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
+    return flow(name=name, retries=0, persist_result=False, task_runner=runner)
 
 
 @dataclass(frozen=True)

@@ -29,61 +29,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Screen:
-    """Prints, safely from several threads. ``quiet`` leaves only warnings and what is printed
-    regardless; ``clock`` is in seconds, monotonic."""
-
-    def __init__(
-        self,
-        quiet: bool = False,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._quiet = quiet
-        self._stream = sys.stderr if stream is None else stream
-        self._clock, self._began = clock, clock()
-        self._lock = threading.RLock()
-        self._live: Live | None = None
-        self._lost = False
-        self._fancy = not quiet and can_redraw(self._stream)
-
-    def note(self, message: str) -> None:
-        """Say something in between; left out when quiet."""
-        if not self._quiet:
-            self._print(message)
-
-    def warn(self, message: str) -> None:
-        """Say something that is amiss, but stops nothing."""
-        self._print(f"warning: {message}")
-
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called twice."""
-        with self._lock:
-            live, self._live = self._live, None
-            if live is not None:
-                with self._while_it_can_be_written():
-                    live.stop()
-
-    def _print(self, message: str) -> None:
-        with self._lock, self._while_it_can_be_written():
-            if self._lost:
-                return
-            if self._stream.isatty():
-                message = printable(message)
-            if self._live is not None:
-                self._live.console.print(message, markup=False, highlight=False)
-            else:
-                print(message, file=self._stream, flush=True)
-
-    @contextlib.contextmanager
-    def _while_it_can_be_written(self) -> Iterator[None]:
-        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
-        try:
-            yield
-        except (OSError, ValueError):
-            self._lost, self._live = True, None
-
-
 def can_redraw(stream: TextIO) -> bool:
     """Whether a stream is a terminal on which lines can be redrawn."""
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
@@ -131,12 +76,13 @@ class TrialState(Protocol):
         ...
 
 
-class Console(Screen):
-    """Shows an orchestrator's work. Safe to call from several threads.
+class Console:
+    """Shows an orchestrator's work on a stream, which may go away at any time: whoever closes the
+    terminal, or stops reading, takes nothing with them. Safe to call from several threads.
 
     ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
     ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
-    says how those of a sweep stand.
+    says how those of a sweep stand; ``clock`` is in seconds, monotonic.
     """
 
     def __init__(
@@ -150,13 +96,55 @@ class Console(Screen):
         clock: Callable[[], float] = time.monotonic,
         trials: Callable[[], Mapping[str, TrialState]] | None = None,
     ) -> None:
-        super().__init__(quiet, stream, clock)
+        self._quiet = quiet
+        self._stream = sys.stderr if stream is None else stream
+        self._clock, self._began = clock, clock()
+        self._lock = threading.RLock()
+        self._live: Live | None = None
+        self._lost = False
+        self._fancy = not quiet and can_redraw(self._stream)
         self._trials, self._at_work_said = trials, clock()
         self._trial_states = dict.fromkeys(trials(), "waiting") if trials else {}
         self._command, self._workspace, self._run = tuple(command), workspace, run
         self._states: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._said: dict[str, tuple[float, Progress]] = {}
+
+    def note(self, message: str) -> None:
+        """Say something in between; left out when quiet."""
+        if not self._quiet:
+            self._print(message)
+
+    def warn(self, message: str) -> None:
+        """Say something that is amiss, but stops nothing."""
+        self._print(f"warning: {message}")
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
+        with self._lock:
+            live, self._live = self._live, None
+            if live is not None:
+                with self._while_it_can_be_written():
+                    live.stop()
+
+    def _print(self, message: str) -> None:
+        with self._lock, self._while_it_can_be_written():
+            if self._lost:
+                return
+            if self._stream.isatty():
+                message = printable(message)
+            if self._live is not None:
+                self._live.console.print(message, markup=False, highlight=False)
+            else:
+                print(message, file=self._stream, flush=True)
+
+    @contextlib.contextmanager
+    def _while_it_can_be_written(self) -> Iterator[None]:
+        """A terminal that was closed, a pipe that nobody reads: the work goes on without."""
+        try:
+            yield
+        except (OSError, ValueError):
+            self._lost, self._live = True, None
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""

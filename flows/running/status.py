@@ -13,7 +13,7 @@ import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -220,31 +220,39 @@ class DiskStatus:
     source: str = ""
 
 
+class _Asking:
+    """Asks in the background, again and again, and waits only so long for an answer."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._thread: threading.Thread | None = None
+
+    def in_time(self, ask: Callable[[], None]) -> bool:
+        """Whether what was asked last has been answered; nothing is asked twice at a time."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=ask, daemon=True)
+            self._thread.start()
+        self._thread.join(self._wait_s)
+        return not self._thread.is_alive()
+
+
 class HurriedRouter(Router):
     """Asks in the background and waits only so long; then local jobs are looked at alone, and the
     others are ``unknown``. ``late`` says so."""
 
     def __init__(self, router: Router, wait_s: float) -> None:
         super().__init__(router.dispatchers, router.executor_for)
-        self._wait_s = wait_s
-        self._asking: threading.Thread | None = None
+        self._wait_s, self._asking = wait_s, _Asking(wait_s)
         self._answer: dict[AttemptRef, JobSight] = {}
         self.late = ""
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, or in time those that need no scheduler."""
         far = [a for a in attempts if a.attempt.executor != "local"]
-        near = [a for a in attempts if a.attempt.executor == "local"]
-        seen = super().look(near)
-        if not far:
-            self.late = ""
-            return seen
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, args=(far,), daemon=True)
-            self._asking.start()
-        self._asking.join(self._wait_s)
-        late = self._asking.is_alive()
-        self.late = f"the scheduler did not answer within {self._wait_s:g} s" if late else ""
+        seen = super().look([a for a in attempts if a.attempt.executor == "local"])
+        in_time = not far or self._asking.in_time(lambda: self._ask(far))
+        late = f"the scheduler did not answer within {self._wait_s:g} s"
+        self.late = "" if in_time else late
         return {**{a.ref: self._answer.get(a.ref, JobSight("unknown")) for a in far}, **seen}
 
     def _ask(self, attempts: Sequence[OpenAttempt]) -> None:
@@ -256,8 +264,7 @@ class HurriedProbe:
     figures must do."""
 
     def __init__(self, prober: Prober, wait_s: float) -> None:
-        self._prober, self._wait_s = prober, wait_s
-        self._asking: threading.Thread | None = None
+        self._prober, self._asking = prober, _Asking(wait_s)
         self._room: Room | None = None
 
     def look(self) -> DiskStatus | None:
@@ -267,18 +274,14 @@ class HurriedProbe:
             use = shutil.disk_usage(folder)
         except OSError:
             return None
-        if self._asking is None or not self._asking.is_alive():
-            self._room = None
-            self._asking = threading.Thread(target=self._ask, daemon=True)
-            self._asking.start()
-        self._asking.join(self._wait_s)
-        room = self._room
+        room = self._room if self._asking.in_time(self._ask) else None
         if room is None or room.limit_bytes is None:
             # Without what the file system keeps for its administrator, as in `refiner disk`.
             return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
         return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
 
     def _ask(self) -> None:
+        self._room = None
         self._room = self._prober.look()
 
 
