@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
-import httpx
 import psutil
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.context import TagsContext
 from prefect.events import emit_event
-from prefect.exceptions import Pause, PrefectException, TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
@@ -44,7 +43,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
 from flows.running.background import Detached
 from flows.running.following import Follower, SweepFollower
-from flows.stage_tasks import Views, stage_task, warned
+from flows.stage_tasks import Views, flow_run_state, stage_task, warned
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
@@ -236,11 +235,7 @@ class _Follow:
 
     def _hear(self) -> None:
         """Whether this flow run is to be cancelled or suspended."""
-        try:
-            with get_client(sync_client=True) as client:
-                state = client.read_flow_run(self._run_id).state
-        except (httpx.HTTPError, PrefectException, OSError):
-            return  # work goes on without a server
+        state = flow_run_state(self._run_id)
         if state is None:
             return
         if state.is_cancelling() or state.is_cancelled():

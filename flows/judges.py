@@ -29,13 +29,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.types import (
-    Judge,
-    Judgement,
-    JudgeRequest,
-    JudgeUsage,
-    PromptRow,
-)
+from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
 from refiner_core.judge_report.build import Options, Report, judge_report
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judge_report.text import markdown

@@ -7,14 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flows.cli.options import (
-    json_option,
-    print_json,
-    say_next,
-    show,
-    show_listing,
-    split_overrides,
-)
+from flows.cli.options import json_option, print_json, say_next, show, show_listing, split_overrides
 from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -82,12 +82,7 @@ def sweep_command(
         work_on_sweep,
         workspace_of,
     )
-    from flows.sweeping.planning import (
-        forecast_sweep,
-        make_sweep_plan,
-        show_sweep_plan,
-        sweep_json,
-    )
+    from flows.sweeping.planning import forecast_sweep, make_sweep_plan, show_sweep_plan, sweep_json
     from sweeps.forecast import refuse_what_cannot_fit
 
     names = [word for word in words if not _is_override(word)]
