@@ -309,14 +309,11 @@ class _Cancel:
                 self._asked_at[ref] = time.monotonic()
             else:
                 self._close(router, attempt, reason if begun else f"not begun: {reason}")
-        elif ref in self._killed or self._asked_s(ref) <= self.settings.grace_s:
+        elif ref in self._killed or time.monotonic() - self._asked_at[ref] <= self.settings.grace_s:
             return
         elif router.kill(attempt):
             self._killed.add(ref)
             self.tell(f"{ref.stage_id} has not ended in {self.settings.grace_s:g} s: killed")
-
-    def _asked_s(self, ref: AttemptRef) -> float:
-        return time.monotonic() - self._asked_at[ref]
 
     def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
         """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end

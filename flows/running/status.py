@@ -66,14 +66,10 @@ def newest_runs(
             counts = counts or any(
                 has_begun(workspace, run, stage_id)
                 for name, stage_id in run.stages.items()
-                if not is_service(stage_id) and (not models or _family(name) in _OF_MODELS)
+                if not is_service(stage_id) and (not models or name.partition("-")[0] in _OF_MODELS)
             )
         if counts:
             yield run
-
-
-def _family(stage_name: str) -> str:
-    return stage_name.partition("-")[0]
 
 
 def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
@@ -107,9 +103,11 @@ def find_run(
         if newest is None or not stage or stage in newest.stages:
             return newest
         return next((run for run in ranked if stage in run.stages), newest)
-    hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
+    hits = [wanted] if wanted in known else []
+    if not hits and len(wanted) >= 4:
+        hits = [r for r in known if r.startswith(wanted) or r.endswith(wanted)]
     if not hits:  # a recipe's name is its newest run
-        hits = [r for r in known if _recipe_in(r) == wanted]
+        hits = [r for r in known if "-".join(r.split("-")[2:-1]) == wanted]
         if (newest := next(newest_runs(workspace, hits), None)) is not None:
             return newest
         hits = hits[-1:]
@@ -184,15 +182,6 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
         expected=f"one of: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}",
         fix=f"name one of these (`refiner status {name}` shows them)",
     )
-
-
-def _recipe_in(run_id: str) -> str:
-    """The recipe's name as it stands in a run's id: day-time-NAME-number."""
-    return "-".join(run_id.split("-")[2:-1])
-
-
-def _means(wanted: str, run_id: str) -> bool:
-    return len(wanted) >= 4 and (run_id.startswith(wanted) or run_id.endswith(wanted))
 
 
 def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
@@ -391,7 +380,9 @@ class Watcher:
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
         self._retries = settings.retries
         patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
-        router = router_to_look(settings, workspace) if ask else _records_alone(workspace)
+        near = {"local": LocalDispatcher(workspace)}
+        alone = Router(near, lambda _: "local", missing="no scheduler was asked")
+        router = router_to_look(settings, workspace) if ask else alone
         self._router = HurriedRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, patience)
         config = from_json(DiskConfig, run.config.get("disk") or {})
@@ -408,7 +399,9 @@ class Watcher:
         for name in stage_names(run):
             stage_id = run.stages[name]
             record = records.get(stage_id)
-            row = StageStatus(name, stage_id, "waiting", gpus=devices_of(run.config, _kind(name)))
+            row = StageStatus(
+                name, stage_id, "waiting", gpus=devices_of(run.config, name.partition("-")[0])
+            )
             row = _with_attempts(row, record, workspace)
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
             if state in ("waiting", "interrupted", "failed", "idle") and name in told:
@@ -524,11 +517,6 @@ def watch_run(
     return Watcher(room, required_run(room, run_id, "a run to look at"), wait_s)
 
 
-def _records_alone(workspace: Workspace) -> Router:
-    near = {"local": LocalDispatcher(workspace)}
-    return Router(near, lambda _: "local", missing="no scheduler was asked")
-
-
 # ---------------------------------------------------------------- rows
 
 
@@ -543,9 +531,13 @@ def _with_attempts(
         last = next((a for a in record.attempts if a.number == record.result.attempt), last)
     beat = workspace.read_heartbeat(row.id, last.number) or {}
     progress = beat.get("progress") or {}
-    step, total = progress.get("done"), progress.get("total") or None
     seconds = record.result.seconds if record.result else last.seconds or beat.get("seconds")
     failed = [a for a in record.attempts if a.outcome and a.outcome.failure != "none"]
+    failure = ""
+    if failed and (outcome := failed[-1].outcome):
+        step = f" at step {outcome.step}" if outcome.step else ""
+        said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
+        failure = f"attempt {failed[-1].number}: {outcome.failure}{step}{said}"
     over = record.result is not None or last.outcome is not None
     return replace(
         row,
@@ -554,12 +546,12 @@ def _with_attempts(
         attempt=last.number,
         attempts=len(record.attempts),
         phase=str(progress.get("phase") or ""),
-        step=step,
-        total=total,
+        step=progress.get("done"),
+        total=progress.get("total") or None,
         metric=metric_text(progress.get("values") or {}),
         eta_s=None if over else eta_s(beat, last.resumed_from_step),
         seconds=None if seconds is None else round(float(seconds), 1),
-        last_failure=_failure(failed[-1]) if failed else "",
+        last_failure=failure,
     )
 
 
@@ -571,13 +563,6 @@ def eta_s(beat: Mapping[str, Any], resumed_from: int | None) -> float | None:
     if total <= 0 or done <= began or passed <= 0:
         return None
     return round(max(0, total - done) * passed / (done - began), 1)
-
-
-def _failure(attempt: Any) -> str:
-    outcome = attempt.outcome
-    step = f" at step {outcome.step}" if outcome.step else ""
-    said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
-    return f"attempt {attempt.number}: {outcome.failure}{step}{said}"
 
 
 def metric_text(values: Mapping[str, Any]) -> str:
@@ -610,14 +595,9 @@ def _outage(events: Sequence[Mapping[str, Any]]) -> str:
 
 def stage_names(run: RunRecord) -> list[str]:
     """Stages of a run, each after those that it may need; records list them by name."""
-    return sorted(run.stages, key=lambda name: _order(run.stages[name]))
 
+    def order(name: str) -> int:
+        kind = run.stages[name].rpartition("-")[0]  # stage ids begin with the kind
+        return KINDS[kind].order if kind in KINDS else sys.maxsize
 
-def _order(stage_id: str) -> int:
-    """Position of a stage's kind in a plan; stage ids begin with the kind."""
-    kind = stage_id.rpartition("-")[0]
-    return KINDS[kind].order if kind in KINDS else sys.maxsize
-
-
-def _kind(name: str) -> str:
-    return name.partition("-")[0]
+    return sorted(run.stages, key=order)

@@ -52,7 +52,8 @@ class Draft:
 def drafted(asked: Asked) -> Draft:
     """The recipe that the answers ask for."""
     draft = Draft(_included(asked))
-    draft.fields["recipe"] = (_named(asked.folder.name), "its name in tables, runs and cards")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", asked.folder.name).strip("-.")
+    draft.fields["recipe"] = (name or "mine", "its name in tables, runs and cards")
     draft.fields["description"] = (f"Made from {draft.include}.", "one paragraph for people")
     draft.set("workspace", asked["workspace"], "where runs lie; on a cluster all nodes see it")
     _model(draft, asked)
@@ -81,10 +82,6 @@ def _included(asked: Asked) -> str:
     if asked["task"] == "agent":
         return "tiny-tools" if asked.tiny else TAU2
     return "tiny" if asked.tiny else "refiner-gpt54"
-
-
-def _named(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "mine"
 
 
 def _model(draft: Draft, asked: Asked) -> None:
@@ -317,12 +314,12 @@ def _cluster_text(asked: Asked) -> str:
 
 
 def _line(key: str, value: str, otherwise: str) -> str:
-    text = override_text(key, value).partition("=")[2]
-    return f"{key}: {text}" if value else f"# {key}:    # {otherwise}"
+    return f"{key}: {_yaml(key, value)}" if value else f"# {key}:    # {otherwise}"
 
 
 def _sweep_text(asked: Asked) -> str:
     path, levels, question = sweep_factors(asked)
+    name = "".join(c if c.isalnum() else "-" for c in asked.folder.name.lower()).strip("-")
     stages = ["data", *(["sft"] if asked["sft"] != "none" else []), "grpo", "evaluate"]
     if asked["task"] == "agent":
         stages.insert(-2, "rft")
@@ -331,7 +328,7 @@ def _sweep_text(asked: Asked) -> str:
         [
             "# An ablation over recipe.yaml: every level with every seed, all else alike. What it",
             "# would take and can show, before anything runs:  refiner sweep sweep.yaml --dry-run",
-            f"name: {_sweep_name(asked)}",
+            f"name: {name or 'mine'}-sweep",
             f"recipe: {RECIPE}",
             "overrides:",
             f"  stages: [{', '.join(stages)}]    # arms publish nothing",
@@ -346,11 +343,6 @@ def _sweep_text(asked: Asked) -> str:
             "  smallest_effect: 0.05    # what would matter to you; says how many seeds it takes",
         ]
     ) + "\n"  # fmt: skip
-
-
-def _sweep_name(asked: Asked) -> str:
-    name = "".join(c if c.isalnum() else "-" for c in asked.folder.name.lower()).strip("-")
-    return f"{name or 'mine'}-sweep"
 
 
 def _readme_text(draft: Draft, asked: Asked, files: Mapping[str, str]) -> str:
