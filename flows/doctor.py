@@ -115,11 +115,9 @@ def _defaults(overrides: Sequence[str]) -> RecipeConfig:
 def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, RefinerError | None]:
     from flows.running.calls import check_supported, make_recipe_plan
 
+    plan = None
     try:
         plan = make_recipe_plan(recipe, overrides)
-    except RefinerError as error:
-        return None, error
-    try:
         check_supported(plan.config)
     except RefinerError as error:
         return plan, error
@@ -187,9 +185,11 @@ def _certificate(look: Look) -> Iterator[Finding]:
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
     if refusal is not None:
+        proposed = _SETTING.search(refusal.fix)  # the first `key=value`
+        mend = f"refiner doctor {look.recipe}" + (f" {proposed[0]}" if proposed else "")
         yield Finding(
             *("recipe", "plan", "broken", refusal.what),
-            mend=f"refiner doctor {look.recipe}{_setting(refusal.fix)}",
+            mend=mend,
             why=refusal.fix,
         )
         return
@@ -200,12 +200,6 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
         yield Finding("recipe", "note", "warning", note, mend=f"refiner plan {look.recipe}")
-
-
-def _setting(fix: str) -> str:
-    """The first `key=value` that a refusal proposes."""
-    found = _SETTING.search(fix)
-    return f" {found[0]}" if found else ""
 
 
 def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:

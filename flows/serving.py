@@ -44,7 +44,8 @@ def proposed(files: Sequence[str]) -> Proposed:
     """
     found: dict[str, list[str]] = {"recipe": [], "sweep": [], "nightly": []}
     for file in files:
-        found[_kind_of(file)].append(_absolute(file))
+        path = Path(file).expanduser()
+        found[_kind_of(file)].append(str(path.absolute()) if path.is_file() else file)
     for kind in ("recipe", "sweep"):
         if len(found[kind]) > 1:
             raise ConfigurationError(
@@ -78,11 +79,6 @@ def _kind_of(file: str) -> str:
         expected="a YAML file of one of the three, or a shipped name",
         fix="look with `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
     )
-
-
-def _absolute(file: str) -> str:
-    path = Path(file).expanduser()
-    return str(path.absolute()) if path.is_file() else file
 
 
 def serve(

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flows.checking.models import ModelFiles, model_files
+from flows.checking.models import model_files
 from infra.disk.history import ModelSize, model_size
 from infra.services.process import ServerProgram
 from infra.store.provenance import read_certificates
@@ -71,22 +71,17 @@ def planning_notes(plan: Plan) -> list[str]:
         asked = _asked(plan.config, need)
         if need.host_bytes > asked:
             parts = {name: size * need.processes for name, size in need.on_host.items()}
+            largest = sorted({**parts, **need.shared}.items(), key=lambda part: -part[1])[:3]
+            said = ", ".join(f"{name} {_gib(size)}" for name, size in largest)
             notes.append(
                 f"{need.stage} will take about {_gib(need.host_bytes)} of host memory, and asks "
-                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): "
-                f"{_largest({**parts, **need.shared})}."
+                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
 
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
-
-
-def _largest(parts: Mapping[str, int]) -> str:
-    """The three largest parts, in words."""
-    first = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {_gib(size)}" for name, size in first)
 
 
 def _gib(size: int) -> str:
@@ -104,10 +99,6 @@ def _shape_of(config: RecipeConfig) -> ModelShape | None:
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
     if size.parameters is None:
         return None
-    return _shape(size.parameters, files)
-
-
-def _shape(parameters: int, files: ModelFiles | None) -> ModelShape:
     text = files.text_config if files else {}
 
     def number(name: str) -> int:
@@ -117,7 +108,7 @@ def _shape(parameters: int, files: ModelFiles | None) -> ModelShape:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     width = number("head_dim") or (hidden // heads if heads else 0)
     return ModelShape(
-        parameters=parameters,
+        parameters=size.parameters,
         hidden=hidden,
         inner=number("intermediate_size"),
         layers=number("num_hidden_layers"),

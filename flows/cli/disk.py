@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from flows.tracking import Synced
     from infra.disk.usage import Kind, Row, Size
 
+#: By whether the copy is elsewhere than the weights here; None: they are not here.
+_HERE = {True: "too", False: "too, on the same quota", None: ""}
 _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
 
@@ -165,7 +167,13 @@ def _publications(report: dict[str, Any]) -> Iterator[str]:
     if published := report["published"]:
         yield ""
         rows = [
-            (p["stage_id"], _where(p), p["revision"] or "", _here(p), gib(p["here_bytes"]))
+            (
+                p["stage_id"],
+                p["target"] + (f" @ {p['commit'][:12]}" if p["commit"] else ""),
+                p["revision"] or "",
+                _HERE[p["elsewhere"]] or ("reclaimed" if p["reclaimed"] else "gone"),
+                gib(p["here_bytes"]),
+            )
             for p in published[-_SHOWN:]
         ]
         yield from table_lines(
@@ -183,17 +191,6 @@ def _publications(report: dict[str, Any]) -> Iterator[str]:
             f"{export['stage_id']} ({gib(export['bytes'])}); it is yours to publish or to delete: "
             f"{export['path']}"
         )
-
-
-def _where(published: dict[str, Any]) -> str:
-    commit = f" @ {published['commit'][:12]}" if published["commit"] else ""
-    return f"{published['target']}{commit}"
-
-
-def _here(published: dict[str, Any]) -> str:
-    if published["elsewhere"] is None:
-        return "reclaimed" if published["reclaimed"] else "gone"
-    return "too" if published["elsewhere"] else "too, on the same quota"
 
 
 def _newest_runs(rows: Sequence[Row]) -> list[Row]:

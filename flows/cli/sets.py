@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, say, say_next, show, show_listing, table_lines
+from flows.cli.options import (
+    json_option,
+    print_lines,
+    say,
+    say_next,
+    show,
+    show_listing,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
     from refiner_core.rubrics import RubricSet
-    from refiner_core.rubrics.lint import Checked, Finding
+    from refiner_core.rubrics.lint import Checked
 
 #: Exit code of what is wrong: bad data.
 _WRONG = 3
@@ -179,7 +187,9 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
         yield _filled(f"Why: {known.why}. To mend it: {known.fix}.", "  ")
         shown = found if show_all else found[:_SHOWN_FINDINGS]
         for finding in shown:
-            yield f"    {_placed(checked, finding)}: {finding.what}"
+            place = f" {finding.place}" if finding.place else ""
+            titled = f" {finding.title!r}" if finding.title else ""
+            yield f"    {checked.name}:{finding.line}{place}{titled}: {finding.what}"
         if len(found) > len(shown):
             yield f"    ({len(found) - len(shown)} more: --all)"
     counts = [(checked.errors, "error"), (checked.warnings, "warning")]
@@ -191,12 +201,6 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
             size += f" ({checked.rows_without:,} without: no judge term under `instance`)"
     accepted = f"; {len(checked.accepted)} accepted by its author" if checked.accepted else ""
     yield f"{checked.name}: {size}; {total or 'nothing wrong was found'}{accepted}"
-
-
-def _placed(checked: Checked, finding: Finding) -> str:
-    place = f" {finding.place}" if finding.place else ""
-    titled = f" {finding.title!r}" if finding.title else ""
-    return f"{checked.name}:{finding.line}{place}{titled}"
 
 
 # ---------------------------------------------------------------- protocols
@@ -402,7 +406,11 @@ def play_environment_command(
     click.echo(f"{task.domain}/{task.id}: {task.summary}\n\n{environment.policy(task.domain)}\n")
     for tool in environment.tools(task.domain):
         click.echo(f"  {_signature(tool.name, tool.parameters)}  {tool.description}")
-    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, hear=_say).outcome
+
+    def hear(messages: Sequence[Message]) -> None:
+        print_lines(f"{message.role}: {message.content}" for message in messages)
+
+    outcome = play_task(name, _calls(), overrides, task=task.id, seed=seed, hear=hear).outcome
     click.echo(f"\nreward {outcome.reward:g}" + (f", {outcome.failure}" if outcome.failure else ""))
     for check in outcome.checks:
         mark = "done" if check.passed else "missing"
@@ -438,11 +446,6 @@ def _call(line: str) -> ToolCall | None:
         return ToolCall(name, dict(word.split("=", 1) for word in words))
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _say(messages: Sequence[Message]) -> None:
-    for message in messages:
-        click.echo(f"{message.role}: {message.content}")
 
 
 def _signature(name: str, parameters: Any) -> str:

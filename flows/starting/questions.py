@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from refiner_core.contract.config import DataConfig
@@ -22,6 +22,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.data.rows import parse_row
 from refiner_core.data.sources import SYNTHETIC as BUILTIN_ROWS
 from refiner_core.data.sources import Source, Which, read_rows, resolve_source
+from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
 
 _TIMEOUT_S = 10
 _GPU = re.compile(r"\bgpu:(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
@@ -300,39 +301,25 @@ def _environment(answer: str, asked: Asked) -> str:
     return _one_of(*known, "FILE.py:NAME")(answer, asked)
 
 
-def _rows(which: str) -> Check:
+def _rows(which: Which) -> Check:
     def check(answer: str, asked: Asked) -> str:
         if answer == NONE and which == "rl":
             raise _wrong(answer, "prompts: there is nothing to train or evaluate on without")
-        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner)
+        look_at_rows(answer, which, of_refiner=asked.of_refiner)
         return answer
 
     return check
 
 
-def _rows_said(which: str) -> Callable[[str, Asked], str]:
-    return lambda answer, asked: (
-        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner).said
-    )
-
-
-def _which(name: str) -> Literal["sft", "rl"]:
-    return "sft" if name == "sft" else "rl"
+def _rows_said(which: Which) -> Callable[[str, Asked], str]:
+    return lambda answer, asked: look_at_rows(answer, which, of_refiner=asked.of_refiner).said
 
 
 def _rubrics(answer: str, asked: Asked) -> str:
-    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
-
     if answer == "instance":
         return answer
     load_rubric_set(answer)  # refuses what is none, and says why
     return answer if answer in shipped_rubric_sets() else str(Path(answer).expanduser().resolve())
-
-
-def _rubric_names(asked: Asked) -> tuple[str, ...]:
-    from refiner_core.rubrics import shipped_rubric_sets
-
-    return ("instance", *shipped_rubric_sets(), "FILE.yaml")
 
 
 def _judge(answer: str, asked: Asked) -> str:
@@ -366,10 +353,6 @@ def _publish(answer: str, asked: Asked) -> str:
     if answer != "folder" and not re.fullmatch(r"[\w.-]+/[\w.{}-]+", answer):
         raise _wrong(answer, "`folder`, or OWNER/NAME of a repository on the Hub")
     return answer
-
-
-def _environments(asked: Asked) -> tuple[str, ...]:
-    return (DESK, "FILE.py:NAME") if asked.tiny else (DESK, TAU2, "FILE.py:NAME")
 
 
 def _demonstrations(asked: Asked) -> str:
@@ -415,7 +398,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda asked: DESK,
         applies=_is("task", "agent"),
         check=_environment,
-        choices=_environments,
+        choices=lambda asked: (DESK, *[TAU2] * (not asked.tiny), "FILE.py:NAME"),
     ),
     Question(
         "sft",
@@ -452,7 +435,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda asked: "instance",
         applies=lambda asked: asked.of_refiner,
         check=_rubrics,
-        choices=_rubric_names,
+        choices=lambda asked: ("instance", *shipped_rubric_sets(), "FILE.yaml"),
     ),
     Question(
         "judge",
