@@ -160,13 +160,7 @@ def certify_node(
     config = (
         load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
     )
-    for name in only:
-        if name not in PARTS:
-            raise ConfigurationError(
-                f"There is no part {name!r}.{suggest(name, PARTS)}",
-                expected="one of: " + ", ".join(PARTS),
-                fix="see `refiner certify --help`",
-            )
+    _check_parts(only)
     began = time.monotonic()
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
@@ -211,6 +205,16 @@ def certify_node(
     if not only:
         write_certificate(workspace, certificate)
     return certificate
+
+
+def _check_parts(only: Sequence[str]) -> None:
+    for name in only:
+        if name not in PARTS:
+            raise ConfigurationError(
+                f"There is no part {name!r}.{suggest(name, PARTS)}",
+                expected="one of: " + ", ".join(PARTS),
+                fix="see `refiner certify --help`",
+            )
 
 
 def certificate_json(certificate: Certificate) -> dict[str, Any]:

@@ -30,8 +30,10 @@ from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome
+    from flows.sweeping.planning import SweepLook
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
+    from sweeps.values import SweepPlan
 
 
 @click.command("sweep")
@@ -77,13 +79,11 @@ def sweep_command(
     from flows.sweeping.launching import (
         Launch,
         begin_sweep,
-        check_launch,
         is_finished,
         work_on_sweep,
         workspace_of,
     )
-    from flows.sweeping.planning import forecast_sweep, make_sweep_plan, show_sweep_plan, sweep_json
-    from sweeps.forecast import refuse_what_cannot_fit
+    from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
 
     names = [word for word in words if not _is_override(word)]
     overrides = [word for word in words if _is_override(word)]
@@ -107,18 +107,11 @@ def sweep_command(
             lambda: [*show_sweep_plan(plan), *(() if share is None else share.lines())],
         )
         return 0
-    finished, look = is_finished(plan, workspace_of(plan)), None
-    if not finished:
-        check_launch(plan)
-        look = forecast_sweep(plan)
-        if not (quiet and yes):
-            share = rescore_share(plan, rescore) if rescore is not None else None
-            for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
-                say(line)  # stdout is for the result
-        refuse_what_cannot_fit(look.before.passed)  # before anybody is asked
-        if not yes:
-            again = ["refiner", "sweep", names[0], *overrides, *["--no-server"] * no_server]
-            _ask([*again, *([f"--detach={detach}"] if detach else []), "--yes"])
+    finished = is_finished(plan, workspace_of(plan))
+    look = None if finished else _looked_at(plan, rescore, shown=not (quiet and yes))
+    if not finished and not yes:
+        again = ["refiner", "sweep", names[0], *overrides, *["--no-server"] * no_server]
+        _ask([*again, *([f"--detach={detach}"] if detach else []), "--yes"])
     launch = Launch(
         use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
     )
@@ -128,6 +121,23 @@ def sweep_command(
         return _leave_sweep_to(detach, workspace, record.name, launch, as_json)
     stop_on_signals()
     return _finish_sweep(work_on_sweep(plan, workspace, record, launch), as_json)
+
+
+def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
+    """What a sweep would take and could show, before anybody is asked; refuses what cannot be."""
+    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.launching import check_launch
+    from flows.sweeping.planning import forecast_sweep, show_sweep_plan
+    from sweeps.forecast import refuse_what_cannot_fit
+
+    check_launch(plan)
+    look = forecast_sweep(plan)
+    if shown:
+        share = rescore_share(plan, rescore) if rescore is not None else None
+        for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
+            say(line)  # stdout is for the result
+    refuse_what_cannot_fit(look.before.passed)
+    return look
 
 
 def _ask(again: list[str]) -> None:

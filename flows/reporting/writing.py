@@ -80,11 +80,6 @@ def make_sweep_report(sweep: str, workspace: str | Path = RecipeConfig.workspace
     return make_report(gather(room, sweep))
 
 
-def report_folder(workspace: Workspace, sweep: str) -> Path:
-    """Where a sweep's report lies where no other folder is named."""
-    return workspace.layout.reports / sweep
-
-
 def report_sweep(
     sweep: str | None = None,
     workspace: str | Path = RecipeConfig.workspace,

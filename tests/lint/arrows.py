@@ -50,7 +50,8 @@ ROOMS: Mapping[str, Sequence[str]] = {
             "evaluations",
             "notifying",
         ),
-        *("artifacts", "running", "cards", "publishing", "adopting", "disk", "doctor", "rescoring"),
+        *("artifacts", "running", "tracking", "cards", "publishing", "adopting", "disk", "plans"),
+        *("doctor", "rescoring"),
         *("judges", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),
         *(
