@@ -74,7 +74,9 @@ _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=F
 def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
     """The decorator of a flow that shows a call."""
     runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
-    return flow(name=name, retries=0, persist_result=False, task_runner=runner)
+    made: Callable[[Callable[..., Any]], Any]
+    made = flow(name=name, retries=0, persist_result=False, task_runner=runner)
+    return made
 
 
 @dataclass(frozen=True)

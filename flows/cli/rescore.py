@@ -111,12 +111,12 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
     part = {name: options[name] for name in ("source", "sample", "models", "decodings")}
-    settings = (options[name] for name in ("judges", "rubrics", "weights"))
+    judges, rubrics, weights = (options[name] for name in ("judges", "rubrics", "weights"))
     more = {name: options[name] for name in ("steps", "baseline", "metric", "common")}
     return plan_rescoring(
         names,
         where,
-        options=Options(*settings, tuple(overrides), options["cross"]),
+        options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
         part=Part(**part),
         prices=Prices(options["price_in"], options["price_out"]),
         **more,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -170,7 +170,7 @@ def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
 
 
 def _leave_sweep_to(
-    where: str, workspace: Workspace, name: str, launch: Launch, as_json: bool
+    where: Any, workspace: Workspace, name: str, launch: Launch, as_json: bool
 ) -> int:
     """Leave a recorded sweep to the background, and say how to look at it and end it."""
     from flows.sweeping.launching import detach_sweep

@@ -112,8 +112,9 @@ def _shipped(group: str) -> list[str]:
         from refiner_core.rubrics.sets import shipped_rubric_sets
 
         return list(shipped_rubric_sets())
-    named = {"protocols": shipped_protocols, "environments": lambda: ["desk", "tau2"]}
-    return list(named.get(group, list)())
+    if group == "protocols":
+        return list(shipped_protocols())
+    return ["desk", "tau2"] if group == "environments" else []
 
 
 def files(beginning: str, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
