@@ -39,12 +39,12 @@ class AdoptRequest(NamedTuple):
 
     @property
     def workspace(self) -> str:
-        """Where to: ``workspace=``, or as recipes have it."""
+        """Workspace: ``workspace=``, or as recipes have it."""
         given = [o.partition("=")[2] for o in self.overrides if o.startswith("workspace=")]
         return given[-1] if given else RecipeConfig().workspace
 
     def sets(self, field: str) -> bool:
-        """Whether an override sets a field."""
+        """True if an override sets a field."""
         return any(o.startswith(f"{field}=") for o in self.overrides)
 
 

@@ -1,4 +1,4 @@
-"""What `refiner` does, as functions: the one door for scripts and notebooks.
+"""Functions for all that `refiner` does: the one door for scripts and notebooks.
 
 Everything that a command does is a function here, with types and a docstring. It returns values and
 prints nothing to stdout; what goes wrong raises a

@@ -1,4 +1,4 @@
-"""What of a stage's report is worth a look in the Prefect UI, as markdown. Pure; no Prefect import.
+"""Parts of a stage's report that the Prefect UI shows, as markdown. Pure; no Prefect import.
 
 In: a terminal :class:`~refiner_core.contract.types.StageView` with its report. Out: texts and rows.
 Reports differ by kind and grow with time, so their parts are recognised by form and nothing is

@@ -53,7 +53,7 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
 
 
 class Report(NamedTuple):
-    """What `refiner disk` shows; ``json`` is the whole of it."""
+    """Report that `refiner disk` shows; ``json`` is the whole of it."""
 
     rows: list[Row]
     json: dict[str, Any]
@@ -62,7 +62,7 @@ class Report(NamedTuple):
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
 ) -> Report:
-    """What a workspace uses by run and kind, the room that is left, and what may go.
+    """Use of a workspace by run and kind, the room that is left, and what may go.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ def _judgements(workspace: Workspace) -> dict[str, Any]:
 
 
 def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
-    """What is published where, as its records say, and whether its weights still lie here, too."""
+    """Publications, as records say, and whether their weights still lie here, too."""
     found = []
     for stage_id, copies in sorted(stock.copies.items()):
         facts = stock.stages.get(stage_id)
@@ -218,7 +218,7 @@ def _idle_exports(stock: Stock) -> list[dict[str, Any]]:
 
 
 class Reclaimed(NamedTuple):
-    """What was reclaimed, or would be: holds on checkpoints that were let go, candidates, paths
+    """Result of reclaiming, done or not: holds on checkpoints that were let go, candidates, paths
     that are gone with their size, and the room that there is now."""
 
     holds: list[Hold]
@@ -362,18 +362,18 @@ class PlannedRoom(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether it goes through, with what may be reclaimed if that is allowed."""
+        """True if it goes through, with what may be reclaimed if that is allowed."""
         more = self.reclaimable_bytes if self.forecast.reclaim else 0
         return self.forecast.needed_bytes <= self.free_bytes + more
 
     @property
     def never_fits(self) -> bool:
-        """Whether no deleting would help."""
+        """True if no deleting would help."""
         return self.limit_bytes is not None and self.forecast.sure_bytes > self.limit_bytes
 
 
 def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
-    """What plans (a recipe's, or all trials' of a sweep) will take, and what there is for it."""
+    """Room that plans (a recipe's, or all trials' of a sweep) take, and that there is."""
     workspace = Workspace.read_only(plans[0].config.workspace)
     keeper = DiskKeeper(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
@@ -389,7 +389,7 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
 
 
 def size_of_model(config: RecipeConfig) -> ModelSize:
-    """How many parameters a recipe's model has, as far as this machine can tell."""
+    """Number of parameters of a recipe's model, as far as this machine can tell."""
     from refiner_core.generation.load import resolve_ref
 
     name = config.model.name_or_path
@@ -440,7 +440,7 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
 
 
 class DiskPlan(NamedTuple):
-    """What a plan takes on the disk.
+    """Disk use of a plan.
 
     ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
     ``intervals`` are checkpoint intervals that would lose the least time.
@@ -452,7 +452,7 @@ class DiskPlan(NamedTuple):
 
 
 def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
-    """What a plan takes on the disk, and whether there is room for it.
+    """Forecast of what a plan takes on the disk, and whether there is room for it.
 
     Parameters
     ----------

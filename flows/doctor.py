@@ -160,7 +160,7 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
 
 
 def _certificate(look: Look) -> Iterator[Finding]:
-    """What `refiner certify` has found of this node, if it was asked."""
+    """Findings of `refiner certify` on this node, if it was asked."""
     from infra.store.provenance import versions
     from infra.store.workspace import Workspace
 

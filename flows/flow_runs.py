@@ -1,4 +1,4 @@
-"""What the flows ``pipeline`` and ``sweep`` have in common. Imports Prefect.
+"""Base of the flows ``pipeline`` and ``sweep``. Imports Prefect.
 
 In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
 stage that begins (of a sweep: for each trial), with its progress, log, curves, numbers and card.
@@ -103,7 +103,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Doors:
-    """How a call is begun, worked on, and ended, or kept from beginning anything more."""
+    """Ways to begin a call, to work on it, to end it, or keep it from beginning more."""
 
     begin: Callable[[], Call]
     start: Callable[[Call], Detached]
@@ -205,7 +205,7 @@ class _Follow:
         return self._last_word(self._shared.all(), lost)
 
     def _until_over(self) -> str:
-        """Why the call has no end that it said itself; empty where it has one."""
+        """Follow until it is over; why the call said no end itself, empty where it did."""
         gone_since, unread = None, ""
         while True:
             try:
@@ -236,7 +236,7 @@ class _Follow:
     # ------------------------------------------------------------ what somebody wants
 
     def _hear(self) -> None:
-        """Whether this flow run is to be cancelled or suspended."""
+        """True if this flow run is to be cancelled or suspended."""
         state = flow_run_state(self._run_id)
         if state is None:
             return

@@ -29,7 +29,7 @@ class Explained(NamedTuple):
 
 
 def forecast(plan: Plan) -> list[StageForecast]:
-    """What a run would do now, stage by stage.
+    """Forecast of what a run would do now, stage by stage.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
 def explain_stage(
     stage: str, recipe: str, overrides: Sequence[str] = ()
 ) -> tuple[Plan, list[Explained]]:
-    """Why a stage would run or be skipped, field by field.
+    """Explain, field by field, why a stage would run or be skipped.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _MOST_POOLS = 100
 
 
 class Proposed(NamedTuple):
-    """What is served: the recipe and the sweep that the forms propose, and nightly files."""
+    """Served files: the recipe and the sweep that the forms propose, and nightly files."""
 
     recipe: str | None = None
     sweep: str | None = None
@@ -35,7 +35,7 @@ class Proposed(NamedTuple):
 
 
 def proposed(files: Sequence[str]) -> Proposed:
-    """Which of the files is what.
+    """Files by what they are.
 
     Raises
     ------

@@ -186,7 +186,7 @@ def state_of(view: StageView) -> State[Any]:
 
 @contextlib.contextmanager
 def warned(log: Any, what: str) -> Iterator[None]:
-    """What is only shown may be missing: it is said, and the work goes on."""
+    """Guard of what is only shown: that it is missing is said, and the work goes on."""
     try:
         yield
     except (httpx.HTTPError, PrefectException, OSError) as error:

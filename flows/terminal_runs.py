@@ -111,7 +111,7 @@ def _followed(run: FlowRun) -> bool:
 
 
 def _why_left(run: FlowRun) -> str:
-    """Why nobody follows a call any more with that flow run; empty where somebody may."""
+    """Reason why nobody follows a call with that flow run any more; empty where somebody may."""
     process, state = _follower(run), run.state_type
     if process is None or state not in (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
         return ""

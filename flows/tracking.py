@@ -1,4 +1,4 @@
-"""What W&B has logged offline, sent from a node with network.
+"""Offline logs of W&B, sent from a node with network.
 
 In: names of runs and sweeps. Out: :class:`Synced`.
 """

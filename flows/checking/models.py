@@ -48,7 +48,7 @@ class ModelFiles:
     whole: bool
 
     def has(self, *names: str) -> bool:
-        """Whether one of these files is there."""
+        """True if one of these files is there."""
         return any((self.folder / name).is_file() for name in names)
 
     def json(self, name: str) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ class ModelFiles:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is any file of weights, in a form that transformers loads."""
+        """True if there is any file of weights, in a form that transformers loads."""
         patterns = ("*.safetensors", "pytorch_model*.bin", _INDEX)
         return any(next(self.folder.glob(p), None) for p in patterns)
 
@@ -101,7 +101,7 @@ class ModelFiles:
         return highest if highest is not None and highest >= words else None
 
     def knows_token(self, text: str) -> bool:
-        """Whether a token stands in ``tokenizer.json``; True where that cannot be read."""
+        """True if a token stands in ``tokenizer.json``; True where that cannot be read."""
         added = self.json("tokenizer_config.json").get("added_tokens_decoder")
         if isinstance(added, dict) and any(
             isinstance(token, dict) and token.get("content") == text for token in added.values()
@@ -138,7 +138,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
 
 
 def _hub_cache() -> Path:
-    """Where the Hub client keeps snapshots, by its own rules."""
+    """Folder where the Hub client keeps snapshots, by its own rules."""
     if path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(path).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -461,7 +461,7 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
 
 
 def _is_stretched(text: Mapping[str, Any]) -> bool:
-    """Whether positions are scaled, so that the window is another than its number."""
+    """True if positions are scaled, so that the window is another than its number."""
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     return isinstance(scaling, dict) and "factor" in json.dumps(scaling)
 

@@ -64,7 +64,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def planning_notes(plan: Plan) -> list[str]:
-    """What is worth saying of how a plan trains before it runs; nothing of it is refused."""
+    """Notes on how a plan trains, before it runs; nothing of it is refused."""
     config = plan.config
     notes = [*training_notes(config), *sampling_notes(config), *environment_notes(config)]
     for need in memory_needs(plan):
@@ -89,7 +89,7 @@ def _gib(size: int) -> str:
 
 
 def model_parameters(config: RecipeConfig) -> int | None:
-    """How many parameters the recipe's model has; None where nothing says so."""
+    """Number of parameters of the recipe's model; None where nothing says so."""
     found = _shape_of(config)
     return None if found is None else found.parameters
 
@@ -123,7 +123,7 @@ _SFT, _GRPO, _SAMPLING = "SFT throughput", "GRPO update", "sampling by transform
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """How long a training stage takes at most, seconds; ``by`` says what that is taken from."""
+    """Time that a training stage takes at most, seconds; ``by`` says what that is taken from."""
 
     stage: str
     seconds: float

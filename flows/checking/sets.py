@@ -1,4 +1,4 @@
-"""What recipes name: rubric sets, protocols, environments. Listed, shown, checked, played.
+"""Rubric sets, protocols and environments that recipes name: listed, shown, checked, played.
 
 In: shipped names or files. Out: values, and findings of checks.
 """
@@ -102,7 +102,7 @@ def list_protocols() -> list[ProtocolFacts]:
 
 
 def show_protocol(name: str) -> ProtocolFacts:
-    """What a protocol fixes, and its fingerprint.
+    """Read what a protocol fixes, and its fingerprint.
 
     Parameters
     ----------

@@ -93,7 +93,7 @@ def _check_best(config: RecipeConfig) -> None:
 
 
 def _of_no_domain(config: RecipeConfig, metric: str) -> bool:
-    """Whether it is told of a domain that the environment is known not to have."""
+    """True if it is told of a domain that the environment is known not to have."""
     domain = domain_of(metric)
     known = _known_names(config.environment.name)
     if not domain or known is None:

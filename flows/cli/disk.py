@@ -144,7 +144,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _judgements(store: dict[str, Any]) -> Iterator[str]:
-    """What judges have said, and how often they were not asked again."""
+    """Stored judgements, and how often judges were not asked again."""
     from infra.disk.keeper import gib
 
     if not store["files"]:
@@ -161,7 +161,7 @@ def _judgements(store: dict[str, Any]) -> Iterator[str]:
 
 
 def _publications(report: dict[str, Any]) -> Iterator[str]:
-    """What is published where, what waits for checkpoints, and exports that nobody will read."""
+    """Publications, stages that wait for checkpoints, and exports that nobody will read."""
     from infra.disk.keeper import gib
 
     if published := report["published"]:

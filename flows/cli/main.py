@@ -192,7 +192,7 @@ def _check_text(args: Sequence[str]) -> None:
 
 
 def _usage_error(error: click.ClickException) -> str:
-    """What click says of a command line, with what was expected and where to read more."""
+    """Message of click on a command line, with what was expected and where to read more."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "refiner"
     what, expected = error.format_message(), "options and arguments that the command has"

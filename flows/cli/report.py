@@ -104,7 +104,7 @@ def report_command(
 
 
 def _subject(workspace: Workspace, words: Sequence[str]) -> tuple[bool, str]:
-    """What is meant, by default what the workspace was last used for: whether it is a sweep, and
+    """Subject of the report, by default what the workspace was last used for: True for a sweep, and
     its name or the id of a run."""
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named

@@ -166,7 +166,7 @@ def _ask_leave(planned: Planned, *, yes: bool) -> None:
 
 
 class _Bar:
-    """How far judging is, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress of judging, on standard error: a bar on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
         self._progress: Any = None

@@ -421,7 +421,7 @@ def play_environment_command(
 
 
 def _calls() -> Iterator[ToolCall]:
-    """What is typed, call by call, until there is no more."""
+    """Calls as they are typed, until there are no more."""
     while True:
         click.echo("> ", nl=False)
         line = sys.stdin.readline()

@@ -160,7 +160,7 @@ def _progress(stage: StageStatus) -> str:
 
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
+    """Lines below the table: who works on it, room on the disk, what went wrong, what to do."""
     from flows.notifying.delivery import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
@@ -223,11 +223,11 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 
 
 class Status(Protocol):
-    """How a run or a sweep stands, as far as who watches it asks."""
+    """Status of a run or a sweep, as far as who watches it asks."""
 
     @property
     def orchestrator(self) -> Orchestrator:
-        """Who works on it."""
+        """Process that works on it."""
         ...
 
 
@@ -235,7 +235,7 @@ S = TypeVar("S", bound=Status)
 
 
 class Page(NamedTuple):
-    """What is shown of a status while it is watched; ``changes`` are, where nothing can be redrawn,
+    """View of a status while it is watched; ``changes`` are, where nothing can be redrawn,
     each row's name, what of it is looked at, and the line that says so."""
 
     title: str
@@ -278,7 +278,7 @@ def _redraw(look: Callable[[], S], page: Callable[[S], Page]) -> S:
 
 
 def _repeat(look: Callable[[], S], page: Callable[[S], Page]) -> S:
-    """Where nothing can be redrawn: a line for each change."""
+    """Print a line for each change, where nothing can be redrawn."""
     said: dict[str, object] = {}
     while True:
         status = look()

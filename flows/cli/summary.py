@@ -1,4 +1,4 @@
-"""What a finished run has to say: one table of numbers, and where its models lie.
+"""Summary of a finished run: one table of numbers, and where its models lie.
 
 In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
 """
@@ -67,7 +67,7 @@ def _which(report: Mapping[str, Any]) -> str:
 
 
 def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
-    """What the data stage kept and dropped, and why."""
+    """Rows that the data stage kept and dropped, and why."""
     data = outcome.views.get("data")
     report = data.report if data is not None else {}  # another trainer brings its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
@@ -80,7 +80,7 @@ def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
 
 
 def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
-    """What the sample stage kept of its attempts."""
+    """Attempts that the sample stage kept."""
     sampled = outcome.views.get("sample")
     report = sampled.report if sampled is not None else {}
     if not report.get("kept"):

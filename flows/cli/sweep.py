@@ -124,7 +124,7 @@ def sweep_command(
 
 
 def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
-    """What a sweep would take and could show, before anybody is asked; refuses what cannot be."""
+    """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
     from flows.sweeping.evidence import rescore_share
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
@@ -180,7 +180,7 @@ def _leave_sweep_to(
 
 
 def _is_override(word: str) -> bool:
-    """Whether it is ``key=value``, not the path of a file with such a sign in it."""
+    """True if it is ``key=value``, not the path of a file with such a sign in it."""
     key, equals, _ = word.partition("=")
     return bool(equals) and "/" not in key and not Path(word).is_file()
 
@@ -298,7 +298,7 @@ _BY_HAND = ("only", "publish.evaluate", "stages")
 
 
 def _what_differs(run: RunRecord) -> list[str]:
-    """What a new `refiner run` would do otherwise; the record is what counts here."""
+    """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
     from flows.running.calls import in_folder_of
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import load_recipe

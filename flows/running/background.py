@@ -42,7 +42,7 @@ _BEGIN_WAIT_S = 120.0
 
 @dataclass(frozen=True)
 class Detached:
-    """Who works on a run now.
+    """Process or job that works on a run now.
 
     ``exit_code`` is that of a process that has ended already; ``message`` is what it said.
     """
@@ -56,7 +56,7 @@ class Detached:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended before it had begun to work."""
+        """True if it ended before it had begun to work."""
         return bool(self.exit_code)
 
 
@@ -245,7 +245,7 @@ def _attached_environment() -> dict[str, str]:
 
 
 def _log_of(call: str) -> Path:
-    """Where its output goes; all but the newest such logs are deleted."""
+    """Log of its output; all but the newest such logs are deleted."""
     folder = state_dir() / "flow-runs"
     folder.mkdir(mode=0o700, exist_ok=True)
     logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)

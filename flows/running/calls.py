@@ -123,7 +123,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a call ended.
+    """Outcome of a call.
 
     Attributes
     ----------
@@ -227,7 +227,7 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
 
 
 def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
-    """What a run will take, and what there is for it.
+    """Room that a run will take, and that there is for it.
 
     Raises
     ------
@@ -354,7 +354,7 @@ def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[st
 
 @dataclass(frozen=True)
 class Showing:
-    """How a call is shown, and how it began."""
+    """Settings of how a call is shown, and how it began."""
 
     use_server: bool
     quiet: bool

@@ -47,7 +47,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CancelOutcome:
-    """What a cancel led to.
+    """Outcome of a cancel.
 
     Attributes
     ----------
@@ -330,7 +330,7 @@ class _Cancel:
 
 
 def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:
-    """What happened and what to do next, for people."""
+    """Lines for people: what happened, and what to do next."""
     where = f"workspace={workspace.root}"
     what = ", ".join(outcome.stages) if outcome.stages else "the run"
     if outcome.by == "nobody":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether a stream is a terminal on which lines can be redrawn."""
+    """True if a stream is a terminal on which lines can be redrawn."""
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
     return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
 
@@ -58,7 +58,7 @@ _TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
 class TrialState(Protocol):
-    """How a trial of a sweep stands, and why."""
+    """State of a trial of a sweep, and why."""
 
     @property
     def state(self) -> str:
@@ -67,7 +67,7 @@ class TrialState(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why, where that needs saying."""
+        """Reason, where that needs saying."""
         ...
 
     @property
@@ -176,7 +176,7 @@ class Console:
             self._print("\n".join(self.summary(views, elapsed)))
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
-        """What was done, skipped, failed; where the logs are."""
+        """Lines: what was done, skipped, failed; where the logs are."""
         lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
@@ -367,7 +367,7 @@ def _trials_counted(trials: Mapping[str, TrialState]) -> str:
 
 
 def _is_told(view: StageView) -> bool:
-    """Whether somebody should hear of how it ended."""
+    """True if somebody should hear of how it ended."""
     doubtful = view.state in ("done", "skipped") and view.message.startswith("warning: ")
     return doubtful or view.state in ("failed", "interrupted", "blocked")
 

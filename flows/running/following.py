@@ -101,7 +101,7 @@ class Follower:
         return dict(self._views)
 
     def news(self) -> list[Mapping[str, Any]]:
-        """What else has happened since the newest ``begin``, each once."""
+        """Other events since the newest ``begin``, each once."""
         news, self._news = self._news, []
         return news
 
@@ -203,7 +203,7 @@ class SweepFollower:
         return views
 
     def news(self) -> list[Mapping[str, Any]]:
-        """What has happened to trials and the disk since the newest ``begin``, each once."""
+        """Events of trials and the disk since the newest ``begin``, each once."""
         return self._trials.news()
 
     def inputs(self, name: str) -> list[str]:

@@ -63,7 +63,7 @@ def find_log(
     *,
     attempt: int | None = None,
 ) -> AttemptLog | None:
-    """Where the log of a stage's attempt lies.
+    """Find the log of a stage's attempt.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def read_log(
     *,
     attempt: int | None = None,
 ) -> str:
-    """What a stage's worker has printed in one attempt.
+    """Text that a stage's worker has printed in one attempt.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
 
 
 def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> str:
-    """Why an attempt has no log; empty where it has one."""
+    """Reason why an attempt has no log; empty where it has one."""
     if path.exists():
         return ""
     attempt = workspace.read_attempt(stage_id, number)
@@ -204,7 +204,7 @@ def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> 
 
 
 def log_pieces(path: Path) -> Iterator[str]:
-    """What is in a log, a piece at a time: some are larger than the memory. None where it was
+    """Text of a log, a piece at a time: some are larger than the memory. None where it was
     never made."""
     if path.exists():
         with path.open("rb") as file:
@@ -227,7 +227,7 @@ class Follower:
         self._tell = tell
 
     def follow(self, number: int) -> Iterator[str]:
-        """What is in the log of attempt ``number`` and what comes, then those of the later ones."""
+        """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
         said = ""
         while True:
             if self._exists(number):
@@ -266,7 +266,7 @@ class Follower:
         return self._workspace.layout.attempt(self._stage_id, number).intent.exists()
 
     def _is_over(self, number: int) -> bool:
-        """Whether nothing will come after attempt ``number - 1``, as far as one can tell."""
+        """True if nothing will come after attempt ``number - 1``, as far as one can tell."""
         if self._workspace.layout.stage(self._stage_id).result.exists():
             return True
         if self._exists(number):

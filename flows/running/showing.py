@@ -66,7 +66,7 @@ class StopSignals:
             time.sleep(min(left, 0.2))
 
     def asked(self) -> str:
-        """What has asked to stop, the first time that it is looked for after that; else empty.
+        """Name of what has asked to stop, the first time after that; else empty.
 
         Raises
         ------
@@ -90,7 +90,7 @@ _REFRESH_S = 0.5
 
 
 class Shows(Protocol):
-    """What is asked of a console here. :class:`flows.running.console.Console` is one."""
+    """Console, as far as it is asked here. :class:`flows.running.console.Console` is one."""
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""

@@ -1,4 +1,4 @@
-"""Which run is meant, and how it stands, from records alone: a row per stage, who works on it.
+"""Runs found by name, and their status from records alone: a row per stage, who works on it.
 
 In: a workspace, and what a person has typed or not. Out: a :class:`RunRecord` (every command that
 takes the newest run, where none is named, takes it from :func:`newest_runs`), and a
@@ -73,7 +73,7 @@ def newest_runs(
 
 
 def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
-    """Whether the newest attempt at a stage was claimed since the run was called, so by it or by a
+    """True if the newest attempt at a stage was claimed since the run was called, so by it or by a
     later call. Both times are those of orchestrators."""
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     attempt = workspace.read_attempt(stage_id, numbers[-1]) if numbers else None
@@ -153,7 +153,7 @@ def required_run(
 
 
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
-    """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
+    """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
     for name in sweep_names(workspace):
         trials = [t.name for t in read_sweep(workspace, name).trials]
         if wanted == name:
@@ -191,7 +191,7 @@ def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
 
 
 def is_finished(workspace: Workspace, run: RunRecord) -> bool:
-    """Whether every stage of a run is done."""
+    """True if every stage of a run is done."""
     stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
     return all(workspace.layout.stage(i).result.exists() for i in stages)
 
@@ -217,7 +217,7 @@ class _Asking:
         self._thread: threading.Thread | None = None
 
     def in_time(self, ask: Callable[[], None]) -> bool:
-        """Whether what was asked last has been answered; nothing is asked twice at a time."""
+        """True if what was asked last has been answered; nothing is asked twice at a time."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=ask, daemon=True)
             self._thread.start()
@@ -344,7 +344,7 @@ class RunStatus:
 
 
 def orchestrator_text(who: Orchestrator, finished: bool) -> str:
-    """Who works on a run or a sweep, in a line."""
+    """Line that says who works on a run or a sweep."""
     if who.standing == "running":
         return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
     if who.standing == "elsewhere":
@@ -389,7 +389,7 @@ class Watcher:
         self._room = HurriedProbe(Prober(workspace.layout.data, config), wait_s)
 
     def look(self) -> RunStatus:
-        """How the run stands now."""
+        """Status of the run now."""
         workspace, run = self.workspace, self.run
         records, observed = self._observer.look(run.stages.values())
         who = orchestrator_of(workspace, run.run)
@@ -462,7 +462,7 @@ def status_of_run(
     *,
     wait_s: float = SCHEDULER_WAIT_S,
 ) -> RunStatus | None:
-    """How a run stands. Writes nothing.
+    """Status of a run. Writes nothing.
 
     Parameters
     ----------
@@ -572,7 +572,7 @@ def metric_text(values: Mapping[str, Any]) -> str:
 
 
 def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """What the orchestrator last said of stages that have no live job: it knows why they wait."""
+    """Last words of the orchestrator on stages that have no live job: it knows why they wait."""
     words = {}
     for event in events:
         if event.get("event") == "stage":
@@ -583,7 +583,7 @@ def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str
 
 
 def _outage(events: Sequence[Mapping[str, Any]]) -> str:
-    """Why the orchestrator makes no rounds; empty if it does, or another one has begun since."""
+    """Reason why the orchestrator makes no rounds; empty if it does, or another has begun since."""
     reason = ""
     for event in events:
         if event.get("event") == "outage":

@@ -1,4 +1,4 @@
-"""What may stand where a command line ends: commands, options, recipes, fields, runs, files.
+"""Completion of command lines: commands, options, recipes, fields, runs, files.
 
 In: a command line up to the cursor. Out: whole words that it may go on with, each with a few words
 about it. What an argument may be is read from what its help calls it (RECIPE, RUN, KEY=VALUE …),
@@ -58,7 +58,7 @@ def field_keys(beginning: str) -> Iterator[tuple[str, str]]:
 
 
 def field_values(path: str, beginning: str) -> Iterator[str]:
-    """What may stand behind ``path=``."""
+    """Values that may stand behind ``path=``."""
     info = dict(walk(RecipeConfig)).get(path)
     if info is None:
         return
@@ -98,7 +98,7 @@ _OFFERED = {
 
 
 def _named(path: str) -> list[str]:
-    """What is shipped under a name."""
+    """Names of what is shipped, for a field."""
     if path == "dispatch.profile":
         return sorted(p.stem for p in Path(str(resources.files("infra.profiles"))).glob("*.yaml"))
     if path == "reward.static_rubrics":
@@ -107,7 +107,7 @@ def _named(path: str) -> list[str]:
 
 
 def _shipped(group: str) -> list[str]:
-    """What a group of commands is about: names that come with refiner."""
+    """Names that come with refiner, which a group of commands is about."""
     if group == "rubrics":
         from refiner_core.rubrics.sets import shipped_rubric_sets
 

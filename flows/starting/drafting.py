@@ -180,7 +180,7 @@ def _reward(draft: Draft, asked: Asked) -> None:
 
 
 def _sizes(draft: Draft, asked: Asked, gpus: int) -> None:
-    """What each stage asks for, and how it trains on so many GPUs."""
+    """Set what each stage asks for, and how it trains on so many GPUs."""
     if asked["task"] == "command":
         draft.set("command.resources.gpus", gpus)
         return
@@ -211,7 +211,7 @@ def _sizes(draft: Draft, asked: Asked, gpus: int) -> None:
 
 
 def sweep_factors(asked: Asked) -> tuple[str, dict[str, Any], str]:
-    """What the ablation that goes along varies: field, levels by label, and the question."""
+    """Factors of the ablation that goes along: field, levels by label, and the question."""
     if asked["task"] == "agent":
         return (
             "environment.shaping.alpha",
@@ -226,7 +226,7 @@ def sweep_factors(asked: Asked) -> tuple[str, dict[str, Any], str]:
 
 
 def metric_of(asked: Asked) -> str:
-    """What the ablation is decided by."""
+    """Metric that the ablation is decided by."""
     if asked["task"] == "agent":
         return "success"
     return "oracle" if asked["rl"] == SYNTHETIC and asked.tiny else "rubric_score"

@@ -1,4 +1,4 @@
-"""What `refiner show` says of fields: as text for people and as JSON for scripts.
+"""Fields as `refiner show` explains them: as text for people and as JSON for scripts.
 
 In: facts of a field, and of a recipe its values and the places that set them. Out: lines, or
 mappings.
@@ -57,7 +57,7 @@ class InRecipe:
         return get_field(self.values, path)
 
     def source(self, path: str) -> str:
-        """Where the value in effect was set, in words."""
+        """Place where the value in effect was set, in words."""
         places = self.places(path)
         if places:
             return places[-1].place
@@ -72,7 +72,7 @@ class InRecipe:
         return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
     def measured_with(self, path: str) -> dict[str, Any]:
-        """What it is under protocol files that fix it otherwise."""
+        """Values under protocol files that fix it otherwise."""
         own = self.value(path)
         found = {name: get_field(config, path) for name, config in self.under.items()}
         return {name: value for name, value in found.items() if value != own}
@@ -215,7 +215,7 @@ class ExplainedFields(NamedTuple):
 def explain_fields(
     field: str = "", recipe: str = "", overrides: Sequence[str] = (), *, search: str = ""
 ) -> ExplainedFields:
-    """What configuration fields are, and where a recipe has their values from.
+    """Explain configuration fields, and where a recipe has their values from.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What `refiner init` asks: each question with its flag, its default, and a line of explanation.
+"""Questions of `refiner init`, each with its flag, its default, and a line of explanation.
 
 In: earlier answers and what the machine offers. Out: checked answers, as texts by question.
 """
@@ -42,7 +42,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is there. ``partitions`` are empty where no Slurm answers."""
+    """Offers of the machine. ``partitions`` are empty where no Slurm answers."""
 
     partitions: tuple[Partition, ...] = ()
     accounts: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Surroundings:
 
     @property
     def has_slurm(self) -> bool:
-        """Whether a Slurm answers."""
+        """True if a Slurm answers."""
         return bool(self.partitions)
 
     def partition(self, name: str) -> Partition | None:
@@ -117,7 +117,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Rows:
-    """What was found.
+    """Rows that were found.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class Rows:
 
     @property
     def own(self) -> bool:
-        """Whether they are somebody's own, and not made up."""
+        """True if they are somebody's own, and not made up."""
         return self.path not in (None, BUILTIN_ROWS)
 
 
@@ -217,12 +217,12 @@ class Asked:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is the model that is made on the spot."""
+        """True if it is the model that is made on the spot."""
         return self["base"] == TINY
 
     @property
     def of_refiner(self) -> bool:
-        """Whether answers are written, that rubrics and judges look at."""
+        """True if answers are written, that rubrics and judges look at."""
         return self["task"] in ("refiner", "evaluate")
 
 
