@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flows.cli.options import table_lines
 from flows.evaluations import evaluations_of
 from flows.running.calls import RunOutcome
 from infra.store.workspace import Workspace
@@ -97,16 +98,12 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     models = list(dict.fromkeys(n["stage"] for n in numbers))
     shown = main_metrics(str(n["metric"]) for n in numbers)
     values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
-    rows = [["", *shown]]
-    rows += [[model, *(values.get((model, m), "") for m in shown)] for model in models]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+    rows = [[model, *(values.get((model, m), "") for m in shown)] for model in models]
+    return table_lines(rows, ["", *shown])
 
 
 def _cell(number: Mapping[str, Any]) -> str:
     if number["value"] is None:
         return "-"
-    if number["low"] is None:
-        return f"{number['value']:.3f}"
-    return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"
+    bounds = "" if number["low"] is None else f" [{number['low']:.3f}, {number['high']:.3f}]"
+    return f"{number['value']:.3f}{bounds}"

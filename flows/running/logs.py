@@ -30,32 +30,6 @@ class AttemptLog(NamedTuple):
     why: str = ""
 
 
-class StageLogs(NamedTuple):
-    """The logs of a stage: one for each attempt."""
-
-    stage: str
-    stage_id: str
-    run_id: str
-    attempts: list[int]
-
-    def number(self, attempt: int | None) -> int | None:
-        """The attempt that is meant; None where none was made.
-
-        Raises
-        ------
-        ConfigurationError
-            There is no such attempt.
-        """
-        if attempt is not None and attempt not in self.attempts:
-            known = ", ".join(map(str, self.attempts))
-            raise ConfigurationError(
-                f"{self.stage} has no attempt {attempt}.",
-                expected=f"one of: {known or '(it has not been started yet)'}",
-                fix="name one of these with --attempt",
-            )
-        return attempt or (self.attempts[-1] if self.attempts else None)
-
-
 def find_log(
     stage: str,
     run: str | None = None,
@@ -88,12 +62,11 @@ def find_log(
         There is no such run, stage or attempt.
     """
     room = Workspace.read_only(workspace)
-    found = stage_of_log(room, stage, run)
-    number = found.number(attempt)
+    stage_id, _, number = _attempt(room, stage, run, attempt)
     if number is None:
         return None
-    path = log_file(room, found.stage_id, number)
-    return AttemptLog(number, path, why_no_log(room, found.stage_id, number, path))
+    path = log_file(room, stage_id, number)
+    return AttemptLog(number, path, why_no_log(room, stage_id, number, path))
 
 
 def read_log(
@@ -152,20 +125,14 @@ def follow_log(
         There is no such run, stage or attempt.
     """
     room = Workspace.read_only(workspace)
-    found = stage_of_log(room, stage, run)
-    number = found.number(attempt)
-    follower = Follower(room, found.stage_id, found.run_id, tell)
-    return follower.follow(1 if number is None else number)
+    stage_id, run_id, number = _attempt(room, stage, run, attempt)
+    return Follower(room, stage_id, run_id, tell).follow(1 if number is None else number)
 
 
-def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageLogs:
-    """The stage of that name in a run (default: the newest), or of that id.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none; names the nearest.
-    """
+def _attempt(
+    workspace: Workspace, stage: str, wanted: str | None, attempt: int | None
+) -> tuple[str, str, int | None]:
+    """Ids of the stage that is meant and of its run, and the attempt; None where none was made."""
     run = find_run(workspace, wanted)
     names = {} if run is None else dict(run.stages)
     stage_id = names.get(stage) or (stage if stage in workspace.stage_ids() else None)
@@ -177,7 +144,14 @@ def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageL
             fix="name one of these, another run, or another workspace=DIR",
         )
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
-    return StageLogs(stage, stage_id, "" if run is None else run.run, numbers)
+    if attempt is not None and attempt not in numbers:
+        known = ", ".join(map(str, numbers))
+        raise ConfigurationError(
+            f"{stage} has no attempt {attempt}.",
+            expected=f"one of: {known or '(it has not been started yet)'}",
+            fix="name one of these with --attempt",
+        )
+    return stage_id, "" if run is None else run.run, attempt or (numbers or [None])[-1]
 
 
 def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
