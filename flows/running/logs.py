@@ -151,7 +151,8 @@ def _attempt(
             expected=f"one of: {known or '(it has not been started yet)'}",
             fix="name one of these with --attempt",
         )
-    return stage_id, "" if run is None else run.run, attempt or (numbers or [None])[-1]
+    newest = numbers[-1] if numbers else None
+    return stage_id, "" if run is None else run.run, attempt or newest
 
 
 def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
