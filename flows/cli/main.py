@@ -203,3 +203,7 @@ def _usage_error(error: click.ClickException) -> str:
         expected = " ".join([path, *context.command.collect_usage_pieces(context)])
     fix = f"see `{path} --help`"
     return ConfigurationError(what, expected=expected, fix=fix).paragraph()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
