@@ -24,7 +24,7 @@ from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import from_json
+from refiner_core.contract.records import from_json, to_json
 
 #: Assumed where a workspace has not seen a failure yet: one in two days, for a node with GPUs.
 _ASSUMED_MTBF_S = 48 * 3600.0
@@ -98,16 +98,7 @@ def disk_report(
         "version": 1,
         "workspace": str(room.root),
         "data": str(room.layout.data),
-        "room": {
-            "free_bytes": left.free_bytes,
-            "used_bytes": left.used_bytes,
-            "limit_bytes": left.limit_bytes,
-            "free_inodes": left.free_inodes,
-            "used_inodes": left.used_inodes,
-            "limit_inodes": left.limit_inodes,
-            "source": left.source,
-            "note": left.note,
-        },
+        "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
         "status": keeper.status_line(),
         "reservations": [
             {

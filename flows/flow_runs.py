@@ -42,7 +42,7 @@ from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
 from flows.running.background import Detached
-from flows.running.following import Follower, SweepFollower
+from flows.running.following import Follower, SweepFollower, inputs_of
 from flows.stage_tasks import Views, flow_run_state, stage_task, warned
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents
@@ -305,7 +305,7 @@ class _Follow:
 
     def _inputs(self, name: str) -> list[str]:
         try:
-            return self._call.follower.inputs(name)
+            return inputs_of(self._call.room, self._call.follower.nodes, name)
         except (RefinerError, OSError) as error:  # an edge of the graph
             self._log.warning("What %s is made from is not shown: %s", name, error)
             return []

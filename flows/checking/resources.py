@@ -8,13 +8,13 @@ fall with the number of parameters, and to grow with that of processes: a rule o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flows.checking.models import model_files
 from infra.disk.history import ModelSize, model_size
+from infra.orchestrator.timeline import rough
 from infra.services.process import ServerProgram
 from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
@@ -163,7 +163,7 @@ def time_json(plan: Plan) -> list[Mapping[str, Any]]:
 def time_notes(plan: Plan) -> list[str]:
     """The forecasts in words."""
     notes = [
-        f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
+        f"{found.stage} will take up to about {rough(found.seconds)}, by {found.by}."
         for found in time_forecasts(plan)
     ]
     newest = _newest(plan.config, 1)
@@ -211,14 +211,6 @@ def _grpo_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> 
     if grpo.generation_backend == "transformers" and sampled is not None:
         step_s += samples * grpo.response_length / (sampled * world)
     return grpo.num_training_steps * step_s
-
-
-def _span(seconds: float) -> str:
-    if seconds < 90:
-        return f"{math.ceil(seconds)} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def check_server_programs(plan: Plan) -> None:
