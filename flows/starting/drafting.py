@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.starting.questions import SYNTHETIC, TAU2, Asked, look_at_rows
+from flows.starting.questions import TAU2, Asked, look_at_rows
 from refiner_core.contract.field_facts import EDITOR_LINE, SCHEMA_FILE, recipe_schema
 from refiner_core.contract.fields import field_info
 from refiner_core.contract.kinds import TRAINED_HERE, kinds_of
 from refiner_core.contract.loading import load_recipe, override_text
+from refiner_core.data.sources import SYNTHETIC
 
 #: Sizes for rows of one's own where the shipped recipe is made for made-up ones.
 _OWN_SIZES = {

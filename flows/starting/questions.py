@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +19,7 @@ from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.data.rows import parse_row
-from refiner_core.data.sources import SYNTHETIC as BUILTIN_ROWS
-from refiner_core.data.sources import Source, Which, read_rows, resolve_source
+from refiner_core.data.sources import SYNTHETIC, Source, Which, read_rows, resolve_source
 from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
 
 _TIMEOUT_S = 10
@@ -99,14 +97,12 @@ def _minutes(limit: str) -> int | None:
 
 
 def _said(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # what does not answer offers nothing
+        return ""  # what is not there, or does not answer, offers nothing
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -134,7 +130,7 @@ class Rows:
     @property
     def own(self) -> bool:
         """True if they are somebody's own, and not made up."""
-        return self.path not in (None, BUILTIN_ROWS)
+        return self.path not in (None, SYNTHETIC)
 
 
 def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
@@ -153,20 +149,19 @@ def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
     """
     if answer == NONE:
         return Rows(None, None, "none")
-    if answer == BUILTIN_ROWS:
-        return Rows(BUILTIN_ROWS, None, "made up by refiner")
+    if answer == SYNTHETIC:
+        return Rows(SYNTHETIC, None, "made up by refiner")
     source = _rows_source(answer, which)
     if source.kind == "hub":
         said = "on the Hub: read when the run fetches them"
         return Rows(source.path, source.revision, said)
-    count, forms = 0, dict[str, int]()
+    count, forms = 0, list[str]()
     for raw in itertools.islice(read_rows(source), _READ):
         count += 1
-        form = "conversations" if raw.row.get("conversations") is not None else "messages"
-        forms[form] = forms.get(form, 0) + 1
+        forms.append("messages" if raw.row.get("conversations") is None else "conversations")
         if of_refiner:
             parse_row(raw, which)
-    named = " and ".join(f"`{form}`" for form in forms)
+    named = " and ".join(f"`{form}`" for form in dict.fromkeys(forms))
     said = f"{'the first ' * (count == _READ)}{count} rows can be read, of the form {named}"
     return Rows(str(Path(source.path).expanduser().resolve()), None, said)
 
@@ -189,7 +184,7 @@ def _rows_source(answer: str, which: Which) -> Source:
     return resolve_source(replace(DataConfig(), **named), which, pinned=False)
 
 
-TINY, DESK, TAU2, SYNTHETIC = "tiny", "desk", "tau2", "builtin:synthetic"
+TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
 COMMAND = "python train.py --model {model} --output_dir {output} --seed {seed} {resume}"
 JUDGE_MODEL = "Qwen/Qwen3.5-35B-A3B"
