@@ -14,7 +14,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,7 @@ class ModelFiles:
     @property
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
-        for path in sorted(self.folder.glob("*.safetensors")):
-            header = _header(path, _state_of(path))
+        for path, header in self._headers():
             ends = [v["data_offsets"][1] for v in header.values() if "data_offsets" in v]
             if ends and path.stat().st_size < header[""]["begin"] + max(ends):
                 return path.name
@@ -82,11 +81,12 @@ class ModelFiles:
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors in safetensors files, by name."""
-        found: dict[str, tuple[int, ...]] = {}
+        tensors = (item for _, header in self._headers() for item in header.items())
+        return {name: tuple(v["shape"]) for name, v in tensors if "shape" in v}
+
+    def _headers(self) -> Iterator[tuple[Path, Mapping[str, Any]]]:
         for path in sorted(self.folder.glob("*.safetensors")):
-            header = _header(path, _state_of(path))
-            found |= {n: tuple(v["shape"]) for n, v in header.items() if "shape" in v}
-        return found
+            yield path, _header(path, _state_of(path))
 
     @property
     def has_weights(self) -> bool:
@@ -437,7 +437,9 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
     """The longest prompt with the longest response has positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
-    if not isinstance(window, int) or _is_stretched(text):
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    stretched = isinstance(scaling, dict) and "factor" in json.dumps(scaling)
+    if not isinstance(window, int) or stretched:  # then the window is another than its number
         return
     if config.environment.name and grpo.max_token_length > window:
         raise ConfigurationError(
@@ -460,16 +462,11 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
         )
 
 
-def _is_stretched(text: Mapping[str, Any]) -> bool:
-    """True if positions are scaled, so that the window is another than its number."""
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    return isinstance(scaling, dict) and "factor" in json.dumps(scaling)
-
-
 def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
     """Packed sequences can be kept apart, and the head is all there is to a logit."""
     text = model.text_config
-    kinds = _layer_kinds(text) & _RECURRENT
+    found = text.get("layer_types") or text.get("layers_block_type")
+    kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
     if text.get("model_type") in _RECURRENT_MODELS:
         kinds = kinds | {str(text["model_type"])}
     if kinds:
@@ -517,11 +514,6 @@ def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> No
             expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
             fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
         )
-
-
-def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
-    found = text.get("layer_types") or text.get("layers_block_type") or ()
-    return {str(kind) for kind in found} if isinstance(found, list) else set()
 
 
 def _head_dim(text: Mapping[str, Any]) -> int:

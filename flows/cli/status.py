@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import click
 
@@ -18,14 +18,15 @@ from flows.cli.options import (
     print_table,
     say,
     say_next,
+    show,
     split_workspace,
+    table_lines,
 )
 from infra.host.terminal import printable, raw
 
 if TYPE_CHECKING:
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
-    from infra.store.orchestrators import Orchestrator
     from infra.store.workspace import Workspace
 
 
@@ -210,28 +211,17 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 
     known = list_runs(workspace.root)
     rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]
-    if as_json:
-        keys = ("run", "recipe", "state", "stages_done")
-        print_json({"version": 1, "runs": [dict(zip(keys, row, strict=True)) for row in rows]})
-    elif rows:
-        print_table(rows, ("run", "recipe", "state", "stages"))
-    else:
-        click.echo(f"No run is recorded in {workspace.root}.")
+    keys = ("run", "recipe", "state", "stages_done")
+    found = [dict(zip(keys, row, strict=True)) for row in rows]
+    nothing = [f"No run is recorded in {workspace.root}."]
+    table = table_lines(rows, ("run", "recipe", "state", "stages")) if rows else nothing
+    show(as_json, lambda: {"version": 1, "runs": found}, lambda: table)
 
 
 # ---------------------------------------------------------------- again and again
 
 
-class Status(Protocol):
-    """Status of a run or a sweep, as far as who watches it asks."""
-
-    @property
-    def orchestrator(self) -> Orchestrator:
-        """Process that works on it."""
-        ...
-
-
-S = TypeVar("S", bound=Status)
+S = TypeVar("S", "RunStatus", "SweepStatus")
 
 
 class Page(NamedTuple):

@@ -15,8 +15,6 @@ import click
 
 from flows.cli.options import (
     at_most_one,
-    print_json,
-    print_table,
     say,
     say_next,
     show,
@@ -201,25 +199,28 @@ def _list(where: str, as_json: bool) -> None:
     from flows.sweeping.planning import list_sweeps
 
     known = list_sweeps(where)
-    if as_json:
-        recorded = [
-            {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
-            for name, s in known.recorded.items()
-        ]
-        names = [one.name for one in known.shipped]
-        print_json({"version": 1, "shipped": names, "recorded": recorded})
-        return
-    print_table(known.shipped, ("shipped sweep", "recipe", "question"))
-    click.echo("")
-    if known.recorded:
+    shipped, found = known.shipped, known.recorded
+
+    def lines() -> Iterator[str]:
+        yield from table_lines(shipped, ("shipped sweep", "recipe", "question"))
+        yield ""
+        if not found:
+            yield f"No sweep is recorded in {where}."
+            return
         rows = [
             (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
-            for name, s in known.recorded.items()
+            for name, s in found.items()
         ]
-        print_table(rows, (f"sweeps of {where}", "version", "trials"))
-    else:
-        click.echo(f"No sweep is recorded in {where}.")
-    say_next("refiner sweep SWEEP --dry-run")
+        yield from table_lines(rows, (f"sweeps of {where}", "version", "trials"))
+
+    recorded = [
+        {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
+        for name, s in found.items()
+    ]
+    names = [one.name for one in shipped]
+    show(as_json, lambda: {"version": 1, "shipped": names, "recorded": recorded}, lines)
+    if not as_json:
+        say_next("refiner sweep SWEEP --dry-run")
 
 
 @click.command("resume")

@@ -133,7 +133,13 @@ def cancel(
     ConfigurationError
         The run has no such stage.
     """
-    _check_names(run, stages)
+    for name in stages:
+        if name not in run.stages:
+            raise ConfigurationError(
+                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+                expected="stages of it: " + ", ".join(run.stages),
+                fix="name one of these, or none to end the whole run",
+            )
     settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
     patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
     work = _Cancel(workspace, run, stages, settings, tell, ours)
@@ -176,16 +182,6 @@ def _signal(who: Orchestrator) -> bool:
         return ProcessId.of(who.pid).terminate()
     except psutil.NoSuchProcess:  # it has ended since
         return False
-
-
-def _check_names(run: RunRecord, stages: Sequence[str]) -> None:
-    for name in stages:
-        if name not in run.stages:
-            raise ConfigurationError(
-                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-                expected="stages of it: " + ", ".join(run.stages),
-                fix="name one of these, or none to end the whole run",
-            )
 
 
 @dataclass
@@ -265,8 +261,15 @@ class _Cancel:
         ids = {self.run.stages[name]: name for name in self.names}
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
+            errors = Trouble[str]()
             try:
-                left = self._end_once(observer, router, ids, f"cancelled by {by}")
+                _, observed = observer.look(ids)
+                for stage_id, attempt in observer.open.items():
+                    if (seen := observed.attempts.get(stage_id)) is not None:
+                        with errors.at(stage_id):
+                            self._end(router, attempt, seen, f"cancelled by {by}")
+                errors.raise_first()
+                left = self.open_stages()
             except OSError as error:
                 self._cannot_look(error)
                 continue
@@ -274,19 +277,6 @@ class _Cancel:
                 return
             self._say("waiting for " + ", ".join(left))
             time.sleep(_POLL_S)
-
-    def _end_once(
-        self, observer: Observer, router: Router, ids: Mapping[str, str], reason: str
-    ) -> tuple[str, ...]:
-        """One look at all jobs, and what follows; the stages that are open then."""
-        _, observed = observer.look(ids)
-        errors = Trouble[str]()
-        for stage_id, attempt in observer.open.items():
-            if (seen := observed.attempts.get(stage_id)) is not None:
-                with errors.at(stage_id):
-                    self._end(router, attempt, seen, reason)
-        errors.raise_first()
-        return self.open_stages()
 
     def _cannot_look(self, error: OSError) -> None:
         """Nothing follows from that; it is tried again until it has taken too long."""
