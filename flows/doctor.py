@@ -285,11 +285,10 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
 
 
 def _as_overrides(judge: JudgeConfig) -> list[str]:
-    words = [f"judge.model={judge.model}"]
+    address = f"judge.base_urls=[{','.join(judge.base_urls)}]"
     if judge.base_url:
-        words.insert(0, f"judge.base_url={judge.base_url}")
-    else:
-        words.insert(0, f"judge.base_urls=[{','.join(judge.base_urls)}]")
+        address = f"judge.base_url={judge.base_url}"
+    words = [address, f"judge.model={judge.model}"]
     if judge.api_key_env != JudgeConfig().api_key_env:
         words.append(f"judge.api_key_env={judge.api_key_env}")
     return words

@@ -266,7 +266,7 @@ def ask_judge(
     """
     config = _checked(RecipeConfig(), overrides).judge
     requests = [_example(k) for k in ((kind,) if kind else KINDS)]
-    if not question is answer is criterion is None:
+    if any(part is not None for part in (question, answer, criterion)):
         kind = kind or "rubric"
         request = JudgeRequest(kind, question or "", answer or "", criterion or "")
         _require_said(request)
