@@ -187,11 +187,7 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     if refusal is not None:
         proposed = _SETTING.search(refusal.fix)  # the first `key=value`
         mend = f"refiner doctor {look.recipe}" + (f" {proposed[0]}" if proposed else "")
-        yield Finding(
-            *("recipe", "plan", "broken", refusal.what),
-            mend=mend,
-            why=refusal.fix,
-        )
+        yield Finding(*("recipe", "plan", "broken", refusal.what), mend=mend, why=refusal.fix)
         return
     assert plan is not None
     from flows.checking.resources import planning_notes

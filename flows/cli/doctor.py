@@ -41,13 +41,7 @@ _BROKEN = 8  # as for every call that finds this machine lacking
               help="give no check longer than this")  # fmt: skip
 @json_option
 def doctor_command(
-    words: tuple[str, ...],
-    only: tuple[str, ...],
-    offline: bool,
-    job: bool,
-    wait_s: float,
-    limit_s: float | None,
-    as_json: bool,
+    words: tuple[str, ...], only: tuple[str, ...], as_json: bool, **options: Any
 ) -> int:
     """Look at this machine: what works, what does not, and the one command that mends it.
 
@@ -65,16 +59,8 @@ def doctor_command(
         expected="a recipe's name or file, or none",
         fix=f"refiner doctor {names[0] if names else ''}",
     )
-    findings = examine(
-        recipe,
-        overrides,
-        offline=offline,
-        only=[area for text in only for area in text.split(",")],
-        job=job,
-        wait_s=wait_s,
-        limit_s=limit_s,
-        tell=_tell,
-    )
+    areas = [area for text in only for area in text.split(",")]
+    findings = examine(recipe, overrides, only=areas, tell=_tell, **options)
     show(
         as_json,
         lambda: findings_json(findings),
@@ -240,11 +226,7 @@ def certify_command(
 @click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
 @json_option
 def prove_resume_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    keep: bool,
-    as_json: bool,
-    **options: Any,
+    recipe: str, overrides: tuple[str, ...], keep: bool, as_json: bool, **options: Any
 ) -> int:
     """Prove that the training of RECIPE resumes exactly.
 

@@ -62,12 +62,7 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
               "(default: WORKSPACE/judge-reports/ID where there is a workspace)")  # fmt: skip
 @json_option
 def report_command(
-    words: tuple[str, ...],
-    against: tuple[str, ...],
-    sample: int | None,
-    repeats: int,
-    out: str | None,
-    as_json: bool,
+    words: tuple[str, ...], against: tuple[str, ...], out: str | None, as_json: bool, **options: Any
 ) -> None:
     """Measure a judge on answers of RUN, or on a small set with gold scores that refiner brings.
 
@@ -92,9 +87,8 @@ def report_command(
         where,
         overrides=overrides,
         against=against,
-        sample=sample,
-        repeats=repeats,
         tell=lambda what, count: say(f"asking {count}: {what}"),
+        **options,
     )
     layout = Workspace.read_only(where).layout
     if folder is None and layout.format_file.exists():
@@ -135,14 +129,7 @@ def _report_lines(made: Made) -> Iterator[str]:
 @click.option("--kind", type=click.Choice(_KINDS), help="what is asked  [default: rubric; of "
               "examples each in turn]")  # fmt: skip
 @json_option
-def ask_command(
-    words: tuple[str, ...],
-    question: str | None,
-    answer: str | None,
-    criterion: str | None,
-    kind: Any,
-    as_json: bool,
-) -> int:
+def ask_command(words: tuple[str, ...], as_json: bool, **question: Any) -> int:
     """Ask a judge one question by hand, such as `refiner judge ask
     judge.base_url=http://127.0.0.1:8000/v1 judge.model=NAME`.
 
@@ -153,9 +140,7 @@ def ask_command(
     from flows.judges import ask_judge
 
     where, overrides = split_workspace(words)
-    asked = ask_judge(
-        overrides, where, kind=kind, question=question, answer=answer, criterion=criterion
-    )
+    asked = ask_judge(overrides, where, **question)
     show(as_json, asked.to_json, lambda: _answer_lines(asked))
     return 0 if asked.judgement.status == "scored" else 1
 

@@ -36,10 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("run", "End a run or some of its stages; what is saved is kept."),
     "resume": ("sweep", "Go on with a recorded run, from any shell."),
     "sweep": ("sweep", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
-    "report": (
-        "report",
-        "Make the page of a run or a sweep: what it did, what it has shown.",
-    ),
+    "report": ("report", "Make the page of a run or a sweep: what it did, what it has shown."),
     "prove-resume": (
         "doctor",
         "Prove that training resumes exactly: straight and interrupted runs.",

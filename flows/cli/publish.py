@@ -27,6 +27,7 @@ from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
+    from infra.adopting.checkpoint import How
 
 
 @click.command("publish")
@@ -208,14 +209,10 @@ def template_command() -> None:
 def adopt_command(
     folder: Path,
     overrides: tuple[str, ...],
-    step: int | None,
-    recipe: str | None,
-    companions: Path | None,
-    name: str | None,
     copy: bool,
     in_place: bool,
-    dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Take over the run in DIR, whatever trainer has written it.
 
@@ -232,16 +229,8 @@ def adopt_command(
             expected="one of them, or neither for hard links",
             fix="leave one out",
         )
-    report = adopt_run(
-        folder,
-        overrides,
-        step=step,
-        recipe=recipe,
-        companions=companions,
-        name=name,
-        how="copy" if copy else "in-place" if in_place else "link",
-        dry_run=dry_run,
-    )
+    how: How = "copy" if copy else "in-place" if in_place else "link"
+    report = adopt_run(folder, overrides, how=how, **options)
     show(as_json, lambda: report, lambda: _adopted_lines(report))
     return 0
 

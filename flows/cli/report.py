@@ -73,13 +73,14 @@ def report_command(
             fix="leave out --wandb; `refiner track sync` sends what was logged offline",
         )
     folder = output_folder(out or workspace.layout.reports / name)
+    every = every_s if watch else 0
 
     if sweep:
 
         def make_sweep() -> Written:
             return report_sweep(name, workspace.root, folder=folder, reload_s=every_s)
 
-        made = _written(make_sweep, lambda w: state_text(w.report), every_s if watch else 0)
+        made = _written(make_sweep, lambda w: state_text(w.report), every, "sweep")
         logged = log_report(workspace, made) if to_wandb else ""
         document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
@@ -95,7 +96,7 @@ def report_command(
     def make_run() -> WrittenRun:
         return report_run(name, where, folder=folder, reload_s=every_s)
 
-    written = _written(make_run, lambda w: w.report.state_text, every_s if watch else 0)
+    written = _written(make_run, lambda w: w.report.state_text, every, "run")
     report = written.report
     show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))
     if not as_json:
@@ -157,7 +158,7 @@ def _run_named(workspace: Workspace, word: str) -> str:
     return run.run
 
 
-def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int) -> W:
+def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, noun: str) -> W:
     """The report; with ``every_s`` the last of those that are made until nobody works on it any
     more. Ctrl-C ends the watching, not the work."""
     written = make()
@@ -173,7 +174,7 @@ def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int) -> 
             time.sleep(every_s)
             written = make()
     except KeyboardInterrupt:
-        say("Watching has ended; the work has not.")
+        say(f"Watching has ended; the {noun} has not.")
     return written
 
 

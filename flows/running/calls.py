@@ -79,11 +79,7 @@ def pin_code(workspace: Workspace) -> Pinned:
 
 
 def record_run(
-    plan: Plan,
-    workspace: Workspace,
-    recipe: str,
-    overrides: Sequence[str],
-    **more: object,
+    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
 ) -> RunRecord:
     """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
     provenance. It is not written yet."""

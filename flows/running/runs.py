@@ -49,11 +49,7 @@ class KnownRun(NamedTuple):
 
 
 def run_recipe(
-    recipe: str,
-    overrides: Sequence[str] = (),
-    *,
-    use_server: bool = True,
-    quiet: bool = True,
+    recipe: str, overrides: Sequence[str] = (), *, use_server: bool = True, quiet: bool = True
 ) -> RunOutcome:
     """Bring about everything that a recipe asks for: what is done is skipped.
 
@@ -134,12 +130,7 @@ def resume_run(
 
 
 def publish_run(
-    plan: Plan,
-    workspace: Workspace,
-    run: RunRecord,
-    *,
-    use_server: bool = True,
-    quiet: bool = True,
+    plan: Plan, workspace: Workspace, run: RunRecord, *, use_server: bool = True, quiet: bool = True
 ) -> RunOutcome:
     """Work on a publication that was recorded; see :func:`flows.api.publish_checkpoints`.
 
