@@ -137,7 +137,7 @@ def publish_run(
     Parameters
     ----------
     plan, workspace, run
-        What :func:`flows.publishing.by_hand.begin_publication` has made.
+        What :func:`flows.api.begin_publication` has made.
     use_server, quiet
         As of :func:`flows.api.run_recipe`.
 
