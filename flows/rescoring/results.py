@@ -39,6 +39,7 @@ from infra.store.workspace import now_text
 from refiner_core.contract.loading import override_text
 from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
+from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
 from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (
@@ -306,14 +307,14 @@ def document_of(done: Done) -> dict[str, Any]:
         "settings": [_setting(setting) for setting in planned.settings],
         "fidelity": {
             name: {
-                **doc.plain(found),
+                **plain(found),
                 "exact": found.exact,
                 "sound": found.sound,
                 "warning": found.warning(),
             }
             for name, found in done.fidelity.items()
         },
-        "judging": [doc.plain(bill) for bill in done.bills],
+        "judging": [plain(bill) for bill in done.bills],
         "comparisons": [
             doc.comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
             for c in done.compared

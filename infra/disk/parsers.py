@@ -164,10 +164,11 @@ def parse_xfs_quota(text: str) -> list[Quota]:
             continue
         parts = row.groups()
         # Grace is `--------` where none runs, and `-none-` where it has run out.
-        space = _limit(*parts[1:4], parts[4].strip("- "), unit=_KIB)
-        inodes = None
+        used, soft, hard, grace = parts[1:5]
+        space, inodes = _limit(used, soft, hard, grace.strip("- "), unit=_KIB), None
         if parts[5] is not None:
-            inodes = _limit(*parts[5:8], parts[8].strip("- "), unit=1)
+            used, soft, hard, grace = parts[5:9]
+            inodes = _limit(used, soft, hard, grace.strip("- "), unit=1)
         found.append(Quota(whose, parts[9], space, inodes))
     return found
 

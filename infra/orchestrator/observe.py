@@ -184,12 +184,15 @@ class Observer:
         if job.sight == "unknown" and attempt.attempt.executor != "local":
             return "unknown"  # it may queue, and who cannot be asked cannot end it either
         if job.sight == "live" and not job.running:
-            for name in ("heart", "progress"):  # it queues, or is suspended: it owes no sign
-                self._signs.pop((attempt.ref, name), None)
+            self._forget(attempt.ref)  # it queues, or is suspended: it owes no sign of life
             return "live"
         heart, progress = self._silent_s(attempt) or (0.0, 0.0)
         hangs = heart > self.patience.heartbeat_s or progress > self.patience.progress_s
         return "hung" if hangs else "live"
+
+    def _forget(self, ref: AttemptRef) -> None:
+        for name in ("heart", "progress"):
+            self._signs.pop((ref, name), None)
 
     def _is_mine(self, attempt: OpenAttempt) -> bool:
         return attempt.attempt.owner == str(ProcessId.of())

@@ -19,7 +19,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, suggest
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.kinds.kind import ONLY_OF_EPISODES
+from refiner_core.contract.kinds.evaluate import ONLY_OF_EPISODES
 from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,

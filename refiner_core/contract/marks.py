@@ -62,7 +62,7 @@ class Range(NamedTuple):
             return ""
         if self.le is not None:
             return f"{self.ge:g} to {self.le:g}"
-        special = {0: "zero or more", -1: "zero or more, or -1 for no limit"}
+        special: dict[float, str] = {0: "zero or more", -1: "zero or more, or -1 for no limit"}
         return special.get(self.ge, f"at least {self.ge:g}")
 
 

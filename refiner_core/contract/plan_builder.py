@@ -20,7 +20,7 @@ from refiner_core.contract.fingerprint import (
     stage_fingerprint,
 )
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.kinds.kind import JUDGE_WEIGHTS
+from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     HUB_DIGEST,

@@ -97,7 +97,7 @@ class Counts:
     def add(self, **numbers: float) -> None:
         """Add to fields of :class:`JudgeUsage` that are numbers."""
         with self._lock:
-            self._numbers.update(numbers)  # type: ignore[arg-type]  # seconds count, too
+            self._numbers.update(numbers)
 
     def count(self, of: str, key: int | str) -> None:
         """Add one to a field that counts by key; of many names of servers the first few stay."""
@@ -109,8 +109,9 @@ class Counts:
     def snapshot(self) -> JudgeUsage:
         """All of it, at one moment."""
         with self._lock:
-            by_key: dict[str, Any] = {of: dict(counts) for of, counts in self._by_key.items()}
-            return JudgeUsage(**self._numbers, **by_key)
+            by_key = {of: dict(counts) for of, counts in self._by_key.items()}
+            fields: dict[str, Any] = {**self._numbers, **by_key}
+            return JudgeUsage(**fields)
 
 
 def usage_of(judge: Judge) -> JudgeUsage | None:

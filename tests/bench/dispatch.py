@@ -10,9 +10,11 @@ One JSON line each, with the goal and whether it was met:
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -128,9 +130,11 @@ class Counting(RealSlurm):
 
     count = 0
 
-    def _run(self, *command: str) -> tuple[int, str, str]:
+    def _run(
+        self, *command: str, passing: re.Pattern[str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         self.count += 1
-        return super()._run(*command)
+        return super()._run(*command, passing=passing)
 
 
 def _ours(folder: Path) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infra.jobs.failures import classify
-from refiner_core.contract.checks.environment import check_curriculum
+from refiner_core.contract.checks.environment import check_curriculum, check_shaping
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage

@@ -23,7 +23,7 @@ def test_the_next_attempt_knows_the_servers_that_the_one_before_has_left(
     )
     work: Any = SimpleNamespace(
         config=None, io=SimpleNamespace(should_stop=bool), stage_id="grpo-1",
-        workspace=Workspace.open(tmp_path),
+        workspace=Workspace.open(tmp_path), starts=str,
     )  # fmt: skip
     for work.attempt in (1, 2):
         rank._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]

@@ -1,9 +1,8 @@
-"""Kinds of stages.
+"""Kinds of stages, one module each.
 
-In: the modules of this package, and every :class:`~refiner_core.contract.kinds.kind.Kind` in them;
-those that come with refiner are in :mod:`refiner_core.contract.kinds.shipped`. Out: :data:`KINDS`,
-by name, in the order of work. Whoever wants to know something of a kind asks it; nobody lists
-kinds. A new one is a module here, its section in
+In: the modules of this package; each has a :class:`~refiner_core.contract.kinds.kind.Kind` by the
+name of ``KIND``. Out: :data:`KINDS`, by name, in the order of work. Whoever wants to know something
+of a kind asks it; nobody lists kinds. A new one is a module here, its section in
 :class:`~refiner_core.contract.config.RecipeConfig`, and its function in ``flows/stages``.
 """
 
@@ -13,15 +12,26 @@ import importlib
 import pkgutil
 from collections.abc import Collection
 
-from refiner_core.contract.kinds.kind import CardWords as CardWords
-from refiner_core.contract.kinds.kind import Kind as Kind
+from refiner_core.contract.kinds.kind import CardWords, Kind
+
+__all__ = [
+    "KINDS",
+    "MODELS",
+    "TRAINED",
+    "TRAINED_HERE",
+    "CardWords",
+    "Kind",
+    "card_words",
+    "kinds_of",
+    "section_name",
+]
 
 
 def _found() -> dict[str, Kind]:
     modules = (
         importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)
     )
-    kinds = [value for m in modules for value in vars(m).values() if isinstance(value, Kind)]
+    kinds = [module.KIND for module in modules if hasattr(module, "KIND")]
     return {kind.name: kind for kind in sorted(kinds, key=lambda kind: kind.order)}
 
 
@@ -35,7 +45,7 @@ MODELS = ("base", *TRAINED)
 
 
 def card_words(name: str) -> CardWords:
-    """Give what cards say of a model that a kind has made; of one that says nothing, what its name
+    """What cards say of a model that a kind has made; of one that says nothing, what its name
     tells."""
     own = KINDS[name].card if name in KINDS else None
     if own is not None:

@@ -1,7 +1,7 @@
 """A kind of stage: all that planner, forecast, cards and worker want to know of it.
 
-In: nothing. Out: :class:`Kind`, which the modules beside this one make. What a kind does is in the
-function that :attr:`Kind.run` names, in ``flows/stages``.
+In: nothing. Out: :class:`Kind`, of which each module beside this one makes one. What a kind does is
+in the function that :attr:`Kind.run` names, in ``flows/stages``.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ ENVIRONMENT_EVALUATED = tuple(
 REWARDS_2 = "a claim counts once in the citation reward, however often an answer repeats it"
 #: Sources of a kind whose samples are rewarded.
 REWARDED_SOURCES = ("model", "rubrics", "judge_prompt", "environment")
-#: What an episode's evaluation depends on, and an answer's does not.
-ONLY_OF_EPISODES = ("grpo.max_token_length",)
-#: The source that names the weights of a judge that refiner serves.
-JUDGE_WEIGHTS = "judge.weights"
 #: What a kind that runs the model reads of a Hub.
 MODEL_READS = ("model", "tokenizer")
 
