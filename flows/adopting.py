@@ -1,6 +1,6 @@
-"""Adopting, as a function: look at a dead run, record it, say what to run next.
+"""Adopting: look at a dead run, record it, say what to run next.
 
-In: an :class:`AdoptRequest`. Out: a JSON-ready report, records in the workspace, and for another
+In: its folder. Out: a JSON-ready report, records in the workspace, and for another
 trainer's checkpoint a recipe that publishes (and evaluates) it.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infra.adopting import (
     HOW_IN_WORDS,
@@ -35,44 +34,79 @@ from refiner_core.contract.recipes import find_recipe
 OUTPUT_VERSION = 1
 
 
-@dataclass(frozen=True)
-class AdoptRequest:
-    """What is asked for; ``overrides`` are ``key=value``, as for ``refiner run``."""
+class AdoptRequest(NamedTuple):
+    """Arguments of :func:`adopt_run`."""
 
     folder: Path
-    overrides: Sequence[str] = ()
-    step: int | None = None
-    recipe: str | None = None
-    companions: Path | None = None
-    name: str | None = None
-    how: How = "link"
-    dry_run: bool = False
+    overrides: Sequence[str]
+    step: int | None
+    recipe: str | None
+    companions: Path | None
+    name: str | None
+    how: How
+    dry_run: bool
 
     @property
     def workspace(self) -> str:
-        """Where to: ``workspace=``, or as recipes have it."""
+        """Workspace: ``workspace=``, or as recipes have it."""
         given = [o.partition("=")[2] for o in self.overrides if o.startswith("workspace=")]
         return given[-1] if given else RecipeConfig().workspace
 
     def sets(self, field: str) -> bool:
-        """Whether an override sets a field."""
+        """True if an override sets a field."""
         return any(o.startswith(f"{field}=") for o in self.overrides)
 
 
-def adopt(request: AdoptRequest) -> dict[str, Any]:
-    """Look, and unless it is a dry run, record; returns the report.
+def adopt_run(
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    recipe: str | None = None,
+    companions: str | Path | None = None,
+    name: str | None = None,
+    how: How = "link",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Take over a dead run, whatever trainer has written it.
+
+    Parameters
+    ----------
+    folder
+        Where it lies.
+    overrides
+        ``key=value``, as for ``refiner run``; ``workspace=DIR`` says where to.
+    step
+        Which checkpoint (default: the newest that is complete).
+    recipe
+        Whose data, judge and evaluation are used.
+    companions
+        A folder with config and tokenizer, where the checkpoint has none.
+    name
+        Of the model (default: the folder's).
+    how
+        Hard links, links by name, or copies.
+    dry_run
+        Look, say what would be done, change nothing.
+
+    Returns
+    -------
+    dict
+        What ``refiner adopt --json`` prints: checkpoints with their state, what was adopted, and
+        the command that comes next.
 
     Raises
     ------
     ConfigurationError
         Nothing there can be adopted, or an override cannot be meant.
     WorkspaceError
-        The run in the folder still lives, or the workspace cannot be used.
+        The run still lives, or the workspace cannot be used.
     """
-    folder = request.folder.expanduser().absolute()
-    if is_ours(folder):
-        return _adopt_ours(request, folder)
-    return _adopt_checkpoint(request, folder)
+    beside = None if companions is None else Path(companions)
+    request = AdoptRequest(Path(folder), tuple(overrides), step, recipe, beside, name, how, dry_run)
+    place = request.folder.expanduser().absolute()
+    adopt = _adopt_ours if is_ours(place) else _adopt_checkpoint
+    return adopt(request, place)
 
 
 # ---------------------------------------------------------------- refiner's own
@@ -118,16 +152,11 @@ def _same_recipe(folder: Path, stages: Sequence[FoundStage], workspace: Workspac
         if ids & set(run.stages.values()):
             left_out = ("workspace=", "data_root=")
             kept = [o for o in run.overrides if not o.startswith(left_out)]
-            recipe = _recipe_of(run.command, run.recipe)
+            # A file has to be named again by its path.
+            files = (w for w in run.command if w.endswith((".yaml", ".yml")))
+            recipe = next((w for w in files if Path(w).stem == run.recipe), run.recipe)
             return ["refiner", "run", recipe, *kept, f"workspace={workspace.root}"]
     return ["refiner", "run", "RECIPE", f"workspace={workspace.root}"]
-
-
-def _recipe_of(command: Sequence[str], name: str) -> str:
-    """The recipe as it was given: a file has to be named again by its path."""
-    return next(
-        (w for w in command if Path(w).stem == name and w.endswith((".yaml", ".yml"))), name
-    )
 
 
 # ---------------------------------------------------------------- anybody's
@@ -165,7 +194,10 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     if report["notes"]:  # it could be run, and would be refused at its first stage
         again = ["refiner", "adopt", str(request.folder), *request.overrides]
         report["next"] = [*again, "--step", str(chosen.step), "--companions", "FOLDER"]
-    base = _base_model(request)  # refuses overrides that cannot be meant, before anything is made
+    base = ""  # what training started from, where the call says so
+    if request.recipe is not None or request.sets("model.name_or_path"):
+        # Refuses overrides that cannot be meant, before anything is made.
+        base = load_recipe(request.recipe or "tiny", request.overrides).model.name_or_path
     if request.dry_run:
         return report
     workspace = Workspace.open(request.workspace)
@@ -210,14 +242,6 @@ def _notes(chosen: Sighting, request: AdoptRequest) -> list[str]:
     ]
 
 
-def _base_model(request: AdoptRequest) -> str:
-    """What training started from, where the call says so."""
-    if request.recipe is None and not request.sets("model.name_or_path"):
-        return ""
-    recipe = request.recipe or "tiny"
-    return load_recipe(recipe, request.overrides).model.name_or_path
-
-
 def _name(request: AdoptRequest, folder: Path, chosen: Sighting) -> str:
     name = request.name or (folder.parent.name if chosen.path == folder else folder.name)
     return re.sub(r"[^\w.-]+", "-", f"{name}-step{chosen.step}").strip("-.")
@@ -230,7 +254,10 @@ def _recipe_fields(
     stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
     fields: dict[str, Any] = {}
     if request.recipe is not None:
-        fields["include"] = [_include(request.recipe)]
+        # The adopted recipe lies elsewhere.
+        is_file = Path(request.recipe).expanduser().is_file()
+        include = str(find_recipe(request.recipe).resolve()) if is_file else request.recipe
+        fields["include"] = [include]
     fields |= {
         "description": f"Another trainer's checkpoint, adopted from {request.folder.name}.",
         "workspace": str(workspace.root),
@@ -245,9 +272,3 @@ def _recipe_fields(
     else:
         fields["evaluate"] = {"models": ["base", "command"]}
     return fields
-
-
-def _include(recipe: str) -> str:
-    """As the adopted recipe, which lies elsewhere, has to name it."""
-    path = find_recipe(recipe)
-    return recipe if not Path(recipe).expanduser().is_file() else str(path.resolve())

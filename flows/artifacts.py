@@ -1,4 +1,4 @@
-"""What of a stage's report is worth a look in the Prefect UI, as markdown. Pure; no Prefect import.
+"""Parts of a stage's report that the Prefect UI shows, as markdown. Pure; no Prefect import.
 
 In: a terminal :class:`~refiner_core.contract.types.StageView` with its report. Out: texts and rows.
 Reports differ by kind and grow with time, so their parts are recognised by form and nothing is
@@ -43,24 +43,17 @@ def artifact_key(*parts: str) -> str:
 
 def artifacts_of(recipe: str, view: StageView) -> list[Artifact]:
     """All that the stage's report has to show."""
-    found = []
-    if rows := numbers_in(view.report):
-        text = f"### {view.name}\n\n{markdown_table(rows)}"
-        found.append(
-            Artifact(artifact_key(recipe, view.name, "numbers"), text, f"Numbers of {view.name}")
-        )
-    if curves := curves_in(view.report):
-        text = "\n\n".join(curve_markdown(name, points) for name, points in curves.items())
-        found.append(
-            Artifact(artifact_key(recipe, view.name, "curves"), text, f"Curves of {view.name}")
-        )
-    if card := card_in(view.report):
-        found.append(
-            Artifact(
-                artifact_key(recipe, view.name, "card"), inert(card), "The model card as published"
-            )
-        )
-    return found
+    name, rows = view.name, numbers_in(view.report)
+    numbers = f"### {name}\n\n{markdown_table(rows)}" if rows else ""
+    curves = [curve_markdown(*curve) for curve in curves_in(view.report).items()]
+    found = (
+        ("numbers", numbers, f"Numbers of {name}"),
+        ("curves", "\n\n".join(curves), f"Curves of {name}"),
+        ("card", inert(card_in(view.report)), "The model card as published"),
+    )
+    return [
+        Artifact(artifact_key(recipe, name, w), text, about) for w, text, about in found if text
+    ]
 
 
 def shortened(text: str, path: str) -> str:

@@ -129,16 +129,17 @@ class Attach:
             self._tell(gone=f"Prefect's server at {server.url} is gone.")
         if server.ours and tried >= _TRIES:
             os._exit(4)
-        while not server.ours and self._works() and not _answers(server):
+        while (
+            not server.ours
+            and orchestrator_of(self._room, self._call).works
+            and not _answers(server)
+        ):
             time.sleep(_LOOK_EVERY_S)
         for name in server.client_env():  # the next one is another
             os.environ.pop(name, None)
         os.environ[_TRIED] = str(tried)
         sys.stderr.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", "flows.attach", *sys.argv[1:]])
-
-    def _works(self) -> bool:
-        return orchestrator_of(self._room, self._call).works
 
     def _tell(self, **message: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has left; then nobody needs to know

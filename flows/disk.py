@@ -5,7 +5,7 @@ In: a workspace or plans. Out: JSON-ready values, and forecasts. Imports nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +17,14 @@ from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.usage import Row, by_run_and_kind
 from infra.judgements.segments import summarise
-from infra.store.checkpoints import pins, reclaimed_text
+from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
+from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import from_json
+from refiner_core.contract.records import from_json, to_json
 
 #: Assumed where a workspace has not seen a failure yet: one in two days, for a node with GPUs.
 _ASSUMED_MTBF_S = 48 * 3600.0
@@ -52,37 +53,52 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
 
 
 class Report(NamedTuple):
-    """What `refiner disk` shows; ``json`` is the whole of it."""
+    """Report that `refiner disk` shows; ``json`` is the whole of it."""
 
     rows: list[Row]
     json: dict[str, Any]
 
 
-def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
-    """Use by run and kind, room and source, reservations, and what a reclaim would free."""
+def disk_report(
+    workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
+) -> Report:
+    """Use of a workspace by run and kind, the room that is left, and what may go.
+
+    Parameters
+    ----------
+    workspace
+        The folder.
+    overrides
+        Of ``disk``, as ``key=value`` (default: as the newest run has it).
+
+    Returns
+    -------
+    Report
+        ``rows``, and ``json``: what ``refiner disk --json`` prints.
+
+    Raises
+    ------
+    ConfigurationError
+        An override cannot be meant.
+    WorkspaceError
+        It is no workspace, or a record is damaged.
+    """
+    room = Workspace.read_only(workspace)
+    keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock(caches=True)
     runs: dict[str, Sequence[str]] = {}
-    for run_id in workspace.run_ids():
+    for run_id in room.run_ids():
         try:
-            runs[run_id] = tuple(workspace.read_run(run_id).stages.values())
+            runs[run_id] = tuple(room.read_run(run_id).stages.values())
         except RefinerError:  # it is still worth showing the rest
             runs[run_id] = ()
     rows = by_run_and_kind([*stock.items, *stock.caches], runs)
-    room, reserved = keeper.room(fresh=True), keeper.ledger.others()
+    left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
         "version": 1,
-        "workspace": str(workspace.root),
-        "data": str(workspace.layout.data),
-        "room": {
-            "free_bytes": room.free_bytes,
-            "used_bytes": room.used_bytes,
-            "limit_bytes": room.limit_bytes,
-            "free_inodes": room.free_inodes,
-            "used_inodes": room.used_inodes,
-            "limit_inodes": room.limit_inodes,
-            "source": room.source,
-            "note": room.note,
-        },
+        "workspace": str(room.root),
+        "data": str(room.layout.data),
+        "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
         "status": keeper.status_line(),
         "reservations": [
             {
@@ -94,7 +110,7 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for r in reserved
         ],
-        "pins": sorted(pins(workspace.layout)),
+        "pins": sorted(pins(room.layout)),
         "use": [
             {
                 "run": row.run or None,
@@ -104,8 +120,8 @@ def disk_report(workspace: Workspace, keeper: DiskKeeper) -> Report:
             }
             for row in rows
         ],
-        "judgements": _judgements(workspace),
-        "published": _published(workspace, stock),
+        "judgements": _judgements(room),
+        "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "idle_exports": _idle_exports(stock),
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
@@ -140,7 +156,7 @@ def _judgements(workspace: Workspace) -> dict[str, Any]:
 
 
 def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
-    """What is published where, as its records say, and whether its weights still lie here, too."""
+    """Publications, as records say, and whether their weights still lie here, too."""
     found = []
     for stage_id, copies in sorted(stock.copies.items()):
         facts = stock.stages.get(stage_id)
@@ -193,7 +209,7 @@ def _idle_exports(stock: Stock) -> list[dict[str, Any]]:
 
 
 class Reclaimed(NamedTuple):
-    """What was reclaimed, or would be: holds on checkpoints that were let go, candidates, paths
+    """Result of reclaiming, done or not: holds on checkpoints that were let go, candidates, paths
     that are gone with their size, and the room that there is now."""
 
     holds: list[Hold]
@@ -204,16 +220,47 @@ class Reclaimed(NamedTuple):
     status: str
 
 
-def reclaim(
-    keeper: DiskKeeper, *, caches: bool = False, judgements: bool = False, dry_run: bool = False
+def reclaim_disk(
+    workspace: str | Path = RecipeConfig.workspace,
+    overrides: Sequence[str] = (),
+    *,
+    caches: bool = False,
+    judgements: bool = False,
+    dry_run: bool = True,
 ) -> Reclaimed:
-    """Delete all that the policy allows; of a dry run say only what that would be."""
+    """Delete all that the policy allows.
+
+    Parameters
+    ----------
+    workspace, overrides
+        As of :func:`flows.api.disk_report`.
+    caches
+        The caches of ``disk.watch_caches``, too.
+    judgements
+        What judges have said, too.
+    dry_run
+        Only say what would go. To delete, say False.
+
+    Returns
+    -------
+    Reclaimed
+        Candidates, and what is gone.
+
+    Raises
+    ------
+    ConfigurationError
+        An override cannot be meant.
+    WorkspaceError
+        It is no workspace, a record is damaged, or somebody else may have written there.
+    """
+    room = Workspace.read_only(workspace)
     if not dry_run:
-        keeper.workspace.require_trust()
+        room.require_trust()
+    keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock(caches=caches, as_if_dropped=dry_run)
     holds = [h for h in stock.holds if h.idle]
     if not dry_run and holds:
-        holds = drop_idle(keeper.workspace, holds)
+        holds = drop_idle(room, holds)
         stock = keeper.stock(caches=caches)
     candidates = plan_reclaim(stock, None, caches=caches, judgements=judgements)
     items: tuple[str, ...] = ()
@@ -226,25 +273,70 @@ def reclaim(
     return Reclaimed(holds, stock, candidates, items, freed, keeper.status_line())
 
 
-def stage_to_pin(workspace: Workspace, name: str) -> str:
-    """The id of a stage that is named by id, or by its name in the newest run that has it.
+class Pinned(NamedTuple):
+    """A stage that is (or is no longer) kept whole; ``changed`` is False if it was so before."""
+
+    stage_id: str
+    changed: bool
+
+
+def pin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+    """Keep everything of a stage, whatever is reclaimed.
+
+    Parameters
+    ----------
+    stage
+        Its id, or its name in the newest run.
+    workspace
+        The folder.
+
+    Returns
+    -------
+    Pinned
+        Which stage.
 
     Raises
     ------
     ConfigurationError
-        There is none of that name.
+        There is no such stage; names the nearest.
     """
-    ids = workspace.stage_ids()
-    if name in ids:
-        return name
-    for run in workspace.runs(newest_first=True):
-        if name in run.stages:
-            return run.stages[name]
-    raise ConfigurationError(
-        f"{workspace.root} has no stage {name!r}",
-        expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
-        fix="name one of these, a stage of a run (`refiner status`), or another `workspace=DIR`",
-    )
+    return _marked(stage, workspace, pin)
+
+
+def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> Pinned:
+    """Take back :func:`flows.api.pin_stage`.
+
+    Parameters
+    ----------
+    stage, workspace
+        As of :func:`flows.api.pin_stage`.
+
+    Returns
+    -------
+    Pinned
+        Which stage.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such stage; names the nearest.
+    """
+    return _marked(stage, workspace, unpin)
+
+
+def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool]) -> Pinned:
+    room = Workspace.read_only(workspace)
+    ids = room.stage_ids()
+    runs = (run for run in room.runs(newest_first=True) if name in run.stages)
+    stage_id = name if name in ids else next((run.stages[name] for run in runs), None)
+    if stage_id is None:
+        raise ConfigurationError(
+            f"{room.root} has no stage {name!r}",
+            expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
+            fix="name one of these, a stage of a run (`refiner status`), or another "
+            "`workspace=DIR`",
+        )
+    return Pinned(stage_id, mark(room.layout, stage_id))
 
 
 # ---------------------------------------------------------------- forecasts
@@ -261,18 +353,18 @@ class PlannedRoom(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether it goes through, with what may be reclaimed if that is allowed."""
+        """True if it goes through, with what may be reclaimed if that is allowed."""
         more = self.reclaimable_bytes if self.forecast.reclaim else 0
         return self.forecast.needed_bytes <= self.free_bytes + more
 
     @property
     def never_fits(self) -> bool:
-        """Whether no deleting would help."""
+        """True if no deleting would help."""
         return self.limit_bytes is not None and self.forecast.sure_bytes > self.limit_bytes
 
 
 def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
-    """What plans (a recipe's, or all trials' of a sweep) will take, and what there is for it."""
+    """Room that plans (a recipe's, or all trials' of a sweep) take, and that there is."""
     workspace = Workspace.read_only(plans[0].config.workspace)
     keeper = DiskKeeper(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
@@ -288,7 +380,7 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
 
 
 def size_of_model(config: RecipeConfig) -> ModelSize:
-    """How many parameters a recipe's model has, as far as this machine can tell."""
+    """Number of parameters of a recipe's model, as far as this machine can tell."""
     from refiner_core.generation.load import resolve_ref
 
     name = config.model.name_or_path
@@ -336,3 +428,43 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
         )
         found.append(Interval(kind, save_freq, configured, why))
     return found
+
+
+class DiskPlan(NamedTuple):
+    """Disk use of a plan.
+
+    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
+    ``intervals`` are checkpoint intervals that would lose the least time.
+    """
+
+    room: PlannedRoom
+    change: Change | None
+    intervals: Sequence[Interval]
+
+
+def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
+    """Forecast of what a plan takes on the disk, and whether there is room for it.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_recipe_plan` has made.
+    fit
+        Also look for the cheapest change that fits, and for better checkpoint intervals.
+
+    Returns
+    -------
+    DiskPlan
+        ``room.fits`` says whether it fits.
+
+    Raises
+    ------
+    WorkspaceError
+        The workspace is not a folder, or a record in it is damaged.
+    """
+    room = planned_room([plan])
+    if not fit:
+        return DiskPlan(room, None, ())
+    change = None if room.fits else propose_fit([plan], room)
+    workspace = Workspace.read_only(plan.config.workspace)
+    return DiskPlan(room, change, suggested_intervals(plan, workspace))

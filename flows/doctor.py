@@ -115,11 +115,9 @@ def _defaults(overrides: Sequence[str]) -> RecipeConfig:
 def _planned(recipe: str, overrides: Sequence[str]) -> tuple[Plan | None, RefinerError | None]:
     from flows.running.calls import check_supported, make_recipe_plan
 
+    plan = None
     try:
         plan = make_recipe_plan(recipe, overrides)
-    except RefinerError as error:
-        return None, error
-    try:
         check_supported(plan.config)
     except RefinerError as error:
         return plan, error
@@ -162,7 +160,7 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
 
 
 def _certificate(look: Look) -> Iterator[Finding]:
-    """What `refiner certify` has found of this node, if it was asked."""
+    """Findings of `refiner certify` on this node, if it was asked."""
     from infra.store.provenance import versions
     from infra.store.workspace import Workspace
 
@@ -187,11 +185,9 @@ def _certificate(look: Look) -> Iterator[Finding]:
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
     if refusal is not None:
-        yield Finding(
-            *("recipe", "plan", "broken", refusal.what),
-            mend=f"refiner doctor {look.recipe}{_setting(refusal.fix)}",
-            why=refusal.fix,
-        )
+        proposed = _SETTING.search(refusal.fix)  # the first `key=value`
+        mend = f"refiner doctor {look.recipe}" + (f" {proposed[0]}" if proposed else "")
+        yield Finding(*("recipe", "plan", "broken", refusal.what), mend=mend, why=refusal.fix)
         return
     assert plan is not None
     from flows.checking.resources import planning_notes
@@ -200,12 +196,6 @@ def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterat
     yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
         yield Finding("recipe", "note", "warning", note, mend=f"refiner plan {look.recipe}")
-
-
-def _setting(fix: str) -> str:
-    """The first `key=value` that a refusal proposes."""
-    found = _SETTING.search(fix)
-    return f" {found[0]}" if found else ""
 
 
 def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:
@@ -265,7 +255,7 @@ def _key(judge: JudgeConfig) -> Iterator[Finding]:
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judge_report import KINDS, ask_judge
+    from flows.judges import KINDS, ask_examples
     from infra.store.workspace import Workspace
 
     words = map(shown_address, _as_overrides(judge))
@@ -274,7 +264,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         workspace = Workspace.read_only(look.workspace)
         # An environment asks about assertions, and no more.
         kinds = KINDS[:1] if look.config.environment.name else KINDS
-        asked = ask_judge(workspace, judge, kinds)
+        asked = ask_examples(workspace, judge, kinds)
     except RefinerError as error:
         return Finding(
             *("judge", "judge", doubtful(look.recipe), error.what), mend=mend, why=error.fix
@@ -291,11 +281,10 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
 
 
 def _as_overrides(judge: JudgeConfig) -> list[str]:
-    words = [f"judge.model={judge.model}"]
+    address = f"judge.base_urls=[{','.join(judge.base_urls)}]"
     if judge.base_url:
-        words.insert(0, f"judge.base_url={judge.base_url}")
-    else:
-        words.insert(0, f"judge.base_urls=[{','.join(judge.base_urls)}]")
+        address = f"judge.base_url={judge.base_url}"
+    words = [address, f"judge.model={judge.model}"]
     if judge.api_key_env != JudgeConfig().api_key_env:
         words.append(f"judge.api_key_env={judge.api_key_env}")
     return words

@@ -24,11 +24,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import httpx
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.exceptions import Abort, Pause, PrefectException, TerminationSignal
+from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed, State
@@ -36,7 +33,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from flows.running import calls
 from flows.running.background import detach
 from flows.running.following import Follower, Node
-from flows.stage_tasks import ShownStage, Views
+from flows.stage_tasks import ShownStage, Views, as_task, flow_run_state
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.checks.recipe import check_config
@@ -113,7 +110,7 @@ class _Ensure:
     def __call__(self, run: Run, stage: str, wait_for: Any = None) -> StageView:
         task_of, arguments = _task_of(run, stage)
         state = task_of(*arguments, wait_for=wait_for, return_state=True)
-        if state.is_cancelled() and (wish := _state_of_flow_run()) and wish.is_cancelling():
+        if state.is_cancelled() and (wish := flow_run_state(this_run.id)) and wish.is_cancelling():
             with get_client(sync_client=True) as client:  # no runner may be there to say so
                 client.set_flow_run_state(UUID(str(this_run.id)), Cancelled(), force=True)
             raise Abort(state.message)
@@ -138,17 +135,9 @@ def _task_of(run: Run, stage: str) -> tuple[Any, tuple[Run, str]]:
             expected="a call inside a function with @flow",
             fix="call it there, or use `refiner run RECIPE` without a flow",
         )
-    if (state := _state_of_flow_run()) is not None and state.is_paused():
+    if (state := flow_run_state(this_run.id)) is not None and state.is_paused():
         raise Pause(state=state)
-    made = task(
-        _ensure,
-        name=stage,
-        task_run_name=stage.replace("{", "{{").replace("}", "}}"),
-        cache_policy=NO_CACHE,
-        retries=0,
-        persist_result=False,
-    )
-    return made, (run, stage)
+    return as_task(_ensure, stage, stage), (run, stage)
 
 
 def _ensure(run: Run, stage: str) -> State[Any]:
@@ -160,7 +149,7 @@ def _ensure(run: Run, stage: str) -> State[Any]:
     if not names:
         return _completed(room, Node(stage, plan.find(stage)[0].id))
     part = calls.with_room(config, lambda: _record_part(room, whole, plan, names))
-    left = detach(room, part, "--no-server")
+    left = detach(room, part.run, part.code, "--no-server")
     if left.failed and left.message:
         raise LaunchError(
             f"The orchestrator of {stage} ended at once: {left.message}",
@@ -241,7 +230,7 @@ class _Followed(Views):
             self._gone_since = self._gone_since or time.monotonic()
         if self._gone_since and time.monotonic() - self._gone_since > _LAST_LINE_S:
             return view, True
-        state = _state_of_flow_run()
+        state = flow_run_state(this_run.id)
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
             self.cancel()
         time.sleep(timeout_s)
@@ -263,13 +252,3 @@ class _Followed(Views):
 
     def _works(self) -> bool:
         return orchestrator_of(self._room, self._part.run).works
-
-
-def _state_of_flow_run() -> State[Any] | None:
-    """As the server has it now; None where it does not answer: work goes on without it."""
-    try:
-        with get_client(sync_client=True) as client:
-            state: State[Any] | None = client.read_flow_run(UUID(str(this_run.id))).state
-    except (httpx.HTTPError, PrefectException, OSError):
-        return None
-    return state

@@ -45,7 +45,7 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
 
 
 def _place(model: str) -> tuple[int, int]:
-    """Where a model stands among others: in the order of training, steps before the end."""
+    """Place of a model among others: in the order of training, steps before the end."""
     family, _, step = model.partition("-step")
     place = MODELS.index(family) if family in MODELS else len(MODELS)
     return (place, int(step) if step else 1 << 62)

@@ -1,4 +1,4 @@
-"""What the flows ``pipeline`` and ``sweep`` have in common. Imports Prefect.
+"""Base of the flows ``pipeline`` and ``sweep``. Imports Prefect.
 
 In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
 stage that begins (of a sweep: for each trial), with its progress, log, curves, numbers and card.
@@ -28,22 +28,22 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
-import httpx
 import psutil
-from prefect import get_run_logger
+from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.context import TagsContext
 from prefect.events import emit_event
-from prefect.exceptions import Pause, PrefectException, TerminationSignal
+from prefect.exceptions import Pause, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Crashed, Failed, State
+from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
 from flows.running.background import Detached
-from flows.running.following import Follower, SweepFollower
-from flows.stage_tasks import Views, stage_task, warned
+from flows.running.following import Follower, SweepFollower, inputs_of
+from flows.stage_tasks import Views, flow_run_state, stage_task, warned
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
@@ -71,6 +71,14 @@ _EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
+def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """The decorator of a flow that shows a call."""
+    runner = ThreadPoolTaskRunner(max_workers=MOST_TASKS)
+    made: Callable[[Callable[..., Any]], Any]
+    made = flow(name=name, retries=0, persist_result=False, task_runner=runner)
+    return made
+
+
 @dataclass(frozen=True)
 class Call:
     """A recorded run or sweep: its name, the id of its records, and who reads what it records."""
@@ -95,7 +103,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Doors:
-    """How a call is begun, worked on, and ended, or kept from beginning anything more."""
+    """Ways to begin a call, to work on it, to end it, or keep it from beginning more."""
 
     begin: Callable[[], Call]
     start: Callable[[Call], Detached]
@@ -197,7 +205,7 @@ class _Follow:
         return self._last_word(self._shared.all(), lost)
 
     def _until_over(self) -> str:
-        """Why the call has no end that it said itself; empty where it has one."""
+        """Follow until it is over; why the call said no end itself, empty where it did."""
         gone_since, unread = None, ""
         while True:
             try:
@@ -228,12 +236,8 @@ class _Follow:
     # ------------------------------------------------------------ what somebody wants
 
     def _hear(self) -> None:
-        """Whether this flow run is to be cancelled or suspended."""
-        try:
-            with get_client(sync_client=True) as client:
-                state = client.read_flow_run(self._run_id).state
-        except (httpx.HTTPError, PrefectException, OSError):
-            return  # work goes on without a server
+        """True if this flow run is to be cancelled or suspended."""
+        state = flow_run_state(self._run_id)
         if state is None:
             return
         if state.is_cancelling() or state.is_cancelled():
@@ -301,7 +305,7 @@ class _Follow:
 
     def _inputs(self, name: str) -> list[str]:
         try:
-            return self._call.follower.inputs(name)
+            return inputs_of(self._call.room, self._call.follower.nodes, name)
         except (RefinerError, OSError) as error:  # an edge of the graph
             self._log.warning("What %s is made from is not shown: %s", name, error)
             return []

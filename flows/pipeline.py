@@ -11,12 +11,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from prefect import flow
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
+from flows.flow_runs import Call, Doors, carry_out, shown_flow
 from flows.running.background import Detached
 from infra.store.workspace import Workspace
 
@@ -24,12 +22,7 @@ from infra.store.workspace import Workspace
 _Path = Annotated[str, Field(min_length=1)]
 
 
-@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
-    name="pipeline",
-    retries=0,
-    persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=MOST_TASKS),
-)
+@shown_flow("pipeline")
 def pipeline(
     recipe: _Path = "tiny",
     overrides: list[str] = [],  # noqa: B006  # Prefect shows defaults in its form
@@ -71,13 +64,12 @@ def pipeline(
         return Call.of_run(room, record.run)
 
     def start(call: Call) -> Detached:
-        from flows.api.runs import detach_run
+        from flows.running.background import detach_run
 
         return detach_run(call.room.read_run(call.id), call.room.root, use_server=False)
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.api.runs import cancel_run
-        from flows.running.cancelling import waiting_stages
+        from flows.running.cancelling import cancel_run, waiting_stages
 
         room = call.room
         stages = waiting_stages(room, room.read_run(call.id)) if how == "suspend" else []

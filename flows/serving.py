@@ -26,7 +26,7 @@ _MOST_POOLS = 100
 
 
 class Proposed(NamedTuple):
-    """What is served: the recipe and the sweep that the forms propose, and nightly files."""
+    """Served files: the recipe and the sweep that the forms propose, and nightly files."""
 
     recipe: str | None = None
     sweep: str | None = None
@@ -34,7 +34,7 @@ class Proposed(NamedTuple):
 
 
 def proposed(files: Sequence[str]) -> Proposed:
-    """Which of the files is what.
+    """Files by what they are.
 
     Raises
     ------
@@ -43,7 +43,8 @@ def proposed(files: Sequence[str]) -> Proposed:
     """
     found: dict[str, list[str]] = {"recipe": [], "sweep": [], "nightly": []}
     for file in files:
-        found[_kind_of(file)].append(_absolute(file))
+        path = Path(file).expanduser()
+        found[_kind_of(file)].append(str(path.absolute()) if path.is_file() else file)
     for kind in ("recipe", "sweep"):
         if len(found[kind]) > 1:
             raise ConfigurationError(
@@ -77,11 +78,6 @@ def _kind_of(file: str) -> str:
         expected="a YAML file of one of the three, or a shipped name",
         fix="look with `refiner plan`, `refiner sweep FILE --dry-run` or `refiner nightly check`",
     )
-
-
-def _absolute(file: str) -> str:
-    path = Path(file).expanduser()
-    return str(path.absolute()) if path.is_file() else file
 
 
 def serve(
@@ -208,7 +204,7 @@ def deploy(
 def _checked(
     files: Sequence[str], workspace: str | None, tell: Callable[[str], None]
 ) -> list[Nightly]:
-    from flows.api.nightly import check_nightly
+    from flows.nightly.night import check_nightly
 
     checked = [check_nightly(f, [f"workspace={workspace}"] if workspace else []) for f in files]
     for one in checked:

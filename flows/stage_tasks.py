@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,20 +71,36 @@ class Views:
             return self._views[name], self._closed
 
 
-def stage_task(call: str, node: Node, shared: Views) -> Any:
-    """The task ``ensure`` of one stage of a call: it follows the stage until that has ended."""
-
-    @task(  # type: ignore[untyped-decorator]
-        name=node.name,
-        task_run_name=node.title.replace("{", "{{").replace("}", "}}"),
+def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
+    """A task that shows a stage; the orchestrator alone retries it."""
+    return task(
+        follow,
+        name=name,
+        task_run_name=title.replace("{", "{{").replace("}", "}}"),
         cache_policy=NO_CACHE,
         retries=0,
         persist_result=False,
     )
+
+
+def stage_task(call: str, node: Node, shared: Views) -> Any:
+    """The task ``ensure`` of one stage of a call: it follows the stage until that has ended."""
+
     def ensure() -> State[Any]:
         return ShownStage(call, node).until_over(shared)
 
-    return ensure
+    return as_task(ensure, node.name, node.title)
+
+
+def flow_run_state(run_id: object) -> State[Any] | None:
+    """The state of a flow run as the server has it now; None where it does not answer: work goes on
+    without it."""
+    try:
+        with get_client(sync_client=True) as client:
+            state: State[Any] | None = client.read_flow_run(UUID(str(run_id))).state
+    except (httpx.HTTPError, PrefectException, OSError):
+        return None
+    return state
 
 
 class ShownStage:
@@ -170,7 +186,7 @@ def state_of(view: StageView) -> State[Any]:
 
 @contextlib.contextmanager
 def warned(log: Any, what: str) -> Iterator[None]:
-    """What is only shown may be missing: it is said, and the work goes on."""
+    """Guard of what is only shown: that it is missing is said, and the work goes on."""
     try:
         yield
     except (httpx.HTTPError, PrefectException, OSError) as error:

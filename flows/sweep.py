@@ -9,12 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from prefect import flow
 from prefect.states import State
-from prefect.task_runners import ThreadPoolTaskRunner
 from pydantic import Field
 
-from flows.flow_runs import MOST_TASKS, Call, Doors, carry_out
+from flows.flow_runs import Call, Doors, carry_out, shown_flow
 from flows.running.background import Detached
 from infra.store.workspace import Workspace
 
@@ -22,12 +20,7 @@ from infra.store.workspace import Workspace
 _Path = Annotated[str, Field(min_length=1)]
 
 
-@flow(  # type: ignore[untyped-decorator]  # mypy does not follow Prefect's imports
-    name="sweep",
-    retries=0,
-    persist_result=False,
-    task_runner=ThreadPoolTaskRunner(max_workers=MOST_TASKS),
-)
+@shown_flow("sweep")
 def sweep(
     sweep: _Path = "citation-weight-tiny",
     overrides: list[str] = [],  # noqa: B006
@@ -52,8 +45,7 @@ def sweep(
     """
 
     def begin() -> Call:
-        from flows.api.sweeps import begin_sweep
-        from flows.sweeping.launching import workspace_of
+        from flows.sweeping.launching import begin_sweep, workspace_of
         from flows.sweeping.planning import make_sweep_plan
 
         if run:
@@ -63,14 +55,12 @@ def sweep(
         return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
 
     def start(call: Call) -> Detached:
-        from flows.api.sweeps import detach_sweep
-        from flows.sweeping.launching import Launch
+        from flows.sweeping.launching import Launch, detach_sweep
 
         return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
 
     def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.api.sweeps import cancel_sweep
-        from flows.sweeping.launching import suspend_sweep
+        from flows.sweeping.launching import cancel_sweep, suspend_sweep
 
         if how == "cancel":
             cancel_sweep(call.name, call.room.root, wait_s=0)

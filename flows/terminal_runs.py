@@ -14,17 +14,7 @@ from typing import Any
 
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterName,
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-)
+from prefect.client.schemas import filters
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort, TaskRunSort
 from prefect.exceptions import ObjectNotFound
@@ -95,11 +85,11 @@ def _deployment(client: SyncPrefectClient, flow: Flow[Any, Any]) -> Any:
 
 
 def _open_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    of_ours = DeploymentFilter(name=DeploymentFilterName(any_=[NAME]))
-    states = FlowRunFilterState(type=FlowRunFilterStateType(any_=_OPEN))
+    of_ours = filters.DeploymentFilter(name=filters.DeploymentFilterName(any_=[NAME]))
+    states = filters.FlowRunFilterState(type=filters.FlowRunFilterStateType(any_=_OPEN))
     runs: list[FlowRun] = client.read_flow_runs(
         deployment_filter=of_ours,
-        flow_run_filter=FlowRunFilter(state=states),
+        flow_run_filter=filters.FlowRunFilter(state=states),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=_LIMIT,
     )
@@ -121,7 +111,7 @@ def _followed(run: FlowRun) -> bool:
 
 
 def _why_left(run: FlowRun) -> str:
-    """Why nobody follows a call any more with that flow run; empty where somebody may."""
+    """Reason why nobody follows a call with that flow run any more; empty where somebody may."""
     process, state = _follower(run), run.state_type
     if process is None or state not in (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING):
         return ""
@@ -149,9 +139,9 @@ def _crash_tasks(client: SyncPrefectClient, run: FlowRun, why: str) -> None:
     """Close what an earlier follower has left open."""
     state: State[Any] = Crashed(message=why)
     for task_run in client.read_task_runs(
-        flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])),
-        task_run_filter=TaskRunFilter(
-            state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN))
+        flow_run_filter=filters.FlowRunFilter(id=filters.FlowRunFilterId(any_=[run.id])),
+        task_run_filter=filters.TaskRunFilter(
+            state=filters.TaskRunFilterState(type=filters.TaskRunFilterStateType(any_=_OPEN))
         ),
         sort=TaskRunSort.END_TIME_DESC,
         limit=_LIMIT,

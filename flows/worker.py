@@ -1,4 +1,4 @@
-"""What a job runs: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
+"""Command of a job: ``python -P -m flows.worker --workspace DIR STAGE_ID ATTEMPT``.
 
 In: an attempt that an orchestrator has claimed. Out: its result or its outcome, in the workspace. A
 job that the scheduler starts again gets the same command line; :mod:`infra.jobs.signals` finds out
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_no_room(workspace: Workspace, stage_id: str) -> None:
-    """Where not even a beginning fits, what is printed does not, either."""
+    """Note a full disk: where not even a beginning fits, what is printed does not, either."""
     if numbers := workspace.layout.stage(stage_id).attempt_numbers():
         with contextlib.suppress(OSError):  # then only the exit code is left to say it
             workspace.note_room(stage_id, numbers[-1], there=False)

@@ -230,7 +230,19 @@ def ensure_server(wait_s: float = 60.0, *, env: Mapping[str, str] | None = None)
 
 
 def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
-    """Status of the server, without starting anything."""
+    """State and address of the local Prefect server, and where its key and its log lie. Starts
+    nothing.
+
+    Parameters
+    ----------
+    env
+        Variables that say where to look (default: this process's).
+
+    Raises
+    ------
+    OSError
+        Its folder cannot be read.
+    """
     env = os.environ if env is None else env
     files = _Files(state_dir(env))
     where = (str(files.folder), str(files.log))
@@ -245,10 +257,22 @@ def server_status(*, env: Mapping[str, str] | None = None) -> ServerStatus:
 def stop_server(*, env: Mapping[str, str] | None = None, grace_s: float = _GRACE_S) -> bool:
     """End the server that we started, and only that process: TERM, a while, KILL of its group.
 
+    Parameters
+    ----------
+    env
+        As of :func:`server_status`.
+    grace_s
+        Seconds that it gets to end by itself.
+
     Returns
     -------
     bool
-        Whether there was one to stop.
+        False where there is none of ours.
+
+    Raises
+    ------
+    OSError
+        Its folder cannot be read.
     """
     files = _Files(state_dir(os.environ if env is None else env))
     with _exclusive(files.lock, time.monotonic() + grace_s):

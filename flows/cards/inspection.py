@@ -16,14 +16,15 @@ from dataclasses import dataclass, replace
 from difflib import unified_diff
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import click
 
 from infra.store.stage_records import CARD, EVIDENCE
+from infra.store.workspace import Workspace
 from refiner_core.cards import build_card
 from refiner_core.cards.evidence import load_evidence
-from refiner_core.cards.lint import Finding, check_card
+from refiner_core.cards.lint import Finding
+from refiner_core.cards.lint import check_card as findings_of
 from refiner_core.cards.lint.against import LARGEST, file_findings
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
@@ -32,10 +33,6 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
 from refiner_core.contract.records import OutputFile, RunRecord
-
-if TYPE_CHECKING:
-    from infra.store.workspace import Workspace
-
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^\s@]+))?")
 _HUB_PATIENCE_S = 20.0
@@ -85,17 +82,25 @@ class Checked:
         return len(self.findings) - self.errors
 
 
-def check(target: str, evidence: Path | None = None, template: Path | None = None) -> Checked:
-    """Check the card that ``target`` names.
+def check_card(
+    target: str, evidence: str | Path | None = None, *, template: str | Path | None = None
+) -> Checked:
+    """Check a model card: numbers, links, licence, commands, leaks. Changes nothing.
 
     Parameters
     ----------
     target
-        A README.md, the folder of a publication, ``OWNER/NAME[@revision]`` on the Hub, or ``-``.
+        A README.md, the folder of a publication, ``OWNER/NAME[@revision]`` on the Hub, or ``-`` for
+        stdin.
     evidence
-        A ``refiner.json`` to use instead of the one beside the card.
+        The ``refiner.json`` that belongs to it (default: the one beside it).
     template
-        The one that the card was made with, where that is not the shipped one; no other is run.
+        Your own template, where the card was made with one: no other is run.
+
+    Returns
+    -------
+    Checked
+        Findings, each with its line and what mends it.
 
     Raises
     ------
@@ -108,10 +113,10 @@ def check(target: str, evidence: Path | None = None, template: Path | None = Non
     """
     source = find_card(target)
     if evidence is not None:
-        source = replace(source, evidence=_read(evidence, is_card=False))
+        source = replace(source, evidence=_read(Path(evidence), is_card=False))
     problem = partial(command_problem, folder=source.folder, whole=source.whole)
-    own = None if template is None else _read(template)
-    findings = check_card(source.text, source.evidence, command_check=problem, template=own)
+    own = None if template is None else _read(Path(template))
+    findings = findings_of(source.text, source.evidence, command_check=problem, template=own)
     if source.whole and source.folder is not None and source.evidence is not None:
         findings += _files(source.folder, source.evidence)
     return Checked(source.name, tuple(sorted(findings)), source.evidence is not None)
@@ -248,25 +253,33 @@ class Shown:
         return found[:most] + more
 
 
-def show(workspace: Workspace, words: Sequence[str]) -> Shown:
+def show_card(words: Sequence[str] = (), workspace: str | Path = RecipeConfig.workspace) -> Shown:
     """The card of a finished publication, made again from its records.
 
     Parameters
     ----------
     words
-        A run (default: the newest) and one of its `publish` or `card` stages (default: the last
-        that is done); either may be left out.
+        A run (default: the newest) and one of its ``publish`` or ``card`` stages (default: the
+        last).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    Shown
+        ``differs`` says whether it is no longer what was published.
 
     Raises
     ------
     ConfigurationError
-        There is no such run or stage, or none of its publications is done.
+        There is no such run or publication.
     """
     from flows.publishing.facts import facts_of_stage
 
-    run, wanted = _run_and_stage(workspace, words)
-    done = _finished(workspace, run)
-    here = f"{run.run} workspace={workspace.root}"
+    room = Workspace.read_only(workspace)
+    run, wanted = _run_and_stage(room, words)
+    done = _finished(room, run)
+    here = f"{run.run} workspace={room.root}"
     if wanted is None:
         if not done:
             raise ConfigurationError(
@@ -282,10 +295,10 @@ def show(workspace: Workspace, words: Sequence[str]) -> Shown:
             expected=f"one of: {', '.join(done) or '(none is done)'}",
             fix=f"name one of these; see `refiner status {here}`",
         )
-    facts = facts_of_stage(workspace, run.stages[wanted])
-    result = workspace.read_result(run.stages[wanted])
+    facts = facts_of_stage(room, run.stages[wanted])
+    result = room.read_result(run.stages[wanted])
     published = result.report.get("card") if result is not None else None
-    folder = workspace.layout.stage(run.stages[wanted]).control
+    folder = room.layout.stage(run.stages[wanted]).control
     return Shown(run.run, wanted, build_card(facts), published, folder)
 
 

@@ -32,8 +32,10 @@ from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
+from refiner_core.contract.records import to_json
 
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
@@ -101,38 +103,47 @@ def make_order(config: RecipeConfig, found: dict[str, Any], model: str | None) -
     return next((order for order in orders if not gpus or _fits(order, found)), last)
 
 
-def certify(
-    config: RecipeConfig,
+def certify_node(
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
     *,
     model: str | None = None,
     only: Sequence[str] = (),
     time_limit_s: float = 900.0,
     tell: Callable[[CertifiedCheck], None] = lambda check: None,
 ) -> Certificate:
-    """Try what this node can do, and record it in the workspace.
+    """Try on this node what training relies on, and record it in the workspace.
 
     Parameters
     ----------
-    config
-        Its workspace, type of weights and environment of rollout servers are used.
+    recipe, overrides
+        As for :func:`flows.api.run_recipe`; without a recipe, words on the defaults. Workspace,
+        type of weights and ``grpo.rollout_server`` are used.
     model
-        A key of :data:`~flows.certify.work.SHAPES`; see :func:`make_order`.
+        Shape to measure speed with: ``tiny``, ``0.6B``, ``1.7B``, ``4B``; None is the largest that
+        fits.
     only
         Parts to try; with some alone, nothing is recorded.
     time_limit_s
-        What is not begun by then is absent, and what is not done by then has failed.
+        Seconds for all of it.
     tell
         Hears each check as it is made.
+
+    Returns
+    -------
+    Certificate
+        Checks with verdicts and figures; ``passed`` says whether none failed.
 
     Raises
     ------
     ConfigurationError
-        There is no such part or shape.
+        There is no such recipe, part or shape.
     StageFailed
         torch cannot be used at all.
-    NoSpaceError
-        The scratch folder or the certificate does not fit.
     """
+    config = (
+        load_recipe(recipe, overrides) if recipe else apply_overrides(RecipeConfig(), overrides)
+    )
     if unknown := [name for name in only if name not in PARTS]:
         raise ConfigurationError(
             f"There is no part {unknown[0]!r}.{suggest(unknown[0], PARTS)}",
@@ -182,6 +193,34 @@ def certify(
     if not only:
         write_certificate(workspace, certificate)
     return certificate
+
+
+def _check_parts(only: Sequence[str]) -> None:
+    for name in only:
+        if name not in PARTS:
+            raise ConfigurationError(
+                f"There is no part {name!r}.{suggest(name, PARTS)}",
+                expected="one of: " + ", ".join(PARTS),
+                fix="see `refiner certify --help`",
+            )
+
+
+def certificate_json(certificate: Certificate) -> dict[str, Any]:
+    """A certificate for scripts.
+
+    Parameters
+    ----------
+    certificate
+        What :func:`flows.api.certify_node` has made.
+
+    Returns
+    -------
+    dict
+        What ``refiner certify --json`` prints: ``checks`` with ``name``, ``verdict`` (``pass``,
+        ``fail``, ``absent``), ``why`` and ``figures``; ``passed``; GPUs and versions.
+        It raises nothing.
+    """
+    return {**to_json(certificate), "passed": certificate.passed}
 
 
 def run_part(

@@ -44,7 +44,7 @@ from flows.certify.rank import short_sft, train
 from flows.certify.work import Order, absent, check, open_io, random_model, recipe, write_rows
 from flows.proving.planning import Asked, plan_proofs
 from flows.proving.runs import Room, run_recipe_in
-from flows.proving.work import prove
+from flows.proving.work import prove_resume
 from infra.jobs.failures import classify
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.protocol import ORDER
@@ -348,7 +348,7 @@ def _killed(order: Order, folder: Path) -> CertifiedCheck:
         interruptions=1,
         how="kill",
     )
-    [proof] = prove(plan_proofs(asked), tell=lambda line: None)
+    [proof] = prove_resume(plan_proofs(asked))
     largest = max((c.largest or 0.0 for c in proof.comparisons), default=0.0)
     differing = [c.quantity for c in proof.comparisons if c.differing]
     return check(

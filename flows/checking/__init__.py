@@ -1,6 +1,6 @@
-"""What a plan is checked against before anything runs: files, programs, models, memory.
+"""Checks of a plan before anything runs: files, programs, models, memory.
 
-``sources`` (digests of what a plan depends on), ``names`` and ``protocol_facts`` (what recipes
-name), ``model_files`` -> ``model_checks`` (would the model fail after hours), ``memory``,
-``server_programs``.
+``sources`` (digests of what a plan depends on, and names that nothing has), ``sets`` (rubric sets,
+protocols, environments: what recipes name), ``models`` (would the model fail after hours),
+``resources`` (memory, time, programs).
 """

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class ModelFiles:
     whole: bool
 
     def has(self, *names: str) -> bool:
-        """Whether one of these files is there."""
+        """True if one of these files is there."""
         return any((self.folder / name).is_file() for name in names)
 
     def json(self, name: str) -> Mapping[str, Any]:
@@ -72,8 +72,7 @@ class ModelFiles:
     @property
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
-        for path in sorted(self.folder.glob("*.safetensors")):
-            header = _header(path, _state_of(path))
+        for path, header in self._headers():
             ends = [v["data_offsets"][1] for v in header.values() if "data_offsets" in v]
             if ends and path.stat().st_size < header[""]["begin"] + max(ends):
                 return path.name
@@ -82,15 +81,16 @@ class ModelFiles:
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors in safetensors files, by name."""
-        found: dict[str, tuple[int, ...]] = {}
+        tensors = (item for _, header in self._headers() for item in header.items())
+        return {name: tuple(v["shape"]) for name, v in tensors if "shape" in v}
+
+    def _headers(self) -> Iterator[tuple[Path, Mapping[str, Any]]]:
         for path in sorted(self.folder.glob("*.safetensors")):
-            header = _header(path, _state_of(path))
-            found |= {n: tuple(v["shape"]) for n, v in header.items() if "shape" in v}
-        return found
+            yield path, _header(path, _state_of(path))
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is any file of weights, in a form that transformers loads."""
+        """True if there is any file of weights, in a form that transformers loads."""
         patterns = ("*.safetensors", "pytorch_model*.bin", _INDEX)
         return any(next(self.folder.glob(p), None) for p in patterns)
 
@@ -101,7 +101,7 @@ class ModelFiles:
         return highest if highest is not None and highest >= words else None
 
     def knows_token(self, text: str) -> bool:
-        """Whether a token stands in ``tokenizer.json``; True where that cannot be read."""
+        """True if a token stands in ``tokenizer.json``; True where that cannot be read."""
         added = self.json("tokenizer_config.json").get("added_tokens_decoder")
         if isinstance(added, dict) and any(
             isinstance(token, dict) and token.get("content") == text for token in added.values()
@@ -138,7 +138,7 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
 
 
 def _hub_cache() -> Path:
-    """Where the Hub client keeps snapshots, by its own rules."""
+    """Folder where the Hub client keeps snapshots, by its own rules."""
     if path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(path).expanduser()
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -437,7 +437,9 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
     """The longest prompt with the longest response has positions."""
     text, grpo = model.text_config, config.grpo
     window, longest = text.get("max_position_embeddings"), config.data.max_prompt_token_length
-    if not isinstance(window, int) or _is_stretched(text):
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    stretched = isinstance(scaling, dict) and "factor" in json.dumps(scaling)
+    if not isinstance(window, int) or stretched:  # then the window is another than its number
         return
     if config.environment.name and grpo.max_token_length > window:
         raise ConfigurationError(
@@ -460,16 +462,11 @@ def _check_window(config: RecipeConfig, model: ModelFiles) -> None:
         )
 
 
-def _is_stretched(text: Mapping[str, Any]) -> bool:
-    """Whether positions are scaled, so that the window is another than its number."""
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    return isinstance(scaling, dict) and "factor" in json.dumps(scaling)
-
-
 def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
     """Packed sequences can be kept apart, and the head is all there is to a logit."""
     text = model.text_config
-    kinds = _layer_kinds(text) & _RECURRENT
+    found = text.get("layer_types") or text.get("layers_block_type")
+    kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
     if text.get("model_type") in _RECURRENT_MODELS:
         kinds = kinds | {str(text["model_type"])}
     if kinds:
@@ -517,11 +514,6 @@ def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> No
             expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
             fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
         )
-
-
-def _layer_kinds(text: Mapping[str, Any]) -> set[str]:
-    found = text.get("layer_types") or text.get("layers_block_type") or ()
-    return {str(kind) for kind in found} if isinstance(found, list) else set()
 
 
 def _head_dim(text: Mapping[str, Any]) -> int:

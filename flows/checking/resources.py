@@ -8,13 +8,13 @@ fall with the number of parameters, and to grow with that of processes: a rule o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flows.checking.models import ModelFiles, model_files
+from flows.checking.models import model_files
 from infra.disk.history import ModelSize, model_size
+from infra.orchestrator.timeline import rough
 from infra.services.process import ServerProgram
 from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
@@ -64,17 +64,18 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def planning_notes(plan: Plan) -> list[str]:
-    """What is worth saying of how a plan trains before it runs; nothing of it is refused."""
+    """Notes on how a plan trains, before it runs; nothing of it is refused."""
     config = plan.config
     notes = [*training_notes(config), *sampling_notes(config), *environment_notes(config)]
     for need in memory_needs(plan):
         asked = _asked(plan.config, need)
         if need.host_bytes > asked:
             parts = {name: size * need.processes for name, size in need.on_host.items()}
+            largest = sorted({**parts, **need.shared}.items(), key=lambda part: -part[1])[:3]
+            said = ", ".join(f"{name} {_gib(size)}" for name, size in largest)
             notes.append(
                 f"{need.stage} will take about {_gib(need.host_bytes)} of host memory, and asks "
-                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): "
-                f"{_largest({**parts, **need.shared})}."
+                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
 
@@ -83,18 +84,12 @@ def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
 
 
-def _largest(parts: Mapping[str, int]) -> str:
-    """The three largest parts, in words."""
-    first = sorted(parts.items(), key=lambda part: -part[1])[:3]
-    return ", ".join(f"{name} {_gib(size)}" for name, size in first)
-
-
 def _gib(size: int) -> str:
     return f"{size / _GIB:.1f} GiB"
 
 
 def model_parameters(config: RecipeConfig) -> int | None:
-    """How many parameters the recipe's model has; None where nothing says so."""
+    """Number of parameters of the recipe's model; None where nothing says so."""
     found = _shape_of(config)
     return None if found is None else found.parameters
 
@@ -104,10 +99,6 @@ def _shape_of(config: RecipeConfig) -> ModelShape | None:
     size: ModelSize = model_size(files.folder if files else None, config.model.name_or_path)
     if size.parameters is None:
         return None
-    return _shape(size.parameters, files)
-
-
-def _shape(parameters: int, files: ModelFiles | None) -> ModelShape:
     text = files.text_config if files else {}
 
     def number(name: str) -> int:
@@ -117,7 +108,7 @@ def _shape(parameters: int, files: ModelFiles | None) -> ModelShape:
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     width = number("head_dim") or (hidden // heads if heads else 0)
     return ModelShape(
-        parameters=parameters,
+        parameters=size.parameters,
         hidden=hidden,
         inner=number("intermediate_size"),
         layers=number("num_hidden_layers"),
@@ -132,7 +123,7 @@ _SFT, _GRPO, _SAMPLING = "SFT throughput", "GRPO update", "sampling by transform
 
 @dataclass(frozen=True)
 class TimeForecast:
-    """How long a training stage takes at most, seconds; ``by`` says what that is taken from."""
+    """Time that a training stage takes at most, seconds; ``by`` says what that is taken from."""
 
     stage: str
     seconds: float
@@ -172,7 +163,7 @@ def time_json(plan: Plan) -> list[Mapping[str, Any]]:
 def time_notes(plan: Plan) -> list[str]:
     """The forecasts in words."""
     notes = [
-        f"{found.stage} will take up to about {_span(found.seconds)}, by {found.by}."
+        f"{found.stage} will take up to about {rough(found.seconds)}, by {found.by}."
         for found in time_forecasts(plan)
     ]
     newest = _newest(plan.config, 1)
@@ -220,14 +211,6 @@ def _grpo_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> 
     if grpo.generation_backend == "transformers" and sampled is not None:
         step_s += samples * grpo.response_length / (sampled * world)
     return grpo.num_training_steps * step_s
-
-
-def _span(seconds: float) -> str:
-    if seconds < 90:
-        return f"{math.ceil(seconds)} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def check_server_programs(plan: Plan) -> None:

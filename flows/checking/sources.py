@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
-from refiner_core.contract.protocols import (
-    ProtocolFile,
-    configs_under,
-    protocol_fingerprint,
-    refused_under,
-    under,
-)
-from refiner_core.contract.recipes import description_of, find_protocol, load_protocol
+from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.environments.registry import DESK, TAU2, environment_digest
@@ -101,7 +93,7 @@ def _check_best(config: RecipeConfig) -> None:
 
 
 def _of_no_domain(config: RecipeConfig, metric: str) -> bool:
-    """Whether it is told of a domain that the environment is known not to have."""
+    """True if it is told of a domain that the environment is known not to have."""
     domain = domain_of(metric)
     known = _known_names(config.environment.name)
     if not domain or known is None:
@@ -267,40 +259,3 @@ def _content_digest(path: Path) -> bytes:
         file.seek(-_EDGE_BYTES, 2)
         edges.update(file.read())
         return edges.digest()
-
-
-@dataclass(frozen=True)
-class ProtocolFacts:
-    """A protocol, the file that it stands in, and the fingerprint of what it fixes in effect."""
-
-    path: Path
-    protocol: ProtocolFile
-    description: str
-    fingerprint: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For scripts."""
-        return {
-            "name": self.protocol.name,
-            "file": str(self.path),
-            "fingerprint": self.fingerprint,
-            "description": self.description,
-            "sections": list(self.protocol.sections),
-            "fixed": self.protocol.values(),
-            "text": self.protocol.text,
-        }
-
-
-def facts_of_protocol(name: str) -> ProtocolFacts:
-    """The facts of a shipped protocol, or of a file.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none of that name, or it is no protocol.
-    """
-    path, protocol = find_protocol(name), load_protocol(name)
-    with refused_under(protocol.name):
-        sources = protocol_sources(protocol.over(RecipeConfig()))
-    fingerprint = protocol_fingerprint(protocol, sources)
-    return ProtocolFacts(path, protocol, description_of(path), fingerprint)

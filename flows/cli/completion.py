@@ -6,7 +6,7 @@ import os
 
 import click
 
-from flows.cli.options import until_nobody_reads
+from flows.cli.options import say, until_nobody_reads
 
 # Bash parts words at `=` and `:`, and puts in only what comes behind the last of them.
 _BASH = """\
@@ -76,17 +76,13 @@ def completion_command(shell: str | None, install: bool, line: str | None) -> No
     used = used if used in _SCRIPTS else "bash"
     with until_nobody_reads():
         if line is not None:
-            _answer(used, line)
+            from flows.cli.main import cli
+            from flows.starting.completing import candidates
+
+            for value, about in candidates(cli, line):
+                click.echo(f"{value}\t{about}" if used == "fish" and about else value)
         elif install:
             click.echo(_INSTALL[used])
         else:
             click.echo(_SCRIPTS[used], nl=False)
-            click.echo(f"\nNext (once; new shells then complete):\n  {_INSTALL[used]}", err=True)
-
-
-def _answer(shell: str, line: str) -> None:
-    from flows.cli.main import cli
-    from flows.starting.completing import candidates
-
-    for value, about in candidates(cli, line):
-        click.echo(f"{value}\t{about}" if shell == "fish" and about else value)
+            say(f"\nNext (once; new shells then complete):\n  {_INSTALL[used]}")

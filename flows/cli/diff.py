@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
-from flows.cli.options import json_option, print_json, split_workspace, until_nobody_reads
-
-if TYPE_CHECKING:
-    from flows.why import Figure
+from flows.cli.options import json_option, say_next, show, split_workspace
+from refiner_core.contract.errors import ConfigurationError
 
 
 @click.command("diff")
@@ -33,10 +30,8 @@ def diff_command(
     The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
     not bitwise the same, or is not all there yet.
     """
-    from flows.api import diff_runs
     from flows.diffing.document import as_json as document
-    from flows.diffing.document import difference_lines, next_commands
-    from refiner_core.contract.errors import ConfigurationError
+    from flows.diffing.document import diff_runs, difference_lines, next_commands
 
     where, names = split_workspace(words)
     if len(names) != 2:
@@ -46,16 +41,10 @@ def diff_command(
             fix="name two; `refiner status --all` lists runs",
         )
     found = diff_runs(names[0], names[1], where, other=other)
-    code = 1 if exit_code and found.equal is not True else 0
-    if as_json:
-        print_json(document(found))
-        return code
-    with until_nobody_reads():
-        for line in difference_lines(found):
-            click.echo(line)
-        if commands := next_commands(found):
-            click.echo("\nNext:\n  " + "\n  ".join(commands), err=True)
-    return code
+    show(as_json, lambda: document(found), lambda: difference_lines(found))
+    if not as_json and (commands := next_commands(found)):
+        say_next(*commands, gap=True)
+    return 1 if exit_code and found.equal is not True else 0
 
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
@@ -72,55 +61,43 @@ def why_command(
     decoding (`citation_f1 grpo greedy`), or a training metric and a step (`scores step50`).
     Numbers of RUN are looked at (default: the newest run, then all), or of a card.
     """
-    from flows.api import explain_number, find_numbers
     from flows.why.explanation import (
         OUTPUT_VERSION,
         candidate_lines,
+        explain_number,
         explanation_json,
         explanation_lines,
         figure_json,
     )
+    from flows.why.figures import find_numbers, words_apart
 
     where, rest = split_workspace(words)
     figures = find_numbers(rest, where, card=card)
     asked = " ".join(rest)
+    of_card = [] if card is None else ["--card", card]
+
+    def value(shown: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"version": OUTPUT_VERSION, "query": asked, "figures": shown}
+
     if len(figures) > 1:
-        if as_json:
-            shown = [figure_json(f) for f in figures]
-            print_json({"version": OUTPUT_VERSION, "query": asked, "figures": shown})
-            return
-        with until_nobody_reads():
-            for line in candidate_lines(figures, asked):
-                click.echo(line)
-        _say_how_to_choose(figures, words, card)
-        return
-    found = explain_number(figures[0], where, sample=sample)
-    if as_json:
-        shown = [explanation_json(found)]
-        print_json({"version": OUTPUT_VERSION, "query": asked, "figures": shown})
-        return
-    with until_nobody_reads():
-        for line in explanation_lines(found):
-            click.echo(line)
-    if sample is None and len(found.counted) > 1:
-        other = found.counted[0].name
-        command = shlex.join(["refiner", "why", *words, *_card(card), "--sample", other])
-        click.echo(f"\nNext:\n  {command}", err=True)
-
-
-def _card(card: str | None) -> list[str]:
-    return [] if card is None else ["--card", card]
-
-
-def _say_how_to_choose(figures: Sequence[Figure], words: Sequence[str], card: str | None) -> None:
-    """How to say which one is meant: the names of the first two."""
-    from flows.why.figures import words_apart
-
-    others = [w for w in words if w.startswith("workspace=")]
-    commands = [
-        shlex.join(["refiner", "why", *said, *others, *_card(card)])
-        for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
-        if figure.kind != "fact"
-    ]
-    if commands:
-        click.echo("\nNext:\n  " + "\n  ".join(commands), err=True)
+        show(
+            as_json,
+            lambda: value([figure_json(f) for f in figures]),
+            lambda: candidate_lines(figures, asked),
+        )
+        # How to say which one is meant: the names of the first two.
+        others = [w for w in words if w.startswith("workspace=")]
+        commands = [
+            shlex.join(["refiner", "why", *said, *others, *of_card])
+            for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
+            if figure.kind != "fact"
+        ]
+    else:
+        found = explain_number(figures[0], where, sample=sample)
+        show(as_json, lambda: value([explanation_json(found)]), lambda: explanation_lines(found))
+        commands = []
+        if sample is None and len(found.counted) > 1:
+            other = found.counted[0].name
+            commands = [shlex.join(["refiner", "why", *words, *of_card, "--sample", other])]
+    if commands and not as_json:
+        say_next(*commands, gap=True)

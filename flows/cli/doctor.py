@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
+    at_most_one,
     json_option,
     overrides_argument,
     print_json,
     recipe_argument,
-    until_nobody_reads,
+    say,
+    show,
+    split_overrides,
 )
 from infra.host.terminal import raw
 
 if TYPE_CHECKING:
     from infra.doctor.check import Finding
-    from refiner_core.contract.proofs import Certificate, CertifiedCheck
-
+    from refiner_core.contract.proofs import CertifiedCheck
 
 _MARKS = {"ok": "ok", "missing": "--", "warning": "WARN", "broken": "BROKEN"}
 _FINDING_COLOURS = {"ok": "green", "missing": "bright_black", "warning": "yellow", "broken": "red"}
@@ -38,13 +41,7 @@ _BROKEN = 8  # as for every call that finds this machine lacking
               help="give no check longer than this")  # fmt: skip
 @json_option
 def doctor_command(
-    words: tuple[str, ...],
-    only: tuple[str, ...],
-    offline: bool,
-    job: bool,
-    wait_s: float,
-    limit_s: float | None,
-    as_json: bool,
+    words: tuple[str, ...], only: tuple[str, ...], as_json: bool, **options: Any
 ) -> int:
     """Look at this machine: what works, what does not, and the one command that mends it.
 
@@ -55,38 +52,21 @@ def doctor_command(
     """
     from flows.doctor import examine, findings_json
 
-    recipe, overrides = _split(words)
-    findings = examine(
-        recipe,
-        overrides,
-        offline=offline,
-        only=[area for text in only for area in text.split(",")],
-        job=job,
-        wait_s=wait_s,
-        limit_s=limit_s,
-        tell=_tell,
+    names, overrides = split_overrides(words)
+    recipe = at_most_one(
+        names,
+        "`refiner doctor` looks with one recipe in mind, not with {count}.",
+        expected="a recipe's name or file, or none",
+        fix=f"refiner doctor {names[0] if names else ''}",
     )
-    broken = [f for f in findings if f.state == "broken"]
-    if as_json:
-        print_json(findings_json(findings))
-    else:
-        with until_nobody_reads():
-            _show_findings(findings)
-            _say_next(recipe, words, findings)
-    return _BROKEN if broken else 0
-
-
-def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    from refiner_core.contract.errors import ConfigurationError
-
-    names = [word for word in words if "=" not in word]
-    if len(names) > 1:
-        raise ConfigurationError(
-            f"`refiner doctor` looks with one recipe in mind, not with {len(names)}.",
-            expected="a recipe's name or file, or none",
-            fix=f"refiner doctor {names[0]}",
-        )
-    return (names[0] if names else None), [word for word in words if "=" in word]
+    areas = [area for text in only for area in text.split(",")]
+    findings = examine(recipe, overrides, only=areas, tell=_tell, **options)
+    show(
+        as_json,
+        lambda: findings_json(findings),
+        lambda: [*_finding_lines(findings), *_what_next(recipe, words, findings)],
+    )
+    return _BROKEN if any(f.state == "broken" for f in findings) else 0
 
 
 def _tell(done: int, total: int) -> None:
@@ -95,43 +75,43 @@ def _tell(done: int, total: int) -> None:
         click.echo(text, file=raw(sys.stderr), nl=False)
 
 
-def _show_findings(findings: Sequence[Finding]) -> None:
+def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
     width = max(len(mark) for mark in _MARKS.values())
+    indent = " " * (width + 4)
     area = ""
     for finding in findings:
         if finding.area != area:
             area = finding.area
-            click.secho(f"{'' if finding is findings[0] else chr(10)}{area}", bold=True)
+            yield click.style(f"{'' if finding is findings[0] else chr(10)}{area}", bold=True)
         mark = click.style(_MARKS[finding.state].ljust(width), fg=_FINDING_COLOURS[finding.state])
-        click.echo(f"  {mark}  {finding.name}: {finding.what}")
+        yield f"  {mark}  {finding.name}: {finding.what}"
         if finding.state == "ok":
             continue
-        indent = " " * (width + 4)
         if finding.why:
-            click.echo(f"{indent}for: {finding.why}")
+            yield f"{indent}for: {finding.why}"
         if finding.mend:
-            click.echo(f"{indent}mend: {finding.mend}")
+            yield f"{indent}mend: {finding.mend}"
 
 
-def _say_next(recipe: str | None, words: Sequence[str], findings: Sequence[Finding]) -> None:
-    import shlex
-
+def _what_next(
+    recipe: str | None, words: Sequence[str], findings: Sequence[Finding]
+) -> Iterator[str]:
     from infra.tracking import shown_address
 
     count = {state: sum(f.state == state for f in findings) for state in _MARKS}
-    click.echo(
+    yield (
         f"\n{count['ok']} ok, {count['warning']} with a warning, {count['missing']} not there, "
         f"{count['broken']} broken."
     )
     broken = next((f for f in findings if f.state == "broken" and f.mend), None)
     if broken is not None:
-        click.echo(f"Next: mend {broken.area} ({broken.name}):\n  {broken.mend}")
+        yield f"Next: mend {broken.area} ({broken.name}):\n  {broken.mend}"
     elif count["broken"]:
-        click.echo("Next: mend what is broken, then call this again.")
+        yield "Next: mend what is broken, then call this again."
     elif recipe is None:
-        click.echo("Next: with a recipe in mind:\n  refiner doctor tiny")
+        yield "Next: with a recipe in mind:\n  refiner doctor tiny"
     else:
-        click.echo(f"Next:\n  {shown_address(shlex.join(['refiner', 'run', *words]))}")
+        yield f"Next:\n  {shown_address(shlex.join(['refiner', 'run', *words]))}"
 
 
 _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}
@@ -179,38 +159,26 @@ def certify_command(
 
     Exit code 0: nothing failed; 1: a check failed.
     """
-    from flows.api import certificate_json, certify_node
+    from flows.certify.node import certificate_json, certify_node
+
+    def tell(check: CertifiedCheck) -> None:
+        mark = click.style(check.verdict.ljust(6), fg=_VERDICT_COLOURS[check.verdict])
+        click.echo(f"{mark}  {check.name}: {check.why}", err=as_json)
 
     words = list(overrides)
     if recipe is not None and "=" in recipe:
         words, recipe = [recipe, *words], None
-    tell = _show_check if not as_json else _show_on_stderr
-    certificate = certify_node(
-        recipe, words, model=model, only=only, time_limit_s=time_limit, tell=tell
-    )
+    made = certify_node(recipe, words, model=model, only=only, time_limit_s=time_limit, tell=tell)
     if as_json:
-        print_json(certificate_json(certificate))
-    _say_end(certificate, recorded=not only)
-    return 0 if certificate.passed or not certificate.count("fail") else 1
-
-
-def _show_check(check: CertifiedCheck, *, err: bool = False) -> None:
-    mark = click.style(check.verdict.ljust(6), fg=_VERDICT_COLOURS[check.verdict])
-    click.echo(f"{mark}  {check.name}: {check.why}", err=err)
-
-
-def _show_on_stderr(check: CertifiedCheck) -> None:
-    _show_check(check, err=True)
-
-
-def _say_end(certificate: Certificate, *, recorded: bool) -> None:
-    where = f"{len(certificate.gpus)} x {certificate.gpus[0]}" if certificate.gpus else "the CPU"
-    counts = ", ".join(f"{certificate.count(v)} {v}" for v in ("pass", "fail", "absent"))
-    click.echo(f"\n{where}, {certificate.seconds:.0f} s: {counts}.", err=True)
-    if certificate.count("fail"):
-        click.echo("Next: see what failed, then\n  refiner doctor --only gpu", err=True)
-    elif recorded:
-        click.echo("Recorded: doctor, plan and cards use it. Next:\n  refiner plan tiny", err=True)
+        print_json(certificate_json(made))
+    where = f"{len(made.gpus)} x {made.gpus[0]}" if made.gpus else "the CPU"
+    counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
+    say(f"\n{where}, {made.seconds:.0f} s: {counts}.")
+    if made.count("fail"):
+        say("Next: see what failed, then\n  refiner doctor --only gpu")
+    elif not only:
+        say("Recorded: doctor, plan and cards use it. Next:\n  refiner plan tiny")
+    return 0 if made.passed or not made.count("fail") else 1
 
 
 @click.command("prove-resume")
@@ -258,11 +226,7 @@ def _say_end(certificate: Certificate, *, recorded: bool) -> None:
 @click.option("--keep", is_flag=True, help="keep both runs (those that diverge always stay)")
 @json_option
 def prove_resume_command(
-    recipe: str,
-    overrides: tuple[str, ...],
-    keep: bool,
-    as_json: bool,
-    **options: Any,
+    recipe: str, overrides: tuple[str, ...], keep: bool, as_json: bool, **options: Any
 ) -> int:
     """Prove that the training of RECIPE resumes exactly.
 
@@ -275,22 +239,27 @@ def prove_resume_command(
 
     Exit code 0: bitwise or within tolerance; 1: diverged, or a stage failed; 6: stopped.
     """
-    from flows.api import plan_resume_proofs, prove_resume
     from flows.cli.run import stop_on_signals
-    from flows.proving.planning import exit_code, next_lines, plan_lines, proof_lines, proofs_json
+    from flows.proving.planning import (
+        exit_code,
+        next_lines,
+        plan_lines,
+        plan_resume_proofs,
+        proof_lines,
+        proofs_json,
+    )
+    from flows.proving.work import prove_resume
 
     plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):
-        click.echo(line, err=True)
+        say(line)
     stop_on_signals()
-    proofs = prove_resume(plans, lambda line: click.echo(line, err=True), keep=keep)
-    with until_nobody_reads():
-        if as_json:
-            print_json(proofs_json(proofs))
-        else:
-            for proof in proofs:
-                for line in proof_lines(proof):
-                    click.echo(line)
+    proofs = prove_resume(plans, say, keep=keep)
+    show(
+        as_json,
+        lambda: proofs_json(proofs),
+        lambda: [line for proof in proofs for line in proof_lines(proof)],
+    )
     for line in next_lines(proofs, plans):
-        click.echo(line, err=True)
+        say(line)
     return exit_code(proofs)

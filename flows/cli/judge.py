@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
     LazyGroup,
+    at_most_one,
     json_option,
     output_folder,
-    print_json,
-    print_table,
+    say,
+    say_next,
+    show,
+    split_overrides,
     split_workspace,
-    until_nobody_reads,
+    table_lines,
 )
 
 if TYPE_CHECKING:
-    from flows.api.judges import Stopped
-    from flows.judge_report import Asked, Made
+    from flows.judges import Asked, Made, Stopped
     from infra.services.registry import ServiceStatus
-    from refiner_core.judge_report.text import Section
-
 
 #: Command -> (module below flows.cli, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -63,12 +62,7 @@ _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
               "(default: WORKSPACE/judge-reports/ID where there is a workspace)")  # fmt: skip
 @json_option
 def report_command(
-    words: tuple[str, ...],
-    against: tuple[str, ...],
-    sample: int | None,
-    repeats: int,
-    out: str | None,
-    as_json: bool,
+    words: tuple[str, ...], against: tuple[str, ...], out: str | None, as_json: bool, **options: Any
 ) -> None:
     """Measure a judge on answers of RUN, or on a small set with gold scores that refiner brings.
 
@@ -76,31 +70,54 @@ def report_command(
     resistance to hostile answers, seconds and tokens a judgement: each number with its n and its
     interval. The judge is RUN's own (lexical without a run), changed by KEY=VALUE.
     """
-    from flows.api import measure_judge
-    from flows.judge_report import write_report
+    from flows.judges import measure_judge, write_report
+    from infra.store.workspace import Workspace
 
-    where, run, overrides = _asked_for(words)
-    given = output_folder(out) if out else None
+    where, rest = split_workspace(words)
+    names, overrides = split_overrides(rest)
+    run = at_most_one(
+        names,
+        "`refiner judge report` measures on one run, not on {count}.",
+        expected="the id of a run, or none for the set that comes with refiner",
+        fix="name one of " + ", ".join(names),
+    )
+    folder = output_folder(out) if out else None
     made = measure_judge(
-        run, where, overrides=overrides, against=against, sample=sample, repeats=repeats,
-        tell=_told,
-    )  # fmt: skip
-    folder = given or _default_folder(where, made)
+        run,
+        where,
+        overrides=overrides,
+        against=against,
+        tell=lambda what, count: say(f"asking {count}: {what}"),
+        **options,
+    )
+    layout = Workspace.read_only(where).layout
+    if folder is None and layout.format_file.exists():
+        folder = layout.judge_reports / made.name
     if folder is not None:
         write_report(made, folder)
+    kept = None if folder is None else str(folder)
+    value = {**made.report.to_json(), "id": made.name, "folder": kept}
+    show(as_json, lambda: value, lambda: _report_lines(made))
     if as_json:
-        kept = None if folder is None else str(folder)
-        print_json({**made.report.to_json(), "id": made.name, "folder": kept})
         return
-    with until_nobody_reads():
-        _show_report(made)
     if folder is None:
-        click.echo("\nNothing was written: there is no workspace; --out DIR keeps it.", err=True)
+        say("\nNothing was written: there is no workspace; --out DIR keeps it.")
     else:
-        click.echo(f"\nWritten: {folder}/report.md, report.json", err=True)
+        say(f"\nWritten: {folder}/report.md, report.json")
     if not against:
         words = (*words, "--against", "judge.model=OTHER")
-        click.echo(f"Next:\n  {shlex.join(['refiner', 'judge', 'report', *words])}", err=True)
+        say_next(shlex.join(["refiner", "judge", "report", *words]))
+
+
+def _report_lines(made: Made) -> Iterator[str]:
+    from refiner_core.judge_report.text import about, sections
+
+    yield from about(made.report)
+    for section in sections(made.report):
+        yield f"\n{section.title}"
+        if section.rows:
+            yield from table_lines(section.rows, section.header)
+        yield from section.words
 
 
 @click.command("ask")
@@ -112,14 +129,7 @@ def report_command(
 @click.option("--kind", type=click.Choice(_KINDS), help="what is asked  [default: rubric; of "
               "examples each in turn]")  # fmt: skip
 @json_option
-def ask_command(
-    words: tuple[str, ...],
-    question: str | None,
-    answer: str | None,
-    criterion: str | None,
-    kind: Any,
-    as_json: bool,
-) -> int:
+def ask_command(words: tuple[str, ...], as_json: bool, **question: Any) -> int:
     """Ask a judge one question by hand, such as `refiner judge ask
     judge.base_url=http://127.0.0.1:8000/v1 judge.model=NAME`.
 
@@ -127,82 +137,28 @@ def ask_command(
     each kind that a run asks, since each allows scores of its own. Exit code: 0 when there is
     a score, 1 when the judge gave none.
     """
-    from flows.api import ask_judge
+    from flows.judges import ask_judge
 
     where, overrides = split_workspace(words)
-    asked = ask_judge(
-        overrides, where, kind=kind, question=question, answer=answer, criterion=criterion
-    )
-    if as_json:
-        print_json(asked.to_json())
-    else:
-        _say_answer(asked)
+    asked = ask_judge(overrides, where, **question)
+    show(as_json, asked.to_json, lambda: _answer_lines(asked))
     return 0 if asked.judgement.status == "scored" else 1
 
 
-# ---------------------------------------------------------------- what was asked for
-
-
-def _asked_for(words: Sequence[str]) -> tuple[str, str | None, list[str]]:
-    """The workspace, the run if one is named, and the overrides."""
-    from refiner_core.contract.errors import ConfigurationError
-
-    where, rest = split_workspace(words)
-    names = [word for word in rest if "=" not in word]
-    if len(names) > 1:
-        raise ConfigurationError(
-            f"`refiner judge report` measures on one run, not on {len(names)}.",
-            expected="the id of a run, or none for the set that comes with refiner",
-            fix="name one of " + ", ".join(names),
-        )
-    return where, names[0] if names else None, [word for word in rest if "=" in word]
-
-
-def _default_folder(where: str, made: Made) -> Path | None:
-    from infra.store.workspace import Workspace
-
-    layout = Workspace.read_only(where).layout
-    return layout.judge_reports / made.name if layout.format_file.exists() else None
-
-
-# ---------------------------------------------------------------- what is shown
-
-
-def _told(what: str, count: int) -> None:
-    click.echo(f"asking {count}: {what}", err=True)
-
-
-def _show_report(made: Made) -> None:
-    from refiner_core.judge_report.text import about, sections
-
-    for line in about(made.report):
-        click.echo(line)
-    for section in sections(made.report):
-        _show_section(section)
-
-
-def _show_section(section: Section) -> None:
-    click.echo(f"\n{section.title}")
-    if section.rows:
-        print_table(section.rows, section.header)
-    for words in section.words:
-        click.echo(words)
-
-
-def _say_answer(asked: Asked) -> None:
+def _answer_lines(asked: Asked) -> Iterator[str]:
     judgement = asked.judgement
     if judgement.score is None:
-        click.echo(f"no score     {asked.request.kind}: {judgement.detail}")
+        yield f"no score     {asked.request.kind}: {judgement.detail}"
     else:
-        click.echo(f"score        {judgement.score:g} (0 is worst or untrue, 1 best or true)")
-    click.echo(f"judge        {asked.judge}")
-    click.echo(f"seconds      {asked.seconds:.3f}")
+        yield f"score        {judgement.score:g} (0 is worst or untrue, 1 best or true)"
+    yield f"judge        {asked.judge}"
+    yield f"seconds      {asked.seconds:.3f}"
     if asked.usage is not None:
         used = asked.usage
-        click.echo(f"tokens       {used.prompt_tokens} read, {used.completion_tokens} written")
-        click.echo(f"schema       {asked.schema}")
+        yield f"tokens       {used.prompt_tokens} read, {used.completion_tokens} written"
+        yield f"schema       {asked.schema}"
         if used.retries:
-            click.echo(f"tries        {used.calls}")
+            yield f"tries        {used.calls}"
 
 
 _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word")
@@ -217,20 +173,22 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
     A server is started by a run that needs it, shared by all runs of the workspace that would start
     the same one, and ends by itself when nobody has needed it for `judge.serve.idle_timeout_s`.
     """
-    from flows.api import list_judge_servers
+    from flows.judges import list_judge_servers
     from refiner_core.contract.records import to_json
 
     where, rest = split_workspace(words)
     found = list_judge_servers(rest[0] if rest else None, where)
-    if as_json:
-        print_json({"version": 1, "servers": [to_json(service) for service in found]})
-    elif not found:
-        click.echo(f"No judge's server was ever started in {where}.")
-    else:
-        print_table([_row(service) for service in found], _HEADER)
+
+    def lines() -> Iterator[str]:
+        if not found:
+            yield f"No judge's server was ever started in {where}."
+            return
+        yield from table_lines([_row(service) for service in found], _HEADER)
         for service in found:
             if service.log:
-                click.echo(f"log of {service.id}: {service.log}")
+                yield f"log of {service.id}: {service.log}"
+
+    show(as_json, lambda: {"version": 1, "servers": [to_json(one) for one in found]}, lines)
 
 
 def _row(service: ServiceStatus) -> Sequence[str]:
@@ -257,25 +215,20 @@ def stop_command(words: tuple[str, ...], as_json: bool) -> int:
     SERVICE is an id that `refiner judge servers` shows, or its beginning. A run that still needs a
     server starts another one. Exit code: 0 when they have ended, 1 when one has not.
     """
-    from flows.api import stop_judge_servers
+    from flows.judges import stop_judge_servers
 
     where, rest = split_workspace(words)
-    stopped = stop_judge_servers(
-        rest[0] if rest else None, where, tell=lambda m: click.echo(m, err=True)
-    )
-    if as_json:
-        print_json({"version": 1, "ended": stopped.ended, "left": stopped.left})
-    else:
-        _say_stopped(stopped)
+    stopped = stop_judge_servers(rest[0] if rest else None, where, tell=say)
+    value = {"version": 1, "ended": stopped.ended, "left": stopped.left}
+    show(as_json, lambda: value, lambda: _stopped_lines(stopped))
     return 1 if stopped.left else 0
 
 
-def _say_stopped(stopped: Stopped) -> None:
-    for service_id in stopped.ended:
-        click.echo(f"Ended: {service_id}.")
-    for service_id in stopped.left:
-        click.echo(f"Not ended yet: {service_id}.")
+def _stopped_lines(stopped: Stopped) -> Iterator[str]:
+    yield from (f"Ended: {service_id}." for service_id in stopped.ended)
+    yield from (f"Not ended yet: {service_id}." for service_id in stopped.left)
     if not stopped.ended and not stopped.left:
-        text = "No server runs that nobody needs."
-        busy = stopped.busy
-        click.echo(f"{text} In use: {', '.join(busy)}." if busy else "No server runs.")
+        if stopped.busy:
+            yield f"No server runs that nobody needs. In use: {', '.join(stopped.busy)}."
+        else:
+            yield "No server runs."

@@ -7,15 +7,18 @@ JSON with ``--json``); progress, warnings and errors go to stderr.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING
 
 import click
 
-from flows.cli.options import LazyGroup
+from flows.cli.options import LazyGroup, print_json, say
 from infra.host.terminal import printed_plainly
+from refiner_core.contract.errors import ConfigurationError, RefinerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,10 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("run", "End a run or some of its stages; what is saved is kept."),
     "resume": ("sweep", "Go on with a recorded run, from any shell."),
     "sweep": ("sweep", "Plan, launch and amend an ablation: arms by factors, each with seeds."),
-    "report": (
-        "report",
-        "Make the page of a run or a sweep: what it did, what it has shown.",
-    ),
+    "report": ("report", "Make the page of a run or a sweep: what it did, what it has shown."),
     "prove-resume": (
         "doctor",
         "Prove that training resumes exactly: straight and interrupted runs.",
@@ -90,8 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from refiner_core.contract.errors import RefinerError
-
     args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     debug = "--debug" in args or os.environ.get("REFINER_DEBUG") == "1"
     args = [a for a in args if a != "--debug"]
@@ -115,7 +113,14 @@ def _main(argv: Sequence[str] | None) -> int:
     except OSError as error:
         if debug:
             raise
-        return _say(_os_error(error), _os_exit_code(error), as_json)
+        where = f" {error.filename}" if error.filename else ""
+        said = (
+            f"The system refused: {error.strerror or error}{where}. Expected to read and write "
+            "there. To mend it: check the path, its permissions and the room left on its disk, "
+            "then run the same command again."
+        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return _say(said, 5 if full else 4, as_json)
     except Exception as error:
         if debug:
             raise
@@ -141,10 +146,8 @@ def _say(message: str, code: int, as_json: bool) -> int:
     """Say it to a person, and with ``--json`` to a script too: its stdout is always JSON."""
     # Where not even that can be written, the exit code says it.
     with contextlib.suppress(OSError):
-        click.echo(f"refiner: {message}", err=True)
+        say(f"refiner: {message}")
     if as_json:
-        from flows.cli.options import print_json
-
         with contextlib.suppress(OSError):
             print_json({"version": 1, "error": message, "exit_code": code})
     return code
@@ -153,8 +156,6 @@ def _say(message: str, code: int, as_json: bool) -> int:
 def _hear_ctrl_c() -> None:
     """From here on Ctrl-C is an exception; while modules were imported (see :mod:`flows.cli`) it
     ended the process."""
-    import signal
-
     if (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
@@ -176,8 +177,6 @@ def _open_what_is_closed() -> None:
 
 def _check_text(args: Sequence[str]) -> None:
     """Refuse what no record can hold: bytes that are no text."""
-    from refiner_core.contract.errors import ConfigurationError
-
     for text in args:
         try:
             text.encode()
@@ -190,9 +189,7 @@ def _check_text(args: Sequence[str]) -> None:
 
 
 def _usage_error(error: click.ClickException) -> str:
-    """What click says of a command line, with what was expected and where to read more."""
-    from refiner_core.contract.errors import ConfigurationError
-
+    """Message of click on a command line, with what was expected and where to read more."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "refiner"
     what, expected = error.format_message(), "options and arguments that the command has"
@@ -203,21 +200,6 @@ def _usage_error(error: click.ClickException) -> str:
         expected = " ".join([path, *context.command.collect_usage_pieces(context)])
     fix = f"see `{path} --help`"
     return ConfigurationError(what, expected=expected, fix=fix).paragraph()
-
-
-def _os_exit_code(error: OSError) -> int:
-    import errno
-
-    return 5 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 4
-
-
-def _os_error(error: OSError) -> str:
-    where = f" {error.filename}" if error.filename else ""
-    return (
-        f"The system refused: {error.strerror or error}{where}. "
-        "Expected to read and write there. To mend it: check the path, its permissions and the "
-        "room left on its disk, then run the same command again."
-    )
 
 
 if __name__ == "__main__":

@@ -10,22 +10,61 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
+
+from refiner_core.contract.errors import ConfigurationError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 recipe_argument = click.argument("recipe", metavar="RECIPE")
 overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 json_option = click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
 
 
+def working_options(command: F) -> F:
+    """Options of a command that works on a run or a sweep to its end."""
+    for option in (
+        click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only"),
+        click.option("--no-server", is_flag=True, help="no Prefect server, no flow run"),
+        json_option,
+    ):
+        command = option(command)
+    return command
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     text = json.dumps(value, indent=1, ensure_ascii=False)
     click.echo(text.encode("utf-8", "replace").decode())  # halves of characters: a judge may say so
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print lines on stdout, as they come."""
+    for line in lines:
+        click.echo(line)
+
+
+def show(as_json: bool, value: Callable[[], Any], lines: Callable[[], Iterable[str]]) -> None:
+    """Print a result, for scripts or for people, as far as somebody reads it."""
+    made = value() if as_json else list(lines())
+    with until_nobody_reads():
+        (print_json if as_json else print_lines)(made)
+        sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, which is not the result."""
+    click.echo(text, err=True)
+
+
+def say_next(*commands: str, gap: bool = False) -> None:
+    """Print on stderr what may be typed now."""
+    say("\n" * gap + "\n  ".join(["Next:", *commands]))
 
 
 @contextlib.contextmanager
@@ -51,7 +90,6 @@ def output_folder(out: str | Path) -> Path:
         There is no room for it.
     """
     from infra.store.atomic import no_space_guard
-    from refiner_core.contract.errors import ConfigurationError
 
     folder = Path(out).expanduser().absolute()
     refused = ConfigurationError(
@@ -71,14 +109,19 @@ def output_folder(out: str | Path) -> Path:
     return folder
 
 
-def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
-    """A plain table on stdout: columns padded, the last one free to run on."""
+def table_lines(rows: Sequence[Sequence[str]], header: Sequence[str]) -> Iterator[str]:
+    """A plain table: columns padded, the last one free to run on."""
     # A line end within a cell would look like a row.
     table = [list(header), *[[" ".join(str(c).splitlines()) for c in row] for row in rows]]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        click.echo("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
+
+
+def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
+    """Print a plain table on stdout."""
+    print_lines(table_lines(rows, header))
 
 
 def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -88,13 +131,28 @@ def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
     """
     from refiner_core.contract.config import RecipeConfig
 
-    workspace, rest = RecipeConfig().workspace, []
-    for word in words:
-        if word.startswith("workspace="):
-            workspace = word.removeprefix("workspace=")
-        else:
-            rest.append(word)
-    return workspace, rest
+    named = [word for word in words if word.startswith("workspace=")]
+    workspace = named[-1].removeprefix("workspace=") if named else RecipeConfig.workspace
+    return workspace, [word for word in words if word not in named]
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names, and ``key=value``."""
+    return [w for w in words if "=" not in w], [w for w in words if "=" in w]
+
+
+def at_most_one(names: Sequence[str], what: str, *, expected: str, fix: str) -> str | None:
+    """The name that was given, if one was.
+
+    Raises
+    ------
+    ConfigurationError
+        There are several; ``what`` says so, with ``{count}`` and ``{names}`` filled in.
+    """
+    if len(names) > 1:
+        what = what.format(count=len(names), names=" ".join(names))
+        raise ConfigurationError(what, expected=expected, fix=fix)
+    return names[0] if names else None
 
 
 #: Wide enough to say what something is for, where the terminal does not say how wide it is.
@@ -103,14 +161,20 @@ _LEAST = 40
 
 
 def show_listing(
-    rows: Sequence[Sequence[str]], header: Sequence[str], following: Sequence[str]
+    as_json: bool,
+    value: Callable[[], Any],
+    rows: Sequence[Sequence[str]],
+    header: Sequence[str],
+    following: Sequence[str],
 ) -> None:
     """Print a line for each row, its last text cut to what fits, then the commands that follow."""
     others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
-    print_table([(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows], header)
-    click.echo("\nNext:\n  " + "\n  ".join(following), err=True)
+    cut = [(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows]
+    show(as_json, value, lambda: table_lines(cut, header))
+    if not as_json:
+        say_next(*following, gap=True)
 
 
 def in_a_line(text: str, width: int) -> str:
@@ -171,7 +235,6 @@ class LazyGroup(click.Group):
             There is none; names the nearest.
         """
         if args and args[0] not in self._table and not args[0].startswith("-"):
-            from refiner_core.contract.errors import ConfigurationError
             from refiner_core.contract.fields import suggest
 
             raise ConfigurationError(

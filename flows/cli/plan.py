@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,12 +14,14 @@ from flows.cli.options import (
     print_json,
     print_table,
     recipe_argument,
+    say_next,
+    show,
 )
 
 if TYPE_CHECKING:
-    from flows.disk import Interval, PlannedRoom
-    from infra.disk.forecast import Change
+    from flows.disk import PlannedRoom
     from refiner_core.contract.plan import Plan
+    from refiner_core.contract.steering_config import Resources
 
 
 @click.command("plan")
@@ -35,87 +37,66 @@ def plan_command(
 
     Changes nothing, and needs neither network nor GPU.
     """
-    from flows.api import make_recipe_plan
+    from flows.checking.resources import memory_json, planning_notes, time_json, time_notes
+    from flows.disk import disk_of_plan
+    from flows.plans import forecast, plan_json
+    from flows.running.calls import make_recipe_plan
+    from infra.disk.keeper import gib
 
     plan = make_recipe_plan(recipe, overrides)
     if not as_json:
         show_plan(plan, recipe, overrides, as_json)
-    show_disk(plan, DiskWords(recipe, overrides, with_disk or with_fit, with_fit), as_json)
-
-
-class DiskWords(NamedTuple):
-    """The call of `refiner plan`, as far as the disk goes."""
-
-    recipe: str
-    overrides: Sequence[str]
-    always: bool
-    fit: bool
-
-
-def show_disk(plan: Plan, words: DiskWords, as_json: bool) -> None:
-    """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
-    from flows.api import disk_of_plan, forecast, plan_json
-    from flows.checking.resources import memory_json, planning_notes, time_json, time_notes
-    from infra.disk.keeper import gib
-
-    room, change, intervals = disk_of_plan(plan, fit=words.fit)
+    room, change, intervals = disk_of_plan(plan, fit=with_fit)
     if as_json:
-        value = {**plan_json(plan, forecast(plan)), "disk": disk_json(room)}
+        value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
         value |= {"memory": memory_json(plan), "time": time_json(plan)}
         value |= {"notes": [*planning_notes(plan), *time_notes(plan)]}
-        if words.fit:
+        if with_fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
             value["disk"]["save_freq"] = {i.kind: i.save_freq for i in intervals}
         print_json(value)
         return
-    needed, free = room.forecast.needed_bytes, room.free_bytes
-    unknown = f"; nothing is known of {', '.join(room.forecast.unknown)}" * bool(
-        room.forecast.unknown
-    )
-    if words.always:
-        rows = [
-            (s.stage.name, gib(s.peak), gib(s.final), f"{s.inodes:,}", s.basis)
-            for s in room.forecast.stages
-        ]
-        if judged := room.forecast.judgements:
-            rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
-        click.echo("")
-        print_table(rows, ("stage", "at most", "in the end", "files", "by"))
-    if words.always or not room.fits:
-        verdict = "fits" if room.fits else "does not fit"
-        more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
-        click.echo(
-            f"\ndisk: needs {gib(needed)}, {gib(free)} are free{more} ({room.source}): "
-            f"{verdict}{unknown}"
-        )
-    if words.fit:
-        _show_fit(words, room.fits, change, intervals)
-
-
-def _show_fit(
-    words: DiskWords, fits: bool, change: Change | None, intervals: Sequence[Interval]
-) -> None:
-    from infra.disk.keeper import gib
-
+    _show_disk(room, stages=with_disk or with_fit)
     for interval in intervals:
         click.echo(
             f"{interval.kind}.save_freq={interval.save_freq} would lose the least time "
             f"(it is {interval.configured}): {interval.why}"
         )
-    if fits:
-        return
-    if change is None:
-        click.echo("No change of how it is carried out makes it fit.")
-        where = [w for w in words.overrides if w.startswith("workspace=")]
-        command = shlex.join(["refiner", "disk", *where, "--reclaim", "--dry-run"])
-        click.echo(f"Next:\n  {command}", err=True)
-        return
-    click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
-    command = shlex.join(["refiner", "run", words.recipe, *words.overrides, *change.overrides])
-    click.echo(f"Next:\n  {command}", err=True)
+    if with_fit and not room.fits:
+        if change is not None:
+            click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
+            say_next(shlex.join(["refiner", "run", recipe, *overrides, *change.overrides]))
+        else:
+            click.echo("No change of how it is carried out makes it fit.")
+            where = [w for w in overrides if w.startswith("workspace=")]
+            say_next(shlex.join(["refiner", "disk", *where, "--reclaim", "--dry-run"]))
 
 
-def disk_json(room: PlannedRoom) -> dict[str, Any]:
+def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
+    """Print what the plan takes on the disk: one line where it does not fit, all where asked."""
+    from infra.disk.keeper import gib
+
+    found = room.forecast
+    if stages:
+        rows = [
+            (s.stage.name, gib(s.peak), gib(s.final), f"{s.inodes:,}", s.basis)
+            for s in found.stages
+        ]
+        if judged := found.judgements:
+            rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
+        click.echo("")
+        print_table(rows, ("stage", "at most", "in the end", "files", "by"))
+    if stages or not room.fits:
+        verdict = "fits" if room.fits else "does not fit"
+        more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
+        unknown = f"; nothing is known of {', '.join(found.unknown)}" * bool(found.unknown)
+        click.echo(
+            f"\ndisk: needs {gib(found.needed_bytes)}, {gib(room.free_bytes)} are free{more} "
+            f"({room.source}): {verdict}{unknown}"
+        )
+
+
+def _disk_json(room: PlannedRoom) -> dict[str, Any]:
     """A forecast for scripts."""
     found = room.forecast
     return {
@@ -154,12 +135,12 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
         click.echo(f"\nnote: {note}")
     command = shlex.join(["refiner", "run", recipe, *overrides])
     explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])
-    click.echo(f"\nNext:\n  {command}\n  {explain}", err=True)
+    say_next(command, explain, gap=True)
 
 
 def show_made_plan(plan: Plan, as_json: bool) -> None:
     """Print a plan as a table or as JSON."""
-    from flows.api import forecast, plan_json
+    from flows.plans import forecast, plan_json
 
     forecasts = forecast(plan)
     if as_json:
@@ -168,21 +149,15 @@ def show_made_plan(plan: Plan, as_json: bool) -> None:
     click.echo(f"{plan.recipe}: {plan.config.description}".strip())
     click.echo(f"workspace: {plan.config.workspace}\n")
     rows = [
-        (
-            f.stage.name,
-            f.stage.fingerprint[:12],
-            f.action,
-            _resources(f.stage.resources.gpus, f.stage.resources.nodes, f.stage.resources.cpus),
-            f.reason,
-        )
+        (f.stage.name, f.stage.fingerprint[:12], f.action, _resources(f.stage.resources), f.reason)
         for f in forecasts
     ]
     print_table(rows, ("stage", "fingerprint", "action", "resources", "why"))
 
 
-def _resources(gpus: int, nodes: int, cpus: int) -> str:
-    unit = f"{gpus} GPU" if gpus else f"{cpus} CPU"
-    return unit if nodes == 1 else f"{nodes} x {unit}"
+def _resources(asked: Resources) -> str:
+    unit = f"{asked.gpus} GPU" if asked.gpus else f"{asked.cpus} CPU"
+    return unit if asked.nodes == 1 else f"{asked.nodes} x {unit}"
 
 
 @click.command("explain")
@@ -195,35 +170,31 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
 
     Names every field in which it differs from the most similar stage that the workspace has.
     """
-    from flows.api import explain_stage
+    from flows.plans import explain_stage
 
-    plan, explained = explain_stage(stage, recipe, overrides)
-    found = [(one.forecast, list(one.differences)) for one in explained]
-    if as_json:
-        print_json(
-            {
-                "version": 1,
-                "stages": [
-                    {
-                        "stage": e.stage.kind,
-                        "name": e.stage.name,
-                        "fingerprint": e.stage.fingerprint,
-                        "action": e.action,
-                        "reason": e.reason,
-                        "differences": d,
-                        "inputs": dict(e.stage.inputs),
-                        "config": dict(e.stage.identity),
-                    }
-                    for e, d in found
-                ],
-            }
-        )
-        return
-    for entry, differences in found:
-        click.echo(f"{entry.stage.title}: {entry.action}, {entry.reason}")
-        for line in differences:
-            click.echo(f"  differs from the nearest recorded one in {line}")
-        for key, value in sorted(entry.stage.identity.items()):
-            click.echo(f"  {key} = {value}")
-        for role, name in entry.stage.inputs.items():
-            click.echo(f"  input {role} = {plan.by_name[name].title}")
+    plan, found = explain_stage(stage, recipe, overrides)
+
+    def lines() -> Iterator[str]:
+        for entry, differences in found:
+            yield f"{entry.stage.title}: {entry.action}, {entry.reason}"
+            for line in differences:
+                yield f"  differs from the nearest recorded one in {line}"
+            for key, value in sorted(entry.stage.identity.items()):
+                yield f"  {key} = {value}"
+            for role, name in entry.stage.inputs.items():
+                yield f"  input {role} = {plan.by_name[name].title}"
+
+    stages = [
+        {
+            "stage": entry.stage.kind,
+            "name": entry.stage.name,
+            "fingerprint": entry.stage.fingerprint,
+            "action": entry.action,
+            "reason": entry.reason,
+            "differences": list(differences),
+            "inputs": dict(entry.stage.inputs),
+            "config": dict(entry.stage.identity),
+        }
+        for entry, differences in found
+    ]
+    show(as_json, lambda: {"version": 1, "stages": stages}, lines)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
+    at_most_one,
     json_option,
     overrides_argument,
     print_json,
-    print_table,
+    say,
+    show,
+    split_overrides,
     split_workspace,
+    table_lines,
     until_nobody_reads,
+    working_options,
 )
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
+from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
+    from infra.adopting import How
 
 
 @click.command("publish")
@@ -28,9 +36,7 @@ if TYPE_CHECKING:
 @click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @detach_option
-@json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
-@click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
+@working_options
 def publish_command(
     words: tuple[str, ...],
     steps: tuple[int, ...],
@@ -48,31 +54,28 @@ def publish_command(
     as overrides of `publish` say, e.g. publish.target=hub publish.repo_id=me/my-model. What is
     published already is not sent again.
     """
-    from flows.api import begin_publication, plan_publication, publish_run
     from flows.cli.plan import show_made_plan
+    from flows.publishing.by_hand import begin_publication, plan_publication
+    from flows.running.runs import publish_run
 
     where, rest = split_workspace(words)
-    runs = [w for w in rest if "=" not in w]
-    overrides = [w for w in rest if "=" in w]
-    if len(runs) > 1:
-        from refiner_core.contract.errors import ConfigurationError
-
-        raise ConfigurationError(
-            f"publish was given {len(runs)} runs: {' '.join(runs)}.",
-            expected="one run, or none for the newest that trains",
-            fix="publish them one by one",
-        )
-    run = runs[0] if runs else None
+    runs, overrides = split_overrides(rest)
+    run = at_most_one(
+        runs,
+        "publish was given {count} runs: {names}.",
+        expected="one run, or none for the newest that trains",
+        fix="publish them one by one",
+    )
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
-        plan = plan_publication(run, where, **asked)
-        show_made_plan(plan, as_json)
+        show_made_plan(plan_publication(run, where, **asked), as_json)
         return 0
-    begun = begin_publication(run, where, **asked)
+    plan, workspace, record = begin_publication(run, where, **asked)
     if detach is not None:
-        return leave_to(detach, begun[1], begun[2], as_json, use_server=not no_server)
+        return leave_to(detach, workspace, record, as_json, use_server=not no_server)
     stop_on_signals()
-    return finish(publish_run(*begun, use_server=not no_server, quiet=quiet), as_json)
+    outcome = publish_run(plan, workspace, record, use_server=not no_server, quiet=quiet)
+    return finish(outcome, as_json)
 
 
 #: Exit code of a card that is wrong: bad data.
@@ -109,19 +112,10 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
     and every difference is told with the fact and the record behind it. Of a folder, the files are
     checked by their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
     """
-    from flows.api import check_card
+    from flows.cards.inspection import check_card
 
     checked = check_card(target, evidence, template=template)
-    with until_nobody_reads():
-        if as_json:
-            print_json(_checked_json(checked))
-        else:
-            _show_checked(checked, target, evidence)
-    return _WRONG if checked.errors else 0
-
-
-def _checked_json(checked: Checked) -> dict[str, object]:
-    return {
+    value = {
         "version": 1,
         "card": checked.name,
         "evidence": checked.has_evidence,
@@ -129,29 +123,29 @@ def _checked_json(checked: Checked) -> dict[str, object]:
         "warnings": checked.warnings,
         "findings": [f.to_json() for f in checked.findings],
     }
+    show(as_json, lambda: value, lambda: _checked_lines(checked))
+    if checked.errors and not as_json:
+        option = ["--evidence", str(evidence)] if evidence else []
+        again = shlex.join(["refiner", "card", "check", target, *option])
+        say(f"Next: mend what is named above, then\n  {again}")
+    return _WRONG if checked.errors else 0
 
 
-def _show_checked(checked: Checked, target: str, evidence: Path | None) -> None:
+def _checked_lines(checked: Checked) -> Iterator[str]:
+    """Each finding, and one line that sums up."""
     for f in checked.findings:
         kind = "" if f.is_error else " (warning)"
         fix = f" To mend it: {f.fix}." if f.fix else ""
         message = f.message if f.message.endswith((".", "…")) else f"{f.message}."
-        click.echo(f"{checked.name}:{f.line}: {f.rule}{kind}: {message}{fix}")
-    click.echo(_card_summary(checked))
-    if checked.errors:
-        option = ["--evidence", str(evidence)] if evidence else []
-        again = shlex.join(["refiner", "card", "check", target, *option])
-        click.echo(f"Next: mend what is named above, then\n  {again}", err=True)
-
-
-def _card_summary(checked: Checked) -> str:
+        yield f"{checked.name}:{f.line}: {f.rule}{kind}: {message}{fix}"
     counts = [(checked.errors, "error"), (checked.warnings, "warning")]
     found = " and ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n)
     compared = checked.has_evidence and all(f.rule != "evidence" for f in checked.findings)
     if not checked.errors and compared:
         good = "the card is what its evidence gives, number by number"
-        return f"{checked.name}: {good}{f'; {found}' if found else ''}"
-    return f"{checked.name}: {found or 'nothing wrong was found'}"
+        yield f"{checked.name}: {good}{f'; {found}' if found else ''}"
+    else:
+        yield f"{checked.name}: {found or 'nothing wrong was found'}"
 
 
 @card_command.command(
@@ -166,7 +160,7 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     `publish` or `card` stages, such as card-step50 (default: the last one). The same records give
     the same bytes: where it is not what was published, stderr says what has changed.
     """
-    from flows.api import show_card
+    from flows.cards.inspection import show_card
 
     where, rest = split_workspace(words)
     shown = show_card(rest, where)
@@ -177,13 +171,12 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
         else:
             click.echo(shown.card, nl=False)
     if shown.differs:
-        click.echo(f"{shown.stage} of {shown.run} is not what was published:", err=True)
-        for line in shown.difference():
-            click.echo(f"  {line}", err=True)
+        said = "\n".join(f"  {line}" for line in shown.difference())
+        say(f"{shown.stage} of {shown.run} is not what was published:\n{said}")
         # A stage that is done is not done again while its record is there.
         again = (["rm", "-r", str(shown.folder)], ["refiner", *shown.again, f"workspace={where}"])
         lines = "\n".join(f"  {shlex.join(commands)}" for commands in again)
-        click.echo(f"Next, to publish it as it is now:\n{lines}", err=True)
+        say(f"Next, to publish it as it is now:\n{lines}")
 
 
 @card_command.command("template")
@@ -192,10 +185,10 @@ def template_command() -> None:
 
     A recipe takes another one by `publish.card_template=FILE`.
     """
-    from flows.api import card_template
+    from refiner_core.cards import shipped_template
 
     with until_nobody_reads():
-        click.echo(card_template(), nl=False)
+        click.echo(shipped_template(), nl=False)
 
 
 @click.command("adopt")
@@ -216,14 +209,10 @@ def template_command() -> None:
 def adopt_command(
     folder: Path,
     overrides: tuple[str, ...],
-    step: int | None,
-    recipe: str | None,
-    companions: Path | None,
-    name: str | None,
     copy: bool,
     in_place: bool,
-    dry_run: bool,
     as_json: bool,
+    **options: Any,
 ) -> int:
     """Take over the run in DIR, whatever trainer has written it.
 
@@ -232,8 +221,7 @@ def adopt_command(
     ready to be published and evaluated; nothing is copied unless asked for. Of refiner's own (a
     workspace, or a stage's folder), the stages go on where they were, by the same recipe.
     """
-    from flows.api import adopt_run
-    from refiner_core.contract.errors import ConfigurationError
+    from flows.adopting import adopt_run
 
     if copy and in_place:
         raise ConfigurationError(
@@ -241,50 +229,34 @@ def adopt_command(
             expected="one of them, or neither for hard links",
             fix="leave one out",
         )
-    report = adopt_run(
-        folder,
-        overrides,
-        step=step,
-        recipe=recipe,
-        companions=companions,
-        name=name,
-        how="copy" if copy else "in-place" if in_place else "link",
-        dry_run=dry_run,
-    )
-    if as_json:
-        print_json(report)
-    else:
-        _show_adopted(report)
+    how: How = "copy" if copy else "in-place" if in_place else "link"
+    report = adopt_run(folder, overrides, how=how, **options)
+    show(as_json, lambda: report, lambda: _adopted_lines(report))
     return 0
 
 
-def _show_adopted(report: dict[str, Any]) -> None:
+def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
     if report["kind"] == "refiner":
         rows = [
             [s["name"], s["id"], "" if s["step"] is None else str(s["step"]), s["fate"]]
             for s in report["stages"]
         ]
-        print_table(rows, ["STAGE", "ID", "STEP", "HERE"])
-        for note in (n for s in report["stages"] for n in s["notes"]):
-            click.echo(f"note: {note}")
+        yield from table_lines(rows, ["STAGE", "ID", "STEP", "HERE"])
+        notes = [n for s in report["stages"] for n in s["notes"]]
     else:
         rows = [
             [str(c["step"]), c["path"], c["layout"], _size(c["bytes"]), c["note"]]
             for c in report["checkpoints"]
         ]
-        print_table(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])
+        yield from table_lines(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])
         if report["adopted"]:
             new = "" if report["adopted"]["new"] else " (it was adopted before)"
-            click.echo(f"Adopted step {report['step']} as {report['adopted']['id']}{new}.")
-            click.echo(f"Files: {report['how']}; recipe: {report['recipe']}")
-        for note in report["notes"]:
-            click.echo(f"note: {note}")
-    verb = (
-        "Nothing was changed. Without --dry-run, the next command will be"
-        if report["dry_run"]
-        else "Next"
-    )
-    click.echo(f"{verb}: {shlex.join(report['next'])}")
+            yield f"Adopted step {report['step']} as {report['adopted']['id']}{new}."
+            yield f"Files: {report['how']}; recipe: {report['recipe']}"
+        notes = report["notes"]
+    yield from (f"note: {note}" for note in notes)
+    dry = "Nothing was changed. Without --dry-run, the next command will be"
+    yield f"{dry if report['dry_run'] else 'Next'}: {shlex.join(report['next'])}"
 
 
 def _size(count: int) -> str:

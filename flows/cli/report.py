@@ -3,114 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from flows.cli.options import (
+    at_most_one,
     json_option,
     output_folder,
-    print_json,
-    print_table,
+    say,
+    say_next,
+    show,
     split_workspace,
-    until_nobody_reads,
+    table_lines,
 )
 from infra.store.sweep_records import sweep_names
+from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.reporting.run.report import WrittenRun
     from flows.reporting.writing import Written
     from infra.store.workspace import Workspace
     from refiner_core.report.run.document import RunReport
+    from refiner_core.report.sweep.document import SweepReport
 
-
-class Asked(NamedTuple):
-    """How a report is to be made."""
-
-    folder: Path
-    watch: bool
-    every_s: int
-    as_json: bool
-
-
+W = TypeVar("W", "Written", "WrittenRun")
 _MOST_INCIDENTS = 5
 #: Tables of numbers that a terminal shows; the page has all.
 _MOST_TABLES = 2
-
-
-def show_run_report(make: Callable[[], WrittenRun], asked: Asked) -> None:
-    """Print what the report of a run says; ``make`` writes it as it is now."""
-    from flows.reporting.run.report import values
-
-    written = make()
-    if asked.watch:
-        written = _watched_run(make, written, asked.every_s)
-    if asked.as_json:
-        print_json({**values(written.report), "folder": str(written.folder)})
-        return
-    with until_nobody_reads():
-        _show_run(written.report)
-    click.echo(f"\nPage: {written.page}", err=True)
-    click.echo("Beside it: report.md, report.json", err=True)
-    click.echo("Next:", err=True)
-    for command in written.report.next_commands:
-        click.echo(f"  {command}", err=True)
-
-
-def _watched_run(make: Callable[[], WrittenRun], written: WrittenRun, every_s: int) -> WrittenRun:
-    """The last of the reports that are made until nobody works on the run. Ctrl-C ends the
-    watching, not the run."""
-    click.echo(f"Page: {written.page}", err=True)
-    told = ""
-    try:
-        while written.report.state == "running":
-            if written.report.state_text != told:
-                told = written.report.state_text
-                click.echo(told, err=True)
-            time.sleep(every_s)
-            written = make()
-    except KeyboardInterrupt:
-        click.echo("Watching has ended; the run has not.", err=True)
-    return written
-
-
-def _show_run(report: RunReport) -> None:
-    from refiner_core.report.printing import moment, plain
-    from refiner_core.report.run import tables as words
-
-    click.echo(f"{report.run}  ({report.state}; as of {moment(report.made_at)})")
-    click.echo(plain(report.state_text))
-    for text in report.warnings:
-        click.echo(f"warning: {plain(text)}")
-    click.echo()
-    _table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
-    for table in words.change_tables(report)[:_MOST_TABLES]:
-        click.echo(f"\n{table.title}")
-        _table(table.rows, table.header)
-    if report.incidents:
-        click.echo(f"\n{words.incidents_text(report).capitalize()}")
-        for incident in report.incidents[-_MOST_INCIDENTS:]:
-            over = "" if incident.resolved else " (open)"
-            click.echo(f"  {moment(incident.at)} {incident.stage}: {plain(incident.text)}{over}")
-    click.echo(f"\nCost: {words.cost_text(report)}")
-    for one in report.published:
-        click.echo(f"Published: {plain(one.target)}")
-
-
-def _table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
-    from refiner_core.report.printing import plain
-
-    print_table([[plain(cell) for cell in row] for row in rows], header)
-
-
-class _Subject(NamedTuple):
-    """What a report is about: the name of a sweep, or the id of a run."""
-
-    kind: str
-    name: str
 
 
 @click.command("report")
@@ -136,79 +57,78 @@ def report_command(
     beside it (of a sweep report.csv and trials.csv too). While a run or sweep is worked on, its
     page loads itself again; --watch keeps it fresh.
     """
+    from flows.reporting.run.report import report_run, values
+    from flows.reporting.writing import log_report, report_sweep
     from infra.store.workspace import Workspace
+    from refiner_core.report.sweep.exports import values as sweep_values
+    from refiner_core.report.sweep.wording import state_text
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    subject = _which(workspace, rest)
-    if to_wandb and subject.kind == "run":
-        raise _no_tables(subject.name)
-    folder = output_folder(out or workspace.layout.reports / subject.name)
-    asked = Asked(folder, watch, every_s, as_json)
-    if subject.kind == "run":
-        from flows.api import report_run
+    sweep, name = _subject(workspace, rest)
+    if to_wandb and not sweep:
+        raise ConfigurationError(
+            f"{name} is a run, and --wandb is for the tables of a sweep.",
+            expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
+            fix="leave out --wandb; `refiner track sync` sends what was logged offline",
+        )
+    folder = output_folder(out or workspace.layout.reports / name)
+    every = every_s if watch else 0
 
-        make = partial(report_run, subject.name, where, folder=folder, reload_s=every_s)
-        show_run_report(make, asked)
-    else:
-        _report_sweep(workspace, subject.name, asked, to_wandb)
+    if sweep:
 
+        def make_sweep() -> Written:
+            return report_sweep(name, workspace.root, folder=folder, reload_s=every_s)
 
-def _report_sweep(workspace: Workspace, sweep: str, asked: Asked, to_wandb: bool) -> None:
-    from flows.api import report_sweep
-
-    root = workspace.root
-    written = report_sweep(sweep, root, folder=asked.folder, reload_s=asked.every_s)
-    if asked.watch:
-        written = _watched_sweep(workspace, written, asked.every_s)
-    logged = _to_wandb(workspace, written) if to_wandb else ""
-    if asked.as_json:
-        from refiner_core.report.sweep.exports import values
-
-        print_json({**values(written.report), "folder": str(written.folder), "wandb": logged})
+        made = _written(make_sweep, lambda w: state_text(w.report), every, "sweep")
+        logged = log_report(workspace, made) if to_wandb else ""
+        document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
+        show(as_json, lambda: document, lambda: _sweep_lines(made.report))
+        if not as_json:
+            say(f"\nPage: {made.page}")
+            say("Beside it: report.md, report.csv, trials.csv, report.json")
+            if logged:
+                say(f"W&B: {logged}")
+            if made.report.state == "running":
+                say_next(f"refiner report {name} --watch workspace={workspace.root}")
         return
-    with until_nobody_reads():
-        _show_sweep(written)
-    click.echo(f"\nPage: {written.page}", err=True)
-    click.echo("Beside it: report.md, report.csv, trials.csv, report.json", err=True)
-    if logged:
-        click.echo(f"W&B: {logged}", err=True)
-    if written.report.state == "running":
-        click.echo(f"Next:\n  refiner report {sweep} --watch workspace={root}", err=True)
+
+    def make_run() -> WrittenRun:
+        return report_run(name, where, folder=folder, reload_s=every_s)
+
+    written = _written(make_run, lambda w: w.report.state_text, every, "run")
+    report = written.report
+    show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))
+    if not as_json:
+        say(f"\nPage: {written.page}\nBeside it: report.md, report.json")
+        say_next(*report.next_commands)
 
 
-def _which(workspace: Workspace, words: Sequence[str]) -> _Subject:
-    """What is meant: by default what the workspace was last used for.
-
-    Raises
-    ------
-    ConfigurationError
-        None of that name, or there is nothing to report on.
-    """
+def _subject(workspace: Workspace, words: Sequence[str]) -> tuple[bool, str]:
+    """Subject of the report, by default what the workspace was last used for: True for a sweep, and
+    its name or the id of a run."""
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named
-    from refiner_core.contract.errors import ConfigurationError
 
-    if len(words) > 1:
-        raise ConfigurationError(
-            f"`refiner report` takes one run or sweep, not {len(words)}.",
-            expected="the id of a run or the name of a sweep, and perhaps workspace=DIR",
-            fix=f"leave out {words[1]}",
-        )
-    if words:
-        if (sweep := sweep_named(workspace, words[0])) is not None:
-            return _Subject("sweep", sweep)
-        return _Subject("run", _run_named(workspace, words[0]))
+    word = at_most_one(
+        words,
+        "`refiner report` takes one run or sweep, not {count}.",
+        expected="the id of a run or the name of a sweep, and perhaps workspace=DIR",
+        fix=f"leave out {words[-1] if words else ''}",
+    )
+    if word is not None:
+        sweep = sweep_named(workspace, word)
+        return (True, sweep) if sweep is not None else (False, _run_named(workspace, word))
     run = find_run(workspace)
     if (sweep := newest_sweep(workspace, run)) is not None:
-        return _Subject("sweep", sweep)
+        return True, sweep
     if run is None:
         raise ConfigurationError(
             f"{workspace.root} has no runs and no sweeps.",
             expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
             fix="name another one with workspace=DIR",
         )
-    return _Subject("run", run.run)
+    return False, run.run
 
 
 def _run_named(workspace: Workspace, word: str) -> str:
@@ -220,7 +140,6 @@ def _run_named(workspace: Workspace, word: str) -> str:
         There is none; names what is near, sweeps among it.
     """
     from flows.running.status import find_run
-    from refiner_core.contract.errors import ConfigurationError
     from refiner_core.contract.fields import suggest
 
     sweeps = sweep_names(workspace)
@@ -239,70 +158,78 @@ def _run_named(workspace: Workspace, word: str) -> str:
     return run.run
 
 
-def _no_tables(run: str) -> Exception:
-    from refiner_core.contract.errors import ConfigurationError
-
-    return ConfigurationError(
-        f"{run} is a run, and --wandb is for the tables of a sweep.",
-        expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
-        fix="leave out --wandb; `refiner track sync` sends what was logged offline",
-    )
-
-
-def _watched_sweep(workspace: Workspace, written: Written, every_s: int) -> Written:
-    """The last of the reports that are made until nobody works on the sweep."""
-    from flows.reporting.writing import write_report
-    from refiner_core.report.sweep.wording import state_text
-
-    click.echo(f"Page: {written.page}", err=True)
+def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, noun: str) -> W:
+    """The report; with ``every_s`` the last of those that are made until nobody works on it any
+    more. Ctrl-C ends the watching, not the work."""
+    written = make()
+    if not every_s:
+        return written
+    say(f"Page: {written.page}")
     told = ""
-    while written.report.state == "running":
-        if (said := state_text(written.report)) != told:
-            told = said
-            click.echo(said, err=True)
-        time.sleep(every_s)
-        written = write_report(workspace, written.report.sweep, written.folder, reload_s=every_s)
+    try:
+        while written.report.state == "running":
+            if (said := state(written)) != told:
+                told = said
+                say(said)
+            time.sleep(every_s)
+            written = make()
+    except KeyboardInterrupt:
+        say(f"Watching has ended; the {noun} has not.")
     return written
 
 
-def _to_wandb(workspace: Workspace, written: Written) -> str:
-    from flows.reporting.writing import log_report
+def _run_lines(report: RunReport) -> Iterator[str]:
+    from refiner_core.report.printing import moment, plain
+    from refiner_core.report.run import tables as words
 
-    return log_report(workspace, written)
+    def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> Iterator[str]:
+        return table_lines([[plain(cell) for cell in row] for row in rows], header)
+
+    yield f"{report.run}  ({report.state}; as of {moment(report.made_at)})"
+    yield plain(report.state_text)
+    for text in report.warnings:
+        yield f"warning: {plain(text)}"
+    yield ""
+    yield from table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
+    for found in words.change_tables(report)[:_MOST_TABLES]:
+        yield f"\n{found.title}"
+        yield from table(found.rows, found.header)
+    if report.incidents:
+        yield f"\n{words.incidents_text(report).capitalize()}"
+        for incident in report.incidents[-_MOST_INCIDENTS:]:
+            over = "" if incident.resolved else " (open)"
+            yield f"  {moment(incident.at)} {incident.stage}: {plain(incident.text)}{over}"
+    yield f"\nCost: {words.cost_text(report)}"
+    for one in report.published:
+        yield f"Published: {plain(one.target)}"
 
 
-def _show_sweep(written: Written) -> None:
+def _sweep_lines(report: SweepReport) -> Iterator[str]:
     from refiner_core.report.printing import moment, plain
     from refiner_core.report.sweep import wording as words
-    from refiner_core.report.sweep.wording import Column, arm_row
 
-    report = written.report
-    state = words.state_text(report)
-    click.echo(
-        f"{plain(report.title or report.sweep)}  ({report.state}; as of {moment(report.made_at)})"
-    )
-    click.echo(f"{state} {words.cost_text(report)}.")
+    title = plain(report.title or report.sweep)
+    yield f"{title}  ({report.state}; as of {moment(report.made_at)})"
+    yield f"{words.state_text(report)} {words.cost_text(report)}."
     for text in report.warnings:
-        click.echo(f"warning: {plain(text)}")
+        yield f"warning: {plain(text)}"
     if report.question:
-        click.echo(f"\nQuestion  {plain(report.question)}")
-    click.echo(f"Answer    {words.answer(report)}\n")
+        yield f"\nQuestion  {plain(report.question)}"
+    yield f"Answer    {words.answer(report)}\n"
     if (primary := report.primary) is None:
         return
-    click.echo(words.key_text(primary.key))
-    column = Column.of(primary, report, drawn=False)
-    rows = [arm_row(n, column, report) for n in primary.numbers]
-    print_table(
-        [
-            [
-                r.arm,
-                f"{r.value} {r.bounds}".strip(),
-                f"{r.difference} {r.difference_bounds}".strip(),
-                r.p_adjusted,
-                f"{r.sign} {r.verdict}".strip(),
-                r.note,
-            ]
-            for r in rows
-        ],
-        ("arm", primary.key.metric, "difference", "p (adjusted)", "says", ""),
-    )
+    yield words.key_text(primary.key)
+    column = words.Column.of(primary, report, drawn=False)
+    rows = [
+        (
+            r.arm,
+            f"{r.value} {r.bounds}".strip(),
+            f"{r.difference} {r.difference_bounds}".strip(),
+            r.p_adjusted,
+            f"{r.sign} {r.verdict}".strip(),
+            r.note,
+        )
+        for r in (words.arm_row(n, column, report) for n in primary.numbers)
+    ]
+    header = ("arm", primary.key.metric, "difference", "p (adjusted)", "says", "")
+    yield from table_lines(rows, header)

@@ -11,11 +11,13 @@ import click
 from flows.cli.options import (
     json_option,
     output_folder,
-    print_json,
+    say,
+    show,
+    split_overrides,
     split_workspace,
-    until_nobody_reads,
 )
 from infra.host.terminal import raw
+from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from flows.rescoring.planning import Planned
@@ -73,108 +75,84 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     run has stored are used again where the judge is the same, so that another weight, gate or
     aggregation asks nobody. Several RUNs make a judge x policy matrix.
     """
-    from flows.api import rescore
-    from flows.rescoring.results import document_lines, next_lines, plan_lines
+    from flows.rescoring.results import document_lines, next_lines, plan_lines, rescore
 
     planned = _planned(words, options)
     as_json = bool(options["as_json"])
     if options["dry_run"]:
-        _show_plan(planned, as_json)
+        ending = "Nothing was asked or written. Next: the same command without --dry-run."
+        show(as_json, lambda: _plan_json(planned), lambda: [*plan_lines(planned), ending])
         return
     for line in plan_lines(planned):
-        click.echo(line, err=True)
+        say(line)
     _ask_leave(planned, yes=bool(options["yes"]))
     out = output_folder(options["out"]) if options["out"] else None
     try:
         with _Bar() as bar:
             document, folder = rescore(planned, out, bar)
     except KeyboardInterrupt:
-        click.echo("What was judged is kept: the same command goes on from there.", err=True)
+        say("What was judged is kept: the same command goes on from there.")
         raise
-    if as_json:
-        print_json({**document, "folder": str(folder)})
-        return
-    with until_nobody_reads():
-        click.echo("")
-        for line in document_lines(document):
-            click.echo(line)
-    for line in next_lines(document, folder, words, planned.wanted.runs[0].overrides):
-        click.echo(line, err=True)
+    show(
+        as_json,
+        lambda: {**document, "folder": str(folder)},
+        lambda: ["", *document_lines(document)],
+    )
+    if not as_json:
+        for line in next_lines(document, folder, words, planned.wanted.runs[0].overrides):
+            say(line)
 
 
 def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
-    from flows.api import plan_rescoring
     from flows.rescoring.asking import Prices
-    from flows.rescoring.planning import Options
+    from flows.rescoring.planning import Options, plan_rescoring
     from flows.rescoring.reading import Part
 
     where, rest = split_workspace(words)
-    overrides = tuple(word for word in rest if "=" in word)
-    names = [word for word in rest if "=" not in word]
-    part = Part(
-        source=options["source"],
-        sample=options["sample"],
-        models=options["models"],
-        decodings=options["decodings"],
-    )
-    chosen = Options(
-        options["judges"], options["rubrics"], options["weights"], overrides, options["cross"]
-    )
+    names, overrides = split_overrides(rest)
+    part = {name: options[name] for name in ("source", "sample", "models", "decodings")}
+    judges, rubrics, weights = (options[name] for name in ("judges", "rubrics", "weights"))
+    more = {name: options[name] for name in ("steps", "baseline", "metric", "common")}
     return plan_rescoring(
         names,
         where,
-        options=chosen,
-        part=part,
-        steps=options["steps"],
+        options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
+        part=Part(**part),
         prices=Prices(options["price_in"], options["price_out"]),
-        baseline=options["baseline"],
-        metric=options["metric"],
-        common=options["common"],
+        **more,
     )
 
 
-def _show_plan(planned: Planned, as_json: bool) -> None:
-    from flows.rescoring.results import plan_lines
-
-    if not as_json:
-        for line in plan_lines(planned):
-            click.echo(line)
-        click.echo("Nothing was asked or written. Next: the same command without --dry-run.")
-        return
-    judges = [
-        {
-            "judge": plan.name,
-            "identity": dict(plan.identity),
-            "questions": len(plan.questions),
-            "reused": plan.reused,
-            "stored": plan.kept,
-            "unknown": len(plan.unknown) - plan.kept,
-            "calls": plan.calls,
-            "prompt_tokens_about": plan.prompt_tokens,
-        }
-        for plan in planned.judges.values()
-        if plan.questions
-    ]
-    print_json(
-        {
-            "version": 1,
-            "dry_run": True,
-            "id": planned.short_id,
-            "policies": [
-                {"name": p.name, "run": p.run, "rollouts": len(p.rollouts), "steps": p.steps}
-                for p in planned.policies
-            ],
-            "settings": [setting.name for setting in planned.settings],
-            "judging": judges,
-            "calls": planned.new_calls,
-        }
-    )
+def _plan_json(planned: Planned) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "dry_run": True,
+        "id": planned.short_id,
+        "policies": [
+            {"name": p.name, "run": p.run, "rollouts": len(p.rollouts), "steps": p.steps}
+            for p in planned.policies
+        ],
+        "settings": [setting.name for setting in planned.settings],
+        "judging": [
+            {
+                "judge": plan.name,
+                "identity": dict(plan.identity),
+                "questions": len(plan.questions),
+                "reused": plan.reused,
+                "stored": plan.kept,
+                "unknown": len(plan.unknown) - plan.kept,
+                "calls": plan.calls,
+                "prompt_tokens_about": plan.prompt_tokens,
+            }
+            for plan in planned.judges.values()
+            if plan.questions
+        ],
+        "calls": planned.new_calls,
+    }
 
 
 def _ask_leave(planned: Planned, *, yes: bool) -> None:
     """Before many calls, ask; where nobody can answer, refuse."""
-    from refiner_core.contract.errors import ConfigurationError
-
     calls = planned.new_calls
     if yes or calls <= ASK_ABOVE:
         return
@@ -188,7 +166,7 @@ def _ask_leave(planned: Planned, *, yes: bool) -> None:
 
 
 class _Bar:
-    """How far judging is, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress of judging, on standard error: a bar on a terminal, else a line now and then."""
 
     def __init__(self) -> None:
         self._progress: Any = None
@@ -214,11 +192,11 @@ class _Bar:
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come."""
         if self._waiting:
-            click.echo("A server answers again.", err=True)
+            say("A server answers again.")
             self._waiting = False
         if not sys.stderr.isatty():
             if done == total:
-                click.echo(f"{judge}: {done} judgements", err=True)
+                say(f"{judge}: {done} judgements")
             return
         self._move(judge, done, total)
 

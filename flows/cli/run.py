@@ -14,15 +14,20 @@ from flows.cli.options import (
     overrides_argument,
     print_json,
     recipe_argument,
+    say,
+    say_next,
+    show,
     split_workspace,
     until_nobody_reads,
+    working_options,
 )
+from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from flows.running.background import Detached
     from flows.running.calls import RunOutcome
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
-
 
 detach_option = click.option(
     "--detach",
@@ -38,9 +43,7 @@ detach_option = click.option(
 @overrides_argument
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
 @detach_option
-@json_option
-@click.option("--no-server", is_flag=True, help="no Prefect server, no flow run")
-@click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only")
+@working_options
 def run_command(
     recipe: str,
     overrides: tuple[str, ...],
@@ -56,8 +59,9 @@ def run_command(
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
     stages to save and stop; the same command goes on. With --detach the terminal may be closed.
     """
-    from flows.api import begin_run, make_recipe_plan, run_recipe
     from flows.cli.plan import show_plan
+    from flows.running.calls import begin_run, make_recipe_plan
+    from flows.running.runs import run_recipe
 
     if dry_run:
         show_plan(make_recipe_plan(recipe, overrides), recipe, overrides, as_json)
@@ -78,19 +82,12 @@ def stop_on_signals() -> None:
 
 def finish(outcome: RunOutcome, as_json: bool) -> int:
     """Print how a call ended, and what to type now; its exit code."""
-    from flows.api import run_json
+    from flows.cli.summary import summary_lines
+    from flows.running.runs import run_json
 
-    with until_nobody_reads():
-        if as_json:
-            print_json(run_json(outcome))
-        else:
-            from flows.api.summary import summary_lines
-
-            for line in summary_lines(outcome):
-                click.echo(line)
-        sys.stdout.flush()
+    show(as_json, lambda: run_json(outcome), lambda: summary_lines(outcome))
     if outcome.next_commands:
-        click.echo("Next:\n  " + "\n  ".join(outcome.next_commands), err=True)
+        say_next(*outcome.next_commands)
     return outcome.exit_code
 
 
@@ -104,31 +101,36 @@ def leave_to(
     take_over: bool = False,
 ) -> int:
     """Leave a recorded run to the background, and say how to look at it and end it."""
-    from flows.api import detach_run
+    from flows.running.background import detach_run
     from flows.running.status import stage_names
 
     left = detach_run(run, workspace.root, where=where, use_server=use_server, take_over=take_over)
-    if left.exit_code is not None and left.message:
-        click.echo(left.message, err=True)
-    place = f"workspace={workspace.root}"
-    stage = stage_names(run)[0]
-    following = [
-        f"refiner status {run.run} {place}",
-        f"refiner logs -f {stage} {run.run} {place}",
-        f"refiner cancel {run.run} {place}",
-    ]
+    following = (f"status {run.run}", f"logs -f {stage_names(run)[0]} {run.run}")
+    return say_left(left, workspace, "run", run.run, following, as_json)
+
+
+def say_left(
+    left: Detached,
+    workspace: Workspace,
+    noun: str,
+    name: str,
+    following: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Print who works on what was left to the background; the exit code."""
     if as_json:
-        value = {"version": 1, "run": run.run, "pid": left.pid, "job": left.job}
+        value = {"version": 1, noun: name, "pid": left.pid, "job": left.job}
         print_json({**value, "log": str(left.log), "exit_code": left.exit_code})
     elif left.exit_code is not None:
-        click.echo(f"{run.run}: ended at once with exit code {left.exit_code}; log: {left.log}")
+        click.echo(f"{name}: ended at once with exit code {left.exit_code}; log: {left.log}")
     else:
         who = f"job {left.job}" if left.job else f"process {left.pid}"
-        click.echo(f"{run.run}: in the background as {who}")
-        click.echo(f"log: {left.log}")
-        if left.message:
-            click.echo(left.message, err=True)
-        click.echo("Next:\n  " + "\n  ".join(following), err=True)
+        click.echo(f"{name}: in the background as {who}\nlog: {left.log}")
+    if left.message:
+        say(left.message)
+    if not as_json and left.exit_code is None:
+        place = f"workspace={workspace.root}"
+        say_next(*(f"refiner {words} {place}" for words in (*following, f"cancel {name}")))
     return left.exit_code or 0
 
 
@@ -148,9 +150,9 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     `refiner resume` goes on later. Jobs that another run waits for too are ended as well. Exit
     code: 0 when nothing of it runs any more, 1 when that takes longer than was waited for.
     """
-    from flows.api import cancel_run, cancel_sweep
-    from flows.running.cancelling import outcome_json, outcome_lines
+    from flows.running.cancelling import cancel_run, outcome_json, outcome_lines
     from flows.running.status import find_run
+    from flows.sweeping.launching import cancel_sweep
     from flows.sweeping.status import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
@@ -158,21 +160,13 @@ def cancel_command(words: tuple[str, ...], wait_s: float | None, now: bool, as_j
     workspace = Workspace.read_only(where)
     newest = find_run(workspace)
     sweep = sweep_named(workspace, rest[0]) if rest else newest_sweep(workspace, newest)
-
-    def tell(message: str) -> None:
-        click.echo(message, err=True)
-
     if sweep is not None and len(rest) <= 1:
-        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=tell)
+        outcome = cancel_sweep(sweep, where, wait_s=wait_s, now=now, tell=say)
     else:
         stages = set(newest.stages) if newest is not None else set()
         run = rest.pop(0) if rest and rest[0] not in stages else None
-        outcome = cancel_run(run, rest, where, wait_s=wait_s, now=now, tell=tell)
-    if as_json:
-        print_json(outcome_json(outcome))
-    else:
-        for line in outcome_lines(outcome, workspace):
-            click.echo(line)
+        outcome = cancel_run(run, rest, where, wait_s=wait_s, now=now, tell=say)
+    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome, workspace))
     return 0 if outcome.ended else 1
 
 
@@ -186,9 +180,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
     With -f it goes over to the next attempt when there is one, and ends when the stage does. On a
     terminal control sequences are left out; a pipe has the log as it is.
     """
-    from flows.api import find_log, follow_log
-    from flows.running.logs import log_pieces
-    from refiner_core.contract.errors import ConfigurationError
+    from flows.running.logs import find_log, follow_log, log_pieces
 
     where, rest = split_workspace(words)
     if not rest:
@@ -200,22 +192,18 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
     stage, *runs = rest
     run = runs[0] if runs else None
     if follow:
-        lines = follow_log(stage, run, where, attempt=attempt, tell=_say_of_log)
+        lines = follow_log(stage, run, where, attempt=attempt, tell=say)
     else:
         log = find_log(stage, run, where, attempt=attempt)
         if log is None:
-            _say_of_log(f"{stage} has not been started yet.")
+            say(f"{stage} has not been started yet.")
             return
         if log.why:
-            _say_of_log(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
+            say(f"Attempt {log.attempt} of {stage} has printed nothing: {log.why}.")
             return
-        _say_of_log(f"{log.path} (attempt {log.attempt})")
+        say(f"{log.path} (attempt {log.attempt})")
         lines = log_pieces(log.path)
     with until_nobody_reads():
         for text in lines:
             sys.stdout.write(text)
             sys.stdout.flush()
-
-
-def _say_of_log(text: str) -> None:
-    click.echo(text, err=True)

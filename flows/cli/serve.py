@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import copy
+import csv
+import io
 import shlex
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from flows.cli.options import json_option, overrides_argument, print_json, print_table
+from flows.cli.options import (
+    at_most_one,
+    json_option,
+    overrides_argument,
+    say,
+    say_next,
+    show,
+    split_overrides,
+    table_lines,
+)
+
+if TYPE_CHECKING:
+    from flows.nightly.history import Reading
 
 files_argument = click.argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
 workspace_option = click.option(
@@ -21,7 +36,7 @@ workspace_option = click.option(
 
 
 def _say(text: str) -> None:
-    click.echo(f"refiner: {text}", err=True)
+    say(f"refiner: {text}")
 
 
 @click.command("serve")
@@ -35,7 +50,7 @@ def serve_command(files: tuple[str, ...], workspace: str | None) -> int:
     Uses the server that PREFECT_API_URL names, else the local one, which it starts. Ctrl-C ends it:
     what runs then saves, and nights that come meanwhile are looked after at the next start.
     """
-    from flows.api import serve
+    from flows.serving import serve
 
     return serve(files, workspace=workspace, tell=_say)
 
@@ -51,14 +66,14 @@ def deploy_command(files: tuple[str, ...], workspace: str | None, pool: str, as_
     Workers (`prefect worker start --pool NAME`) need refiner, and files and workspace at the same
     paths.
     """
-    from flows.api import deploy
+    from flows.serving import deploy
 
     made = deploy(files, workspace=workspace, pool=pool, tell=_say)
-    if as_json:
-        print_json({"version": 1, "deployments": made})
-        return 0
-    for one in made:
-        click.echo(f"{one['name']}: {one['url']}")
+    show(
+        as_json,
+        lambda: {"version": 1, "deployments": made},
+        lambda: [f"{one['name']}: {one['url']}" for one in made],
+    )
     return 0
 
 
@@ -82,21 +97,24 @@ def nightly_command() -> None:
 @json_option
 def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Say whether FILE can be carried out; changes nothing."""
-    from flows.api import check_nightly
+    from flows.nightly.night import check_nightly
 
     nightly, following, warnings = check_nightly(file, overrides)
-    if as_json:
-        names = [c.name for c in nightly.everybody]
-        value = {"version": 1, "nightly": nightly.name, "checkpoints": names}
-        print_json({**value, "next": following.isoformat(), "warnings": warnings})
-        return 0
-    click.echo(f"{nightly.name}: {nightly.schedule} ({nightly.timezone}), next {following}")
-    for checkpoint in nightly.everybody:
-        canary = " (canary)" if checkpoint == nightly.canary else ""
-        click.echo(f"  {checkpoint.name}{canary}: {checkpoint.source.text}")
-    for warning in warnings:
-        click.echo(f"note: {warning}", err=True)
-    click.echo(f"Next:\n  refiner nightly run {_line(file, overrides)}", err=True)
+
+    def lines() -> Iterator[str]:
+        yield f"{nightly.name}: {nightly.schedule} ({nightly.timezone}), next {following}"
+        for checkpoint in nightly.everybody:
+            canary = " (canary)" if checkpoint == nightly.canary else ""
+            yield f"  {checkpoint.name}{canary}: {checkpoint.source.text}"
+
+    names = [c.name for c in nightly.everybody]
+    value = {"version": 1, "nightly": nightly.name, "checkpoints": names}
+    value |= {"next": following.isoformat(), "warnings": warnings}
+    show(as_json, lambda: value, lines)
+    if not as_json:
+        for warning in warnings:
+            say(f"note: {warning}")
+        say_next(shlex.join(["refiner", "nightly", "run", file, *overrides]))
     return 0
 
 
@@ -113,19 +131,14 @@ def run_command(
 
     Nights before that nobody has worked on are looked after, as far as `catch_up` reaches.
     """
-    from flows.api import run_nightly
     from flows.cli.run import stop_on_signals
-    from flows.nightly.night import outcome_json, outcome_lines
+    from flows.nightly.night import outcome_json, outcome_lines, run_nightly
 
     stop_on_signals()
     outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_say)
-    if as_json:
-        print_json(outcome_json(outcome))
-    else:
-        for line in outcome_lines(outcome):
-            click.echo(line)
-        click.echo(f"Next:\n  refiner nightly status {_line(file, overrides)}", err=True)
-    sys.stdout.flush()
+    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome))
+    if not as_json:
+        say_next(shlex.join(["refiner", "nightly", "status", file, *overrides]))
     return outcome.exit_code
 
 
@@ -135,23 +148,23 @@ def run_command(
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Show how it stands: tonight, last numbers, alerts that have not recovered."""
-    from flows.api import nightly_status
-    from flows.nightly.night import status_rows
+    from flows.nightly.night import nightly_status, status_rows
 
     status = nightly_status(file, overrides)
-    if as_json:
-        print_json(status)
-        return 0
-    click.echo(f"{status['nightly']}: night of {status['night']} {status['state']}")
-    click.echo(f"next: {status['next']}")
-    if status["series"]:
-        header = ("checkpoint", "metric", "protocol", "value", "night", "nights", "weights")
-        print_table(status_rows(status), header)
-    for alert in status["open_alerts"]:
-        click.echo(f"alert of {alert['night']}: {alert['title']}")
-    for alert_id, failed in status["undelivered"].items():
+
+    def lines() -> Iterator[str]:
+        yield f"{status['nightly']}: night of {status['night']} {status['state']}"
+        yield f"next: {status['next']}"
+        if status["series"]:
+            header = ("checkpoint", "metric", "protocol", "value", "night", "nights", "weights")
+            yield from table_lines(status_rows(status), header)
+        for alert in status["open_alerts"]:
+            yield f"alert of {alert['night']}: {alert['title']}"
+
+    show(as_json, lambda: status, lines)
+    for alert_id, failed in status["undelivered"].items() if not as_json else ():
         for channel, why in failed.items():
-            click.echo(f"not delivered: {alert_id} by {channel}: {why}", err=True)
+            say(f"not delivered: {alert_id} by {channel}: {why}")
     return 0
 
 
@@ -162,25 +175,29 @@ def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
 @click.option("--csv", "as_csv", is_flag=True, help="print CSV on stdout, one line a number")
 def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv: bool) -> int:
     """Print the table of all nights."""
-    from flows.api import nightly_history
-    from flows.nightly.history import CSV_COLUMNS, history_json, history_lines
+    from flows.nightly.history import history_json
+    from flows.nightly.night import nightly_history
 
     reading = nightly_history(file, overrides).reading
-    if as_json:
-        print_json(history_json(reading))
-    elif as_csv:
-        import csv
-
-        writer = csv.DictWriter(sys.stdout, CSV_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(history_lines(reading))
-    else:
-        watched = reading.nightly.alerts.metrics
-        lines = [line for line in history_lines(reading) if line["metric"] in watched]
-        shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n")
-        rows = [[_cell(line[c]) for c in (*shown, "protocol", "source")] for line in lines]
-        print_table(rows, (*shown, "protocol", "weights"))
+    show(as_json, lambda: history_json(reading), lambda: _history_lines(reading, as_csv))
     return 0
+
+
+def _history_lines(reading: Reading, as_csv: bool) -> Iterator[str]:
+    from flows.nightly.history import CSV_COLUMNS, history_lines
+
+    lines = history_lines(reading)
+    if as_csv:
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        yield text.getvalue().removesuffix("\n")
+        return
+    lines = [line for line in lines if line["metric"] in reading.nightly.alerts.metrics]
+    shown = ("night", "checkpoint", "decoding", "metric", "value", "low", "high", "n")
+    rows = [[_cell(line[c]) for c in (*shown, "protocol", "source")] for line in lines]
+    yield from table_lines(rows, (*shown, "protocol", "weights"))
 
 
 @nightly_command.command("page")
@@ -189,7 +206,7 @@ def history_command(file: str, overrides: tuple[str, ...], as_json: bool, as_csv
 @click.option("--out", metavar="FILE", help="write it there; default: into the workspace")
 def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     """Write the trend page: one HTML file that needs nothing but a browser."""
-    from flows.api import nightly_page
+    from flows.nightly.night import nightly_page
 
     click.echo(str(nightly_page(file, overrides, out=out)))
     return 0
@@ -212,12 +229,6 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _line(file: str, overrides: tuple[str, ...]) -> str:
-    import shlex
-
-    return shlex.join([file, *overrides])
-
-
 @click.command("server")
 @click.argument("what", type=click.Choice(["status", "stop"]), default="status")
 @json_option
@@ -226,36 +237,27 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
 
     `refiner run` starts it when there is none, and leaves it running for the next run.
     """
-    from flows.api import prefect_server_status, stop_prefect_server
+    from infra.prefect_server import server_status, stop_server, terminal_link
 
     if what == "stop":
-        stopped = stop_prefect_server()
-        if as_json:
-            print_json({"version": 1, "stopped": stopped})
-        else:
-            click.echo("stopped" if stopped else "there is no server of ours to stop")
+        stopped = stop_server()
+        said = "stopped" if stopped else "there is no server of ours to stop"
+        show(as_json, lambda: {"version": 1, "stopped": stopped}, lambda: [said])
         return
-    status = prefect_server_status()
+    status = server_status()
     url = status.info.url if status.info else None
-    if as_json:
-        print_json(
-            {
-                "version": 1,
-                "state": status.state,
-                "url": url,
-                "folder": status.folder,
-                "log": status.log,
-            }
-        )
-        return
-    click.echo(f"Prefect server: {status.state}{f' at {url}' if url else ''}")
-    if status.state == "running" and status.info:
-        from infra.prefect_server import terminal_link
 
-        click.echo(f"The page asks for a key: it stands in {status.folder}/auth")
-        if (link := terminal_link(status.info, "/dashboard", sys.stdout)).startswith(f"{url}/open"):
-            click.echo(f"With the key, for you alone: {link}")
-    click.echo(f"log: {status.log}")
+    def lines() -> Iterator[str]:
+        yield f"Prefect server: {status.state}{f' at {url}' if url else ''}"
+        if status.state == "running" and status.info:
+            yield f"The page asks for a key: it stands in {status.folder}/auth"
+            link = terminal_link(status.info, "/dashboard", sys.stdout)
+            if link.startswith(f"{url}/open"):
+                yield f"With the key, for you alone: {link}"
+        yield f"log: {status.log}"
+
+    value = {"state": status.state, "url": url, "folder": status.folder, "log": status.log}
+    show(as_json, lambda: {"version": 1, **value}, lines)
 
 
 @click.group("notify")
@@ -274,25 +276,25 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     message, else 1.
     """
     from flows.notifying.delivery import notify_settings, try_channels
-    from refiner_core.contract.errors import ConfigurationError
 
-    names = [w for w in words if "=" not in w]
-    if len(names) > 1:
-        raise ConfigurationError(
-            f"notify test was given {len(names)} recipes: {' '.join(names)}.",
-            expected="one recipe, or none",
-            fix="try them one by one",
-        )
-    recipe, overrides = (names or ["tiny"])[0], [w for w in words if "=" in w]
+    names, overrides = split_overrides(words)
+    recipe = at_most_one(
+        names,
+        "notify test was given {count} recipes: {names}.",
+        expected="one recipe, or none",
+        fix="try them one by one",
+    )
+    recipe = recipe or "tiny"
     config = notify_settings(recipe, overrides)
-    tried = try_channels(config, started=lambda name: click.echo(f"{name}: sending …", err=True))
+    tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
     worked = not any(t.why for t in tried)
-    if as_json:
-        channels = [{**asdict(t), "delivered": not t.why} for t in tried]
-        print_json({"version": 1, "recipe": config.recipe, "channels": channels})
-    else:
-        rows = [(t.channel, f"{t.seconds:.1f} s", t.why or "has taken it") for t in tried]
-        print_table(rows, ("channel", "took", "what came of it"))
+    channels = [{**asdict(t), "delivered": not t.why} for t in tried]
+    rows = [(t.channel, f"{t.seconds:.1f} s", t.why or "has taken it") for t in tried]
+    show(
+        as_json,
+        lambda: {"version": 1, "recipe": config.recipe, "channels": channels},
+        lambda: table_lines(rows, ("channel", "took", "what came of it")),
+    )
     following = ["run"] if worked else ["notify", "test"]
-    click.echo(f"Next:\n  {shlex.join(['refiner', *following, recipe, *overrides])}", err=True)
+    say_next(shlex.join(["refiner", *following, recipe, *overrides]))
     return 0 if worked else 1

@@ -5,18 +5,27 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import click
 
-from flows.cli.options import json_option, print_json, print_table, split_workspace
+from flows.cli.options import (
+    at_most_one,
+    json_option,
+    print_json,
+    print_lines,
+    print_table,
+    say,
+    say_next,
+    show,
+    split_workspace,
+    table_lines,
+)
 from infra.host.terminal import printable, raw
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from flows.running.status import RunStatus, StageStatus, Watcher
+    from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
 
@@ -24,6 +33,8 @@ if TYPE_CHECKING:
 _REFRESH_S = 2.0
 #: A watcher waits longer: nothing else is waiting for it.
 _WATCH_WAIT_S = 5.0
+#: Rows of arms that a page shows while it is redrawn.
+_ROWS = 40
 _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
 
@@ -48,55 +59,47 @@ def status_command(
     a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
     scheduler that does not answer at once is left out, and the last line says so.
     """
-    from flows.api import watch_run
-    from flows.running.status import SCHEDULER_WAIT_S, find_run
+    from flows.running.status import SCHEDULER_WAIT_S, find_run, watch_run
     from flows.sweeping.status import newest_sweep, sweep_named
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    _refuse_more_than_one(rest)
+    word = at_most_one(
+        rest,
+        "status was given {count} runs: {names}.",
+        expected="one run, or none for the newest",
+        fix="name one of them, or `refiner status --all`",
+    )
     workspace = Workspace.read_only(folder or where)
     if every:
         _list_runs(workspace, as_json)
         return
-    if rest and (sweep := sweep_named(workspace, rest[0])) is not None:
-        show_sweep(workspace, sweep, watch=watch, as_json=as_json)
-        return
-    run = find_run(workspace, rest[0] if rest else None)
-    if not rest and (sweep := newest_sweep(workspace, run)) is not None:
-        show_sweep(workspace, sweep, watch=watch, as_json=as_json)
+    sweep = sweep_named(workspace, word) if word is not None else None
+    run = find_run(workspace, word) if sweep is None else None
+    if word is None:
+        sweep = newest_sweep(workspace, run)
+    watching = watch and not as_json
+    if sweep is not None:
+        _show_sweep(workspace, sweep, watch=watching, as_json=as_json)
         return
     if run is None:
         if as_json:
             print_json({"version": 1, "run": None, "stages": []})
         else:
             click.echo(f"No run is recorded in {workspace.root}.")
-            click.echo("Next:\n  refiner run tiny", err=True)
+            say_next("refiner run tiny")
         return
-    watching = watch and not as_json
     wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
-    watcher = watch_run(run.run, workspace.root, wait_s=wait_s)
-    if watching:
-        _watch(watcher, workspace)
+    look = watch_run(run.run, workspace.root, wait_s=wait_s).look
+    status = _watched(look, lambda s: _run_page(s, workspace), "run") if watching else look()
+    if status is None:
         return
-    status = watcher.look()
     if as_json:
         print_json(status_json(status, workspace))
-    elif incidents:
+    elif incidents and not watching:
         _show_incidents(status)
     else:
         _show(status, workspace)
-
-
-def _refuse_more_than_one(words: list[str]) -> None:
-    from refiner_core.contract.errors import ConfigurationError
-
-    if len(words) > 1:
-        raise ConfigurationError(
-            f"status was given {len(words)} runs: {' '.join(words)}.",
-            expected="one run, or none for the newest",
-            fix="name one of them, or `refiner status --all`",
-        )
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
@@ -118,14 +121,12 @@ def _show(status: RunStatus, workspace: Workspace) -> None:
     click.echo(f"{status.run}: {shlex.join(['refiner', *status.command[1:]])}")
     print_table([cells(stage) for stage in status.stages], _HEADER)
     click.echo("")
-    for line in closing_lines(status, workspace):
-        click.echo(line)
+    print_lines(closing_lines(status, workspace))
     where = f"workspace={workspace.root}"
     if status.finished:
-        click.echo(f"Next:\n  {shlex.join(['refiner', 'report', status.run, where])}", err=True)
+        say_next(shlex.join(["refiner", "report", status.run, where]))
     elif status.orchestrator.works:
-        command = ["refiner", "status", status.run, "--watch", where]
-        click.echo(f"Next:\n  {shlex.join(command)}", err=True)
+        say_next(shlex.join(["refiner", "status", status.run, "--watch", where]))
 
 
 def _show_incidents(status: RunStatus) -> None:
@@ -160,7 +161,7 @@ def _progress(stage: StageStatus) -> str:
 
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    """Who works on it, room on the disk, what went wrong, what was not answered, what to do."""
+    """Lines below the table: who works on it, room on the disk, what went wrong, what to do."""
     from flows.notifying.delivery import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
@@ -206,34 +207,45 @@ def _count(status: RunStatus) -> str:
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.api import list_runs
+    from flows.running.runs import list_runs
 
     known = list_runs(workspace.root)
     rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]
-    if as_json:
-        keys = ("run", "recipe", "state", "stages_done")
-        print_json({"version": 1, "runs": [dict(zip(keys, row, strict=True)) for row in rows]})
-    elif rows:
-        print_table(rows, ("run", "recipe", "state", "stages"))
-    else:
-        click.echo(f"No run is recorded in {workspace.root}.")
+    keys = ("run", "recipe", "state", "stages_done")
+    found = [dict(zip(keys, row, strict=True)) for row in rows]
+    nothing = [f"No run is recorded in {workspace.root}."]
+    table = table_lines(rows, ("run", "recipe", "state", "stages")) if rows else nothing
+    show(as_json, lambda: {"version": 1, "runs": found}, lambda: table)
 
 
 # ---------------------------------------------------------------- again and again
 
 
-def _watch(watcher: Watcher, workspace: Workspace) -> None:
-    """Redraw until nobody works on the run any more. Ctrl-C ends the watching, not the run."""
+S = TypeVar("S", "RunStatus", "SweepStatus")
+
+
+class Page(NamedTuple):
+    """View of a status while it is watched; ``changes`` are, where nothing can be redrawn,
+    each row's name, what of it is looked at, and the line that says so."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    below: str
+    changes: Sequence[tuple[str, object, str]]
+
+
+def _watched(look: Callable[[], S], page: Callable[[S], Page], what: str) -> S | None:
+    """Redraw until nobody works on it any more; the last status. Ctrl-C ends the watching, not the
+    work."""
     try:
-        if sys.stdout.isatty():
-            _redraw(watcher, workspace)
-        else:
-            _repeat(watcher, workspace)
+        return _redraw(look, page) if sys.stdout.isatty() else _repeat(look, page)
     except KeyboardInterrupt:
-        click.echo("Watching has ended; the run has not.", err=True)
+        say(f"Watching has ended; the {what} has not.")
+        return None
 
 
-def _redraw(watcher: Watcher, workspace: Workspace) -> None:
+def _redraw(look: Callable[[], S], page: Callable[[S], Page]) -> S:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.table import Table
@@ -241,112 +253,76 @@ def _redraw(watcher: Watcher, workspace: Workspace) -> None:
 
     with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
         while True:
-            status = watcher.look()
+            status = look()
+            shown = page(status)
             table = Table(box=None, pad_edge=False)
-            for title in _HEADER:
+            for title in shown.header:
                 table.add_column(title, overflow="ellipsis", no_wrap=title != "last word")
-            for stage in status.stages:
-                table.add_row(*(Text(printable(cell)) for cell in cells(stage)))
-            below = Text(printable("\n".join(closing_lines(status, workspace))))
-            live.update(Group(Text(status.run), table, Text(), below), refresh=True)
+            for row in shown.rows:
+                table.add_row(*(Text(printable(cell)) for cell in row))
+            below = Text(printable(shown.below))
+            live.update(Group(Text(printable(shown.title)), table, Text(), below), refresh=True)
             if not status.orchestrator.works:
-                break
+                return status
             time.sleep(_REFRESH_S)
-    _show(status, workspace)
 
 
-def _repeat(watcher: Watcher, workspace: Workspace) -> None:
-    """Where nothing can be redrawn: a line for each change, and the table at the end."""
-    said: dict[str, tuple[str, ...]] = {}
+def _repeat(look: Callable[[], S], page: Callable[[S], Page]) -> S:
+    """Print a line for each change, where nothing can be redrawn."""
+    said: dict[str, object] = {}
     while True:
-        status = watcher.look()
-        for stage in status.stages:
-            now = (stage.state, str(stage.attempt), stage.reason)
-            if said.get(stage.name) != now:
-                said[stage.name] = now
-                click.echo(": ".join(filter(None, [stage.name, stage.state, stage.reason])))
+        status = look()
+        for name, now, line in page(status).changes:
+            if said.get(name, "waiting") != now:
+                said[name] = now
+                click.echo(line)
         if not status.orchestrator.works:
-            break
+            return status
         time.sleep(_REFRESH_S)
-    _show(status, workspace)
 
 
-_SWEEP_REFRESH_S = 3.0
-#: Rows of arms that a page shows while it is redrawn.
-_ROWS = 40
+def _run_page(status: RunStatus, workspace: Workspace) -> Page:
+    rows = [cells(stage) for stage in status.stages]
+    below = "\n".join(closing_lines(status, workspace))
+    changes = [
+        (s.name, (s.state, s.attempt, s.reason), _said(s.name, s.state, s.reason))
+        for s in status.stages
+    ]
+    return Page(status.run, _HEADER, rows, below, changes)
 
 
-def show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
+def _said(*words: str) -> str:
+    return ": ".join(filter(None, words))
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def _show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
     """Print how a sweep stands; with ``watch`` until nobody works on it any more."""
-    from flows.api import watch_sweep
-    from flows.sweeping.status import status_json
+    from flows.sweeping.status import status_json, status_lines, table_of, watch_sweep
 
-    watcher = watch_sweep(name, workspace.root)
-    if as_json:
-        print_json(status_json(watcher.look()))
+    look = watch_sweep(name, workspace.root).look
+    status = _watched(look, lambda s: _sweep_page(s, workspace), "sweep") if watch else look()
+    if status is None:
         return
-    if watch:
-        try:
-            _watch_sweep(watcher.look, workspace)
-        except KeyboardInterrupt:
-            click.echo("Watching has ended; the sweep has not.", err=True)
-            return
-    _show_sweep_status(watcher.look(), workspace)
-
-
-def _show_sweep_status(status: SweepStatus, workspace: Workspace) -> None:
-    """The table, then what it does not say."""
-    from flows.sweeping.status import status_lines, table_of
-
+    if as_json:
+        print_json(status_json(status))
+        return
     record = status.record
     version = f", version {record.number}" if record.number > 1 else ""
     click.echo(f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}")
     header, rows = table_of(status)
     print_table(rows, header)
     click.echo("")
-    for line in status_lines(status, workspace):
-        click.echo(line)
+    print_lines(status_lines(status, workspace))
 
 
-def _watch_sweep(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
-    """Redraw on a terminal; elsewhere a line for each change."""
-    if sys.stdout.isatty():
-        _redraw_sweep(look, workspace)
-        return
-    said: dict[str, str] = {}
-    while True:
-        status = look()
-        for trial in status.trials:
-            if said.get(trial.name, "waiting") != trial.state:
-                said[trial.name] = trial.state
-                click.echo(": ".join(filter(None, [trial.name, trial.state, trial.reason])))
-        if not status.orchestrator.works:
-            return
-        time.sleep(_SWEEP_REFRESH_S)
-
-
-def _redraw_sweep(look: Callable[[], SweepStatus], workspace: Workspace) -> None:
-    from rich.console import Console, Group
-    from rich.live import Live
-    from rich.table import Table
-    from rich.text import Text
-
+def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
     from flows.sweeping.status import status_lines, table_of
 
-    with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
-        while True:
-            status = look()
-            header, rows = table_of(status)
-            table = Table(box=None, pad_edge=False)
-            for title in header:
-                table.add_column(title, overflow="ellipsis", no_wrap=True)
-            for row in rows[:_ROWS]:
-                table.add_row(*(Text(printable(cell)) for cell in row))
-            more = f"and {len(rows) - _ROWS} more arms\n" if len(rows) > _ROWS else ""
-            below = Text(printable(more + "\n".join(status_lines(status, workspace))))
-            live.update(
-                Group(Text(printable(status.record.name)), table, Text(), below), refresh=True
-            )
-            if not status.orchestrator.works:
-                return
-            time.sleep(_SWEEP_REFRESH_S)
+    header, rows = table_of(status)
+    more = f"and {len(rows) - _ROWS} more arms\n" if len(rows) > _ROWS else ""
+    below = more + "\n".join(status_lines(status, workspace))
+    changes = [(t.name, t.state, _said(t.name, t.state, t.reason)) for t in status.trials]
+    return Page(status.record.name, header, rows[:_ROWS], below, changes)

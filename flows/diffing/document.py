@@ -9,11 +9,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flows.diffing import outcomes, settings
-from flows.diffing.sides import Pair, Side, both_of, pairs_of
+from flows.diffing.sides import Pair, Side, both_of, find_side, pairs_of
 from infra.orchestrator.timeline import run_incidents
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import to_json
 from refiner_core.contract.services import CONSUMERS
 from refiner_core.report.printing import counted
@@ -59,6 +62,39 @@ class Difference:
     numbers: tuple[outcomes.NumberChange, ...]
     attempts: tuple[AttemptChange, ...]
     incidents: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def diff_runs(
+    a: str,
+    b: str,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    other: str | Path | None = None,
+) -> Difference:
+    """In what two runs, trials or stages differ, down to the first step that is not the same.
+
+    Parameters
+    ----------
+    a, b
+        Runs, trials (``SWEEP:ARM/seed1``) or stages (``RUN:STAGE``).
+    workspace
+        The folder that they are recorded in.
+    other
+        The workspace of ``b``, where it is another one.
+
+    Returns
+    -------
+    Difference
+        ``equal`` is True where what came out is bitwise the same, None where not all is there.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is not there; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    second = room if other is None else Workspace.read_only(other)
+    return diff_sides(find_side(room, a), find_side(second, b))
 
 
 def diff_sides(a: Side, b: Side) -> Difference:

@@ -285,9 +285,9 @@ def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame
     WorkspaceError
         A record is damaged.
     """
-    from flows.reporting.writing import make
+    from flows.reporting.writing import make_sweep_report
 
-    report = make(Workspace.read_only(workspace), sweep)
+    report = make_sweep_report(sweep, workspace)
     rows = [
         {
             "primary": one.primary,

@@ -10,11 +10,11 @@ not done again. A night that an earlier process has left unfinished goes on. Its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flows.nightly.checkpoints import (
     NothingYet,
@@ -35,7 +35,9 @@ from flows.nightly.evaluations import (
     look_after,
     night_held,
 )
+from flows.nightly.files import find_nightly, load_nightly, workspace_of
 from flows.nightly.history import Reading, deliver, raise_alerts, read_history
+from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
@@ -114,6 +116,160 @@ class NightOutcome:
     def exit_code(self) -> int:
         """0, or that of the first checkpoint that failed."""
         return next((e.exit_code or 1 for e in self.entries if e.state == "failed"), 0)
+
+
+class CheckedNightly(NamedTuple):
+    """A nightly evaluation that can be carried out: when it is next, and what is worth knowing."""
+
+    nightly: Nightly
+    following: datetime
+    warnings: list[str]
+
+
+class NightlyHistory(NamedTuple):
+    """All nights of a nightly evaluation, read; and its records."""
+
+    reading: Reading
+    records: NightlyRecords
+
+
+def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
+    """Whether a nightly evaluation can be carried out. Changes nothing.
+
+    Parameters
+    ----------
+    file
+        A YAML file or a shipped name.
+    overrides
+        ``key=value``.
+
+    Returns
+    -------
+    CheckedNightly
+        What the file says, its next night, warnings.
+
+    Raises
+    ------
+    RefinerError
+        It cannot: the file, the recipe, the canary, or a checkpoint that can never be there.
+    """
+    nightly = load_nightly(file, overrides)
+    warnings = warnings_of(nightly)
+    following = Schedule(nightly.schedule, nightly.timezone).next_after(datetime.now(UTC))
+    return CheckedNightly(nightly, following, warnings)
+
+
+def run_nightly(
+    file: str,
+    overrides: Sequence[str] = (),
+    *,
+    night: str | None = None,
+    take_over: bool = False,
+    tell: Tell = lambda text: None,
+) -> NightOutcome:
+    """Work on a night once: what is done is kept, what was left is gone on with.
+
+    Parameters
+    ----------
+    file, overrides
+        As of :func:`flows.api.check_nightly`.
+    night
+        A date of the schedule (default: the newest night that has begun).
+    take_over
+        Also where a process on another host says that it works on the night.
+    tell
+        Hears what is done.
+
+    Returns
+    -------
+    NightOutcome
+        What was evaluated, missed and told.
+
+    Raises
+    ------
+    ConfigurationError
+        The canary is not what was pinned, there is no such night, or the recipe cannot be meant.
+    """
+    return run_night(load_nightly(file, overrides), night, take_over=take_over, tell=tell)
+
+
+def nightly_history(file: str, overrides: Sequence[str] = ()) -> NightlyHistory:
+    """All nights so far.
+
+    Parameters
+    ----------
+    file
+        A YAML file, a shipped name, or the name that records have.
+    overrides
+        ``key=value``, such as ``workspace=DIR``.
+
+    Returns
+    -------
+    NightlyHistory
+        Numbers of all nights, and what was seen in them.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; says where it was looked for.
+    """
+    nightly = find_nightly(file, overrides)
+    workspace = Workspace.read_only(workspace_of(nightly))
+    return NightlyHistory(read_history(nightly, workspace), NightlyRecords(workspace, nightly.name))
+
+
+def nightly_status(file: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """How a nightly evaluation stands: tonight, last numbers, alerts that have not recovered.
+
+    Parameters
+    ----------
+    file, overrides
+        As of :func:`flows.api.nightly_history`.
+
+    Returns
+    -------
+    dict
+        What ``refiner nightly status --json`` prints.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none; says where it was looked for.
+    """
+    reading, records = nightly_history(file, overrides)
+    return status_json(reading, records, datetime.now(UTC))
+
+
+def nightly_page(
+    file: str, overrides: Sequence[str] = (), *, out: str | Path | None = None
+) -> Path:
+    """Write the trend page: one HTML file that needs nothing but a browser.
+
+    Parameters
+    ----------
+    file, overrides
+        As of :func:`flows.api.nightly_history`.
+    out
+        Where to (default: into the workspace).
+
+    Returns
+    -------
+    Path
+        The page.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such nightly evaluation.
+    OSError
+        The page cannot be written there.
+    """
+    reading, records = nightly_history(file, overrides)
+    if out is None:
+        return records.write_page(page_text(reading))
+    path = Path(out).expanduser().absolute()
+    atomic.write_text(path, page_text(reading))
+    return path
 
 
 def run_night(
@@ -256,8 +412,8 @@ def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
     return found
 
 
-def check_nightly(nightly: Nightly) -> list[str]:
-    """Check that a nightly evaluation can be carried out; warnings.
+def warnings_of(nightly: Nightly) -> list[str]:
+    """Warnings about a nightly evaluation that can be carried out.
 
     Raises
     ------

@@ -6,6 +6,6 @@ compares them and records what came out (:mod:`infra.store.provenance`).
 """
 
 from flows.proving.planning import Asked, Plans, plan_proofs
-from flows.proving.work import prove
+from flows.proving.work import prove_resume
 
-__all__ = ["Asked", "Plans", "plan_proofs", "prove"]
+__all__ = ["Asked", "Plans", "plan_proofs", "prove_resume"]

@@ -103,6 +103,30 @@ class Plans:
     given: frozenset[str]
 
 
+def plan_resume_proofs(recipe: str, overrides: Sequence[str] = (), **options: Any) -> Plans:
+    """Which trainings of a recipe would be run straight and interrupted, and where they are hit.
+
+    Parameters
+    ----------
+    recipe, overrides
+        As for :func:`flows.api.run_recipe`.
+    **options
+        Fields of :class:`flows.proving.Asked`: ``stage``, ``steps``, ``interruptions``, ``seed``,
+        ``how``, ``processes``, ``resume_processes``, ``tolerance``.
+
+    Returns
+    -------
+    Plans
+        For :func:`flows.api.prove_resume`.
+
+    Raises
+    ------
+    ConfigurationError
+        The recipe trains nothing that can be proven, or an option cannot be meant.
+    """
+    return plan_proofs(Asked(recipe, tuple(overrides), **options))
+
+
 def plan_proofs(asked: Asked) -> Plans:
     """What proving will do. Reads, writes nothing.
 

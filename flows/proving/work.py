@@ -92,22 +92,29 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
     return [c for c in found if c.compared]
 
 
-def prove(plans: Plans, tell: Tell, *, keep: bool = False) -> list[ResumeProof]:
-    """Run everything, compare, and record what came out.
+def prove_resume(
+    plans: Plans, tell: Tell = lambda line: None, *, keep: bool = False
+) -> list[ResumeProof]:
+    """Prove that trainings resume exactly: run them straight and interrupted, and compare.
 
     Parameters
     ----------
+    plans
+        What :func:`flows.api.plan_resume_proofs` has made.
     tell
-        Hears how it goes, line by line.
+        Hears how far it is.
     keep
-        Leave the workspaces of both runs; those of a stage that diverged or failed always stay.
+        Keep both runs (those that diverge always stay).
+
+    Returns
+    -------
+    list of ResumeProof
+        One per training: ``bitwise``, ``within tolerance`` or ``diverged``.
 
     Raises
     ------
-    Interrupted
-        On request.
-    StageFailed
-        A stage failed, or ended before it could be interrupted.
+    RefinerError
+        A stage failed for a reason of its own.
     """
     workspace = Workspace.open(plans.config.workspace, plans.config.data_root)
     scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))

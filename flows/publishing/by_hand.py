@@ -10,10 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from flows.checking.sources import resolve_sources
-from flows.running.calls import check_hub_access, check_supported, record_run, with_room
+from flows.running.calls import RunOutcome, check_hub_access, check_supported, record_run, with_room
+from flows.running.runs import publish_run
 from flows.running.status import find_run, newest_runs
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore
@@ -50,21 +52,15 @@ class Prepared(NamedTuple):
     overrides: list[str]
 
 
-def plan_publication(
+def _prepared(
     workspace: Workspace,
-    run_id: str | None = None,
-    steps: Sequence[int] = (),
-    overrides: Sequence[str] = (),
+    run_id: str | None,
+    steps: Sequence[int],
+    overrides: Sequence[str],
     *,
-    evaluate: bool = True,
+    evaluate: bool,
 ) -> Prepared:
-    """Plan to publish ``steps`` (none: the last checkpoint) of a run's final model.
-
-    Raises
-    ------
-    ConfigurationError
-        There is no such run or step, or an override is not about publishing.
-    """
+    """Plan to publish ``steps`` (none: the last checkpoint) of a run's final model."""
     run = _run_with_model(workspace, run_id)
     sources = _recorded_sources(workspace, run)
     recorded = from_json(RecipeConfig, run.config)
@@ -94,23 +90,116 @@ def plan_publication(
     return Prepared(plan, run, sources, words)
 
 
+def plan_publication(
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    evaluate: bool = True,
+) -> Plan:
+    """What publishing checkpoints of a run by hand would do. Changes nothing.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest that trains). It may still train, have ended or have died.
+    workspace
+        The folder that it is recorded in.
+    steps
+        Saved steps (default: the last checkpoint).
+    overrides
+        Of ``publish``, ``dispatch``, ``disk`` and ``tracking``, as ``key=value``.
+    evaluate
+        Wait for evaluations, and begin those that are missing.
+
+    Returns
+    -------
+    Plan
+        Exports, evaluations, publications.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or step, or an override is not about publishing.
+    """
+    room = Workspace.read_only(workspace)
+    return _prepared(room, run, steps, overrides, evaluate=evaluate).plan
+
+
 def begin_publication(
-    workspace: Workspace, prepared: Prepared
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    evaluate: bool = True,
 ) -> tuple[Plan, Workspace, RunRecord]:
-    """Record a call that publishes, for somebody to work on."""
-    plan, run = prepared.plan, prepared.run
+    """Record a call that publishes, for somebody to work on.
+
+    Parameters
+    ----------
+    run, workspace, steps, overrides, evaluate
+        As of :func:`flows.api.plan_publication`.
+
+    Returns
+    -------
+    Plan, Workspace, RunRecord
+        For :func:`flows.api.publish_run`, or :func:`flows.api.detach_run`.
+
+    Raises
+    ------
+    RefinerError
+        As of :func:`flows.api.plan_publication`; or the Hub would not take it.
+    """
+    room = Workspace.read_only(workspace)
+    prepared = _prepared(room, run, steps, overrides, evaluate=evaluate)
+    plan, whose = prepared.plan, prepared.run
     check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
-        room = Workspace.open(workspace.root)
-        make_router(plan.config.dispatch, room).check(plan.stages)
-        recipe = str(run.provenance.get("recipe") or run.recipe)
-        more = {"sources": prepared.sources, "publishes": run.run}
-        record = record_run(plan, room, recipe, prepared.overrides, **more)
-        room.write_run(record)
-        return plan, room, record
+        opened = Workspace.open(room.root)
+        make_router(plan.config.dispatch, opened).check(plan.stages)
+        recipe = str(whose.provenance.get("recipe") or whose.recipe)
+        more = {"sources": prepared.sources, "publishes": whose.run}
+        record = record_run(plan, opened, recipe, prepared.overrides, **more)
+        opened.write_run(record)
+        return plan, opened, record
 
     return with_room(plan.config, begin)
+
+
+def publish_checkpoints(
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    steps: Sequence[int] = (),
+    overrides: Sequence[str] = (),
+    evaluate: bool = True,
+    use_server: bool = True,
+    quiet: bool = True,
+) -> RunOutcome:
+    """Publish checkpoints of a run by hand. What is published already is not sent again.
+
+    Parameters
+    ----------
+    run, workspace, steps, overrides, evaluate
+        As of :func:`flows.api.plan_publication`.
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+
+    Returns
+    -------
+    RunOutcome
+        Its views' reports say where each checkpoint has gone.
+
+    Raises
+    ------
+    RefinerError
+        As of :func:`flows.api.begin_publication`.
+    """
+    begun = begin_publication(run, workspace, steps=steps, overrides=overrides, evaluate=evaluate)
+    return publish_run(*begun, use_server=use_server, quiet=quiet)
 
 
 def _run_with_model(workspace: Workspace, run_id: str | None) -> RunRecord:

@@ -13,11 +13,13 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from flows.sweeping.status import newest_sweep
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from infra.tracking import Table, TrackedRun, log_tables
-from refiner_core.contract.config import TrackingConfig
+from refiner_core.contract.config import RecipeConfig, TrackingConfig
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json
 from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
 from refiner_core.report.sweep.exports import (
@@ -49,8 +51,20 @@ class Written:
         return self.folder / PAGE
 
 
-def make(workspace: Workspace, sweep: str) -> SweepReport:
-    """The report of a sweep as it is now; changes nothing.
+def make_sweep_report(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepReport:
+    """What the arms of a sweep have shown so far. Writes nothing.
+
+    Parameters
+    ----------
+    sweep
+        Its name.
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    SweepReport
+        Comparisons, curves, costs. As a dataframe: :func:`flows.api.comparisons_frame`.
 
     Raises
     ------
@@ -60,22 +74,51 @@ def make(workspace: Workspace, sweep: str) -> SweepReport:
     from flows.reporting.gather import gather
     from refiner_core.report.sweep.comparing import make_report
 
-    return make_report(gather(workspace, sweep))
+    return make_report(gather(Workspace.read_only(workspace), sweep))
 
 
-def write_report(
-    workspace: Workspace, sweep: str, folder: Path | None = None, *, reload_s: int = RELOAD_S
+def report_sweep(
+    sweep: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    folder: str | Path | None = None,
+    reload_s: int = RELOAD_S,
 ) -> Written:
-    """Make the report and write all its files.
+    """The report of a sweep as page, Markdown, CSV and JSON.
+
+    Parameters
+    ----------
+    sweep
+        Its name (default: the newest of the workspace).
+    workspace
+        The folder that it is recorded in.
+    folder
+        Where the files go (default: ``reports/SWEEP`` in the workspace).
+    reload_s
+        How often the page of a running sweep loads itself again, seconds.
+
+    Returns
+    -------
+    Written
+        The report, and where its ``page`` lies.
 
     Raises
     ------
     ConfigurationError
-        There is no such sweep.
+        There is no such sweep; names the nearest.
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    written = Written(make(workspace, sweep), folder or workspace.layout.reports / sweep)
+    room = Workspace.read_only(workspace)
+    name = newest_sweep(room, None) if sweep is None else sweep
+    if name is None:
+        raise ConfigurationError(
+            f"{room.root} has no sweeps.",
+            expected="a workspace in which `refiner sweep FILE` has been called",
+            fix="name another one with workspace=DIR",
+        )
+    place = room.layout.reports / name if folder is None else Path(folder)
+    written = Written(make_sweep_report(name, workspace), place)
     write_files(written, reload_s=reload_s)
     return written
 

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
+from flows.running.status import find_run
 from flows.stages.judging import stored
 from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
@@ -323,6 +324,69 @@ def _rubrics(setting: Setting) -> str | None:
     """Digest of the set that a setting names: a file may be edited."""
     static = "static" in setting.reward.rubric_source and not setting.reward.instance_rubrics_only
     return rubric_set_digest(setting.reward.static_rubrics) if static else None
+
+
+def plan_rescoring(
+    runs: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    options: Options | None = None,
+    part: Part | None = None,
+    steps: str | None = None,
+    prices: Prices | None = None,
+    **more: Any,
+) -> Planned:
+    """What scoring stored rollouts again would take. Asks no judge and writes nothing.
+
+    Parameters
+    ----------
+    runs
+        Which ones (default: the newest).
+    workspace
+        The folder that they are recorded in.
+    options
+        Judges, rubrics, weights and overrides (:class:`flows.rescoring.planning.Options`).
+    part
+        Which rollouts or samples (:class:`flows.rescoring.reading.Part`).
+    steps
+        ``all``, ``last:5`` or ``40-50``.
+    prices
+        Of a judge's tokens.
+    **more
+        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Wanted`.
+
+    Returns
+    -------
+    Planned
+        ``new_calls`` says how often judges would be asked.
+
+    Raises
+    ------
+    ConfigurationError, DataError, WorkspaceError
+        Something that was asked for is not there, or cannot be meant.
+    """
+    room = Workspace.read_only(workspace)
+    # A publication by hand is a run as well, and has no rollouts.
+    trains = "" if part is not None and part.source != "rollouts" else "grpo"
+    found = [find_run(room, name) for name in runs] or [find_run(room, stage=trains)]
+    wanted = tuple({run.run: run for run in found if run is not None}.values())
+    if not wanted:
+        raise ConfigurationError(
+            f"{room.root} has no runs.",
+            expected="a workspace in which something was trained",
+            fix="name another one with workspace=DIR",
+        )
+    return plan_rescore(
+        Wanted(
+            room,
+            wanted,
+            options or Options(),
+            part or Part(),
+            steps=steps,
+            prices=prices or Prices(),
+            **more,
+        )
+    )
 
 
 def plan_rescore(wanted: Wanted) -> Planned:

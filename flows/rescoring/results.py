@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flows.rescoring.asking import Bill, ask
 from flows.rescoring.planning import (
@@ -111,6 +111,50 @@ class Silent:
 
     def paused(self, why: str) -> None:
         """Nothing is shown."""
+
+
+class Rescored(NamedTuple):
+    """What rescoring has found, and where its files lie."""
+
+    document: dict[str, Any]
+    folder: Path
+
+
+def rescore(
+    planned: Planned, folder: str | Path | None = None, watcher: Watcher | None = None
+) -> Rescored:
+    """Score stored rollouts again, and write down what changes.
+
+    Parameters
+    ----------
+    planned
+        What :func:`flows.api.plan_rescoring` has made.
+    folder
+        Where the files go (default: ``rescores/ID`` in the workspace).
+    watcher
+        Hears how far it is.
+
+    Returns
+    -------
+    Rescored
+        The document that is also written as JSON, and the folder.
+
+    Raises
+    ------
+    JudgeOutage
+        A judge does not answer; what was judged is kept.
+    NoSpaceError
+        There is no room for the files.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
+    """
+    planned.wanted.workspace.require_trust()  # its records name the judge, and whose key it gets
+    default = planned.wanted.workspace.layout.rescores / planned.short_id
+    where = default if folder is None else Path(folder)
+    done = carry_out(planned, watcher or Silent())
+    document = document_of(done)
+    write(done, document, where)
+    return Rescored(document, where)
 
 
 def carry_out(planned: Planned, watcher: Watcher) -> Done:

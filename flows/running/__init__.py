@@ -1,7 +1,7 @@
 """Calls of `refiner run`: begun, worked on, shown, detached, cancelled.
 
-``calls`` begins them, ``recording`` records them, ``showing`` works on one with its
-progress, ``console`` and ``screen`` show it, ``attaching`` starts what shows it in Prefect,
-``detach`` leaves it to the background,
-``cancelling`` ends it; ``status`` and ``logs`` read how it stands from records alone.
+``calls`` begins and records them, and works on one with ``showing`` (its orchestrator, and requests
+to stop) and ``console`` (its progress); ``runs`` is all of that in one function each;
+``background`` leaves one to a process or a job, and starts what shows it in Prefect; ``cancelling``
+ends it; ``status``, ``logs`` and ``following`` read how it stands from records alone.
 """

@@ -22,8 +22,9 @@ from flows.checking.sources import resolve_sources
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
+from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
-from infra.store.workspace import Workspace
+from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
@@ -69,35 +70,20 @@ def pin_code(workspace: Workspace) -> Pinned:
     NoSpaceError
         The snapshot did not fit.
     """
-    from infra.store.provenance import (
-        checkout_of,
-        limited_diff,
-        run_provenance,
-        snapshot_code,
-        this_command,
-    )
+    from infra.store import provenance
 
-    code = snapshot_code(workspace)
-    checkout, command = checkout_of(), this_command()
-    return Pinned(
-        code=code.id,
-        command=tuple(command),
-        provenance=run_provenance(command, code.id, checkout),
-        diff=limited_diff(checkout.diff) if checkout.diff else "",
-    )
+    code = provenance.snapshot_code(workspace).id
+    checkout, command = provenance.checkout_of(), provenance.this_command()
+    known = provenance.run_provenance(command, code, checkout)
+    diff = provenance.limited_diff(checkout.diff) if checkout.diff else ""
+    return Pinned(code, tuple(command), known, diff)
 
 
 def record_run(
-    plan: Plan,
-    workspace: Workspace,
-    recipe: str,
-    overrides: Sequence[str],
-    **more: object,
+    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
 ) -> RunRecord:
     """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
     provenance. It is not written yet."""
-    from infra.store import atomic
-
     pinned = pin_code(workspace)
     run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
     if pinned.diff:
@@ -115,8 +101,6 @@ def record_pinned_run(
 ) -> RunRecord:
     """As :func:`record_run`, with code that was pinned before; to keep its ``diff`` is up to the
     caller."""
-    from infra.store.workspace import now_text
-
     return RunRecord(
         version=RECORD_VERSION,
         run=workspace.new_run_id(plan.recipe),
@@ -127,12 +111,7 @@ def record_pinned_run(
         stages={s.name: s.id for s in plan.stages},
         code=pinned.code,
         started_at=now_text(),
-        provenance={
-            **pinned.provenance,
-            "folder": str(Path.cwd()),
-            "recipe": recipe,
-            **more,
-        },
+        provenance={**pinned.provenance, "folder": str(Path.cwd()), "recipe": recipe, **more},
     )
 
 
@@ -141,7 +120,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a call ended.
+    """Outcome of a call.
 
     Attributes
     ----------
@@ -214,6 +193,9 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
     RefinerError
         It cannot be carried out here; nothing was recorded.
     """
+    from flows.checking.resources import planning_notes
+    from infra.disk.keeper import gib
+
     plan = make_recipe_plan(recipe, overrides)
     check_supported(plan.config)
     check_server_programs(plan)
@@ -227,35 +209,22 @@ def begin_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[Plan, Workspa
         workspace.write_run(run)
         return plan, workspace, run
 
-    _warn_of_room(plan, recipe, overrides)
-    _say_notes(plan)
+    room = refuse_what_never_fits(plan)
+    if not room.fits:
+        command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
+        say(
+            f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
+            f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
+            f"What would fit: {command}"
+        )
+    for note in planning_notes(plan):
+        say(note)
     warn_of_silence(plan.config)
     return with_room(plan.config, begin)
 
 
-def _warn_of_room(plan: Plan, recipe: str, overrides: Sequence[str]) -> None:
-    """Say beforehand that the run will meet a full disk; it goes through all the same.
-
-    Raises
-    ------
-    NoSpaceError
-        Not even an empty disk or quota would hold it: it would wait for ever.
-    """
-    from infra.disk.keeper import gib
-
-    room = refuse_what_never_fits(plan)
-    command = shlex.join(["refiner", "plan", recipe, *overrides, "--fit"])
-    if room.fits:
-        return
-    say(
-        f"This run will take up to {gib(room.forecast.needed_bytes)} at a time, and "
-        f"{gib(room.free_bytes)} are free (by {room.source}). It pauses when the disk is full. "
-        f"What would fit: {command}"
-    )
-
-
 def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
-    """What a run will take, and what there is for it.
+    """Room that a run will take, and that there is for it.
 
     Raises
     ------
@@ -277,14 +246,6 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
             "let it wait with `disk.too_small=wait`",
         )
     return room
-
-
-def _say_notes(plan: Plan) -> None:
-    """Say what is worth knowing of how the run will train; it goes through all the same."""
-    from flows.checking.resources import planning_notes
-
-    for note in planning_notes(plan):
-        say(note)
 
 
 def warn_of_silence(config: RecipeConfig) -> None:
@@ -390,7 +351,7 @@ def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[st
 
 @dataclass(frozen=True)
 class Showing:
-    """How a call is shown, and how it began."""
+    """Settings of how a call is shown, and how it began."""
 
     use_server: bool
     quiet: bool

@@ -12,10 +12,11 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
-from flows.running.status import stage_names
+from flows.running.status import required_run, stage_names
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import Router, make_router
 from infra.jobs.failures import is_outage, outcome_of
@@ -31,7 +32,7 @@ from infra.store.orchestrators import (
     wanted_by_others,
 )
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DispatchConfig
+from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, from_json
@@ -46,7 +47,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CancelOutcome:
-    """What a cancel led to.
+    """Outcome of a cancel.
 
     Attributes
     ----------
@@ -69,6 +70,50 @@ class CancelOutcome:
     orchestrator: Orchestrator | None = None
 
 
+def cancel_run(
+    run_id: str | None = None,
+    stages: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float | None = None,
+    now: bool = False,
+    tell: Tell = lambda message: None,
+) -> CancelOutcome:
+    """End a run, or some of its stages, and keep what is saved.
+
+    Parameters
+    ----------
+    run_id
+        Which one (default: the newest).
+    stages
+        Only these, by name.
+    workspace
+        The folder that it is recorded in.
+    wait_s
+        Seconds to wait for the end (default: ``dispatch.grace_s`` of the recipe and a minute).
+    now
+        Do not leave it to the process that works on it, but end the jobs from here.
+    tell
+        Hears what is waited for.
+
+    Returns
+    -------
+    CancelOutcome
+        What was ended; ``ended`` is False where that takes longer than was waited for.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or stage.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
+    """
+    room = Workspace.read_only(Path(workspace).absolute())  # a full disk must not keep one from it
+    room.require_trust()
+    run = required_run(room, run_id, "a run to cancel", or_begin=False)
+    return cancel(room, run, stages, wait_s=wait_s, now=now, tell=tell)
+
+
 def cancel(
     workspace: Workspace,
     run: RunRecord,
@@ -79,7 +124,7 @@ def cancel(
     tell: Tell = lambda message: None,
     ours: frozenset[str] = frozenset(),
 ) -> CancelOutcome:
-    """End a run or some of its stages; see :func:`flows.api.cancel_run`.
+    """End a run or some of its stages, as :func:`cancel_run` does.
 
     ``ours`` are other runs that are to end with it: what only they want is not spared.
 
@@ -88,7 +133,13 @@ def cancel(
     ConfigurationError
         The run has no such stage.
     """
-    _check_names(run, stages)
+    for name in stages:
+        if name not in run.stages:
+            raise ConfigurationError(
+                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+                expected="stages of it: " + ", ".join(run.stages),
+                fix="name one of these, or none to end the whole run",
+            )
     settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
     patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
     work = _Cancel(workspace, run, stages, settings, tell, ours)
@@ -131,16 +182,6 @@ def _signal(who: Orchestrator) -> bool:
         return ProcessId.of(who.pid).terminate()
     except psutil.NoSuchProcess:  # it has ended since
         return False
-
-
-def _check_names(run: RunRecord, stages: Sequence[str]) -> None:
-    for name in stages:
-        if name not in run.stages:
-            raise ConfigurationError(
-                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-                expected="stages of it: " + ", ".join(run.stages),
-                fix="name one of these, or none to end the whole run",
-            )
 
 
 @dataclass
@@ -220,8 +261,15 @@ class _Cancel:
         ids = {self.run.stages[name]: name for name in self.names}
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
+            errors = Trouble[str]()
             try:
-                left = self._end_once(observer, router, ids, f"cancelled by {by}")
+                _, observed = observer.look(ids)
+                for stage_id, attempt in observer.open.items():
+                    if (seen := observed.attempts.get(stage_id)) is not None:
+                        with errors.at(stage_id):
+                            self._end(router, attempt, seen, f"cancelled by {by}")
+                errors.raise_first()
+                left = self.open_stages()
             except OSError as error:
                 self._cannot_look(error)
                 continue
@@ -229,19 +277,6 @@ class _Cancel:
                 return
             self._say("waiting for " + ", ".join(left))
             time.sleep(_POLL_S)
-
-    def _end_once(
-        self, observer: Observer, router: Router, ids: Mapping[str, str], reason: str
-    ) -> tuple[str, ...]:
-        """One look at all jobs, and what follows; the stages that are open then."""
-        _, observed = observer.look(ids)
-        errors = Trouble[str]()
-        for stage_id, attempt in observer.open.items():
-            if (seen := observed.attempts.get(stage_id)) is not None:
-                with errors.at(stage_id):
-                    self._end(router, attempt, seen, reason)
-        errors.raise_first()
-        return self.open_stages()
 
     def _cannot_look(self, error: OSError) -> None:
         """Nothing follows from that; it is tried again until it has taken too long."""
@@ -264,14 +299,11 @@ class _Cancel:
                 self._asked_at[ref] = time.monotonic()
             else:
                 self._close(router, attempt, reason if begun else f"not begun: {reason}")
-        elif ref in self._killed or self._asked_s(ref) <= self.settings.grace_s:
+        elif ref in self._killed or time.monotonic() - self._asked_at[ref] <= self.settings.grace_s:
             return
         elif router.kill(attempt):
             self._killed.add(ref)
             self.tell(f"{ref.stage_id} has not ended in {self.settings.grace_s:g} s: killed")
-
-    def _asked_s(self, ref: AttemptRef) -> float:
-        return time.monotonic() - self._asked_at[ref]
 
     def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
         """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
@@ -288,7 +320,7 @@ class _Cancel:
 
 
 def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:
-    """What happened and what to do next, for people."""
+    """Lines for people: what happened, and what to do next."""
     where = f"workspace={workspace.root}"
     what = ", ".join(outcome.stages) if outcome.stages else "the run"
     if outcome.by == "nobody":

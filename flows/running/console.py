@@ -29,15 +29,72 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class Screen:
-    """Prints, safely from several threads. ``quiet`` leaves only warnings and what is printed
-    regardless; ``clock`` is in seconds, monotonic."""
+def can_redraw(stream: TextIO) -> bool:
+    """True if a stream is a terminal on which lines can be redrawn."""
+    encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
+    return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
+
+
+_LINE_EVERY_S = 10.0
+#: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
+_AT_WORK_EVERY_S = 30.0
+_ROWS = 16
+_BAR_WIDTH = 16
+_STYLES = {
+    "waiting": "dim",
+    "queued": "dim cyan",
+    "paused": "yellow",
+    "running": "cyan",
+    "reattached": "cyan",
+    "skipped": "green",
+    "done": "green",
+    "failed": "bold red",
+    "interrupted": "yellow",
+    "blocked": "red",
+}
+_WORKING = ("running", "reattached")
+_NOT_YET = ("queued", "paused", "waiting")
+_TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
+
+
+class TrialState(Protocol):
+    """State of a trial of a sweep, and why."""
+
+    @property
+    def state(self) -> str:
+        """``waiting``, ``running``, ``done``, ``failed``, ``interrupted`` or ``held``."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Reason, where that needs saying."""
+        ...
+
+    @property
+    def run(self) -> str:
+        """Id of its run; empty before it has one."""
+        ...
+
+
+class Console:
+    """Shows an orchestrator's work on a stream, which may go away at any time: whoever closes the
+    terminal, or stops reading, takes nothing with them. Safe to call from several threads.
+
+    ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
+    ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
+    says how those of a sweep stand; ``clock`` is in seconds, monotonic.
+    """
 
     def __init__(
         self,
+        *,
+        command: Sequence[str] = (),
+        workspace: str = "",
+        run: str = "",
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        trials: Callable[[], Mapping[str, TrialState]] | None = None,
     ) -> None:
         self._quiet = quiet
         self._stream = sys.stderr if stream is None else stream
@@ -46,6 +103,12 @@ class Screen:
         self._live: Live | None = None
         self._lost = False
         self._fancy = not quiet and can_redraw(self._stream)
+        self._trials, self._at_work_said = trials, clock()
+        self._trial_states = dict.fromkeys(trials(), "waiting") if trials else {}
+        self._command, self._workspace, self._run = tuple(command), workspace, run
+        self._states: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+        self._said: dict[str, tuple[float, Progress]] = {}
 
     def note(self, message: str) -> None:
         """Say something in between; left out when quiet."""
@@ -83,81 +146,6 @@ class Screen:
         except (OSError, ValueError):
             self._lost, self._live = True, None
 
-
-def can_redraw(stream: TextIO) -> bool:
-    """Whether a stream is a terminal on which lines can be redrawn."""
-    encoding = (getattr(stream, "encoding", None) or "utf-8").lower()
-    return stream.isatty() and os.environ.get("TERM") != "dumb" and encoding.startswith("utf")
-
-
-_LINE_EVERY_S = 10.0
-#: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
-_AT_WORK_EVERY_S = 30.0
-_ROWS = 16
-_BAR_WIDTH = 16
-_STYLES = {
-    "waiting": "dim",
-    "queued": "dim cyan",
-    "paused": "yellow",
-    "running": "cyan",
-    "reattached": "cyan",
-    "skipped": "green",
-    "done": "green",
-    "failed": "bold red",
-    "interrupted": "yellow",
-    "blocked": "red",
-}
-_WORKING = ("running", "reattached")
-_NOT_YET = ("queued", "paused", "waiting")
-_TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
-
-
-class TrialState(Protocol):
-    """How a trial of a sweep stands, and why."""
-
-    @property
-    def state(self) -> str:
-        """``waiting``, ``running``, ``done``, ``failed``, ``interrupted`` or ``held``."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why, where that needs saying."""
-        ...
-
-    @property
-    def run(self) -> str:
-        """Id of its run; empty before it has one."""
-        ...
-
-
-class Console(Screen):
-    """Shows an orchestrator's work. Safe to call from several threads.
-
-    ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
-    ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
-    says how those of a sweep stand.
-    """
-
-    def __init__(
-        self,
-        *,
-        command: Sequence[str] = (),
-        workspace: str = "",
-        run: str = "",
-        quiet: bool = False,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        trials: Callable[[], Mapping[str, TrialState]] | None = None,
-    ) -> None:
-        super().__init__(quiet, stream, clock)
-        self._trials, self._at_work_said = trials, clock()
-        self._trial_states = dict.fromkeys(trials(), "waiting") if trials else {}
-        self._command, self._workspace, self._run = tuple(command), workspace, run
-        self._states: dict[str, str] = {}
-        self._since: dict[str, float] = {}
-        self._said: dict[str, tuple[float, Progress]] = {}
-
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
         with self._lock:
@@ -188,7 +176,7 @@ class Console(Screen):
             self._print("\n".join(self.summary(views, elapsed)))
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
-        """What was done, skipped, failed; where the logs are."""
+        """Lines: what was done, skipped, failed; where the logs are."""
         lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
@@ -379,7 +367,7 @@ def _trials_counted(trials: Mapping[str, TrialState]) -> str:
 
 
 def _is_told(view: StageView) -> bool:
-    """Whether somebody should hear of how it ended."""
+    """True if somebody should hear of how it ended."""
     doubtful = view.state in ("done", "skipped") and view.message.startswith("warning: ")
     return doubtful or view.state in ("failed", "interrupted", "blocked")
 

@@ -101,13 +101,9 @@ class Follower:
         return dict(self._views)
 
     def news(self) -> list[Mapping[str, Any]]:
-        """What else has happened since the newest ``begin``, each once."""
+        """Other events since the newest ``begin``, each once."""
         news, self._news = self._news, []
         return news
-
-    def inputs(self, name: str) -> list[str]:
-        """The stages that are over before this one begins."""
-        return _inputs(self._workspace, self.nodes, name)
 
     def _take_in(self, event: Mapping[str, Any]) -> None:
         what = event.get("event")
@@ -203,12 +199,8 @@ class SweepFollower:
         return views
 
     def news(self) -> list[Mapping[str, Any]]:
-        """What has happened to trials and the disk since the newest ``begin``, each once."""
+        """Events of trials and the disk since the newest ``begin``, each once."""
         return self._trials.news()
-
-    def inputs(self, name: str) -> list[str]:
-        """The stages that are over before this one begins."""
-        return _inputs(self._workspace, self.nodes, name)
 
     def _of_trial(self, trial: str, whole: StageView) -> Mapping[str, StageView]:
         """The stages of a trial; what never came to be in one that is over is over too."""
@@ -229,8 +221,9 @@ class SweepFollower:
         }
 
 
-def _inputs(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
-    """By the stage's record; not those of which it only reads a checkpoint."""
+def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
+    """The stages that are over before this one begins, by its record; not those of which it only
+    reads a checkpoint."""
     stage_id = nodes[name].id
     record = workspace.read_record(stage_id) if stage_id else None
     if record is None:

@@ -14,6 +14,7 @@ from typing import BinaryIO, NamedTuple
 from flows.running.status import find_run
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 
@@ -29,40 +30,109 @@ class AttemptLog(NamedTuple):
     why: str = ""
 
 
-class StageLogs(NamedTuple):
-    """The logs of a stage: one for each attempt."""
+def find_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+) -> AttemptLog | None:
+    """Find the log of a stage's attempt.
 
-    stage: str
-    stage_id: str
-    run_id: str
-    attempts: list[int]
+    Parameters
+    ----------
+    stage
+        Its name in the run, or its id.
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    attempt
+        An attempt's number (default: the newest).
 
-    def number(self, attempt: int | None) -> int | None:
-        """The attempt that is meant; None where none was made.
-
-        Raises
-        ------
-        ConfigurationError
-            There is no such attempt.
-        """
-        if attempt is not None and attempt not in self.attempts:
-            known = ", ".join(map(str, self.attempts))
-            raise ConfigurationError(
-                f"{self.stage} has no attempt {attempt}.",
-                expected=f"one of: {known or '(it has not been started yet)'}",
-                fix="name one of these with --attempt",
-            )
-        return attempt or (self.attempts[-1] if self.attempts else None)
-
-
-def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageLogs:
-    """The stage of that name in a run (default: the newest), or of that id.
+    Returns
+    -------
+    AttemptLog or None
+        Where the worker never began, this is what its job printed. None where the stage
+        has not been started yet.
 
     Raises
     ------
     ConfigurationError
-        There is none; names the nearest.
+        There is no such run, stage or attempt.
     """
+    room = Workspace.read_only(workspace)
+    stage_id, _, number = _attempt(room, stage, run, attempt)
+    if number is None:
+        return None
+    path = log_file(room, stage_id, number)
+    return AttemptLog(number, path, why_no_log(room, stage_id, number, path))
+
+
+def read_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+) -> str:
+    """Text that a stage's worker has printed in one attempt.
+
+    Parameters
+    ----------
+    stage, run, workspace, attempt
+        As of :func:`flows.api.find_log`.
+
+    Returns
+    -------
+    str
+        Empty where the stage has not been started yet.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or attempt.
+    """
+    log = find_log(stage, run, workspace, attempt=attempt)
+    return "" if log is None else "".join(log_pieces(log.path))
+
+
+def follow_log(
+    stage: str,
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    attempt: int | None = None,
+    tell: Callable[[str], None] = lambda message: None,
+) -> Iterator[str]:
+    """The log of a stage as it grows, from attempt to attempt, until the stage ends.
+
+    Parameters
+    ----------
+    stage, run, workspace, attempt
+        As of :func:`flows.api.read_log`.
+    tell
+        Hears which attempt's log begins, and how one has ended.
+
+    Yields
+    ------
+    str
+        What is new.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage or attempt.
+    """
+    room = Workspace.read_only(workspace)
+    stage_id, run_id, number = _attempt(room, stage, run, attempt)
+    return Follower(room, stage_id, run_id, tell).follow(1 if number is None else number)
+
+
+def _attempt(
+    workspace: Workspace, stage: str, wanted: str | None, attempt: int | None
+) -> tuple[str, str, int | None]:
+    """Ids of the stage that is meant and of its run, and the attempt; None where none was made."""
     run = find_run(workspace, wanted)
     names = {} if run is None else dict(run.stages)
     stage_id = names.get(stage) or (stage if stage in workspace.stage_ids() else None)
@@ -74,7 +144,15 @@ def stage_of_log(workspace: Workspace, stage: str, wanted: str | None) -> StageL
             fix="name one of these, another run, or another workspace=DIR",
         )
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
-    return StageLogs(stage, stage_id, "" if run is None else run.run, numbers)
+    if attempt is not None and attempt not in numbers:
+        known = ", ".join(map(str, numbers))
+        raise ConfigurationError(
+            f"{stage} has no attempt {attempt}.",
+            expected=f"one of: {known or '(it has not been started yet)'}",
+            fix="name one of these with --attempt",
+        )
+    newest = numbers[-1] if numbers else None
+    return stage_id, "" if run is None else run.run, attempt or newest
 
 
 def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
@@ -90,7 +168,7 @@ def log_file(workspace: Workspace, stage_id: str, number: int) -> Path:
 
 
 def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> str:
-    """Why an attempt has no log; empty where it has one."""
+    """Reason why an attempt has no log; empty where it has one."""
     if path.exists():
         return ""
     attempt = workspace.read_attempt(stage_id, number)
@@ -100,13 +178,8 @@ def why_no_log(workspace: Workspace, stage_id: str, number: int, path: Path) -> 
     return "no worker of it has begun yet; `refiner status` shows where its job waits"
 
 
-def read_log_file(path: Path) -> str:
-    """What is in a log; empty where it was never made."""
-    return "".join(log_pieces(path))
-
-
 def log_pieces(path: Path) -> Iterator[str]:
-    """What is in a log, a piece at a time: some are larger than the memory. None where it was
+    """Text of a log, a piece at a time: some are larger than the memory. None where it was
     never made."""
     if path.exists():
         with path.open("rb") as file:
@@ -129,7 +202,7 @@ class Follower:
         self._tell = tell
 
     def follow(self, number: int) -> Iterator[str]:
-        """What is in the log of attempt ``number`` and what comes, then those of the later ones."""
+        """Text of the log of attempt ``number`` and what comes, then those of the later ones."""
         said = ""
         while True:
             if self._exists(number):
@@ -168,7 +241,7 @@ class Follower:
         return self._workspace.layout.attempt(self._stage_id, number).intent.exists()
 
     def _is_over(self, number: int) -> bool:
-        """Whether nothing will come after attempt ``number - 1``, as far as one can tell."""
+        """True if nothing will come after attempt ``number - 1``, as far as one can tell."""
         if self._workspace.layout.stage(self._stage_id).result.exists():
             return True
         if self._exists(number):

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from types import FrameType
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class StopSignals:
             time.sleep(min(left, 0.2))
 
     def asked(self) -> str:
-        """What has asked to stop, the first time that it is looked for after that; else empty.
+        """Name of what has asked to stop, the first time after that; else empty.
 
         Raises
         ------
@@ -88,28 +89,8 @@ class StopSignals:
 _REFRESH_S = 0.5
 
 
-class Runnable(Protocol):
-    """What is asked of an orchestrator here."""
-
-    def start(self) -> None:
-        """Begin, in a thread of its own."""
-        ...
-
-    def views(self) -> dict[str, StageView]:
-        """How every stage is now."""
-        ...
-
-    def request_stop(self, reason: str) -> None:
-        """Ask every running stage to save and stop."""
-        ...
-
-    def join(self) -> dict[str, StageView]:
-        """Wait for the end; raise what ended the orchestrator, if anything did."""
-        ...
-
-
 class Shows(Protocol):
-    """What is asked of a console here. :class:`flows.running.console.Console` is one."""
+    """Console, as far as it is asked here. :class:`flows.running.console.Console` is one."""
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
@@ -166,7 +147,7 @@ def orchestrate(
 
 
 def run_shown(
-    orchestrator: Runnable,
+    orchestrator: Orchestrator,
     *,
     console: Shows,
     hears: Hears | None = None,
@@ -212,11 +193,19 @@ def run_shown(
 
 
 def _until_joined(
-    orchestrator: Runnable, console: Shows, hears: Hears, signals: StopSignals
+    orchestrator: Orchestrator, console: Shows, hears: Hears, signals: StopSignals
 ) -> dict[str, StageView]:
-    joiner = _Joiner(orchestrator)
-    joiner.start()
-    while not joiner.over.wait(_REFRESH_S):
+    ended: Future[dict[str, StageView]] = Future()
+
+    def join() -> None:
+        try:
+            ended.set_result(orchestrator.join())
+        except BaseException as error:  # raised again in the main thread
+            ended.set_exception(error)
+
+    # The main thread stays free for the terminal and Ctrl-C.
+    threading.Thread(target=join, name="orchestrator-join", daemon=True).start()
+    while not wait([ended], _REFRESH_S).done:
         if by := signals.asked():
             hears.asked_to_stop(f"stopped by {by}")
             orchestrator.request_stop(by)
@@ -229,27 +218,4 @@ def _until_joined(
             hears.show(views)
         except KeyboardInterrupt:  # by a handler that somebody has installed since
             signals.note(signal.SIGINT)
-    return joiner.views()
-
-
-class _Joiner(threading.Thread):
-    """Waits for the end, so that the main thread stays free for the terminal and Ctrl-C."""
-
-    def __init__(self, orchestrator: Runnable) -> None:
-        super().__init__(name="orchestrator-join", daemon=True)
-        self.over = threading.Event()
-        self._orchestrator = orchestrator
-        self._views: dict[str, StageView] = {}
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._views = self._orchestrator.join()
-        except BaseException as error:  # raised again in the main thread, by views()
-            self._error = error
-        self.over.set()
-
-    def views(self) -> dict[str, StageView]:
-        if self._error is not None:
-            raise self._error
-        return self._views
+    return ended.result()

@@ -1,4 +1,4 @@
-"""Which run is meant, and how it stands, from records alone: a row per stage, who works on it.
+"""Runs found by name, and their status from records alone: a row per stage, who works on it.
 
 In: a workspace, and what a person has typed or not. Out: a :class:`RunRecord` (every command that
 takes the newest run, where none is named, takes it from :func:`newest_runs`), and a
@@ -13,8 +13,9 @@ import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from infra.disk.probe import Prober, Room
@@ -27,7 +28,7 @@ from infra.orchestrator.timeline import Incident, devices_of, first_line, run_ev
 from infra.store.orchestrators import Orchestrator, orchestrator_of
 from infra.store.sweep_records import read_sweep, sweep_names, trial_run
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import DiskConfig, DispatchConfig
+from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import KINDS, TRAINED
@@ -65,18 +66,14 @@ def newest_runs(
             counts = counts or any(
                 has_begun(workspace, run, stage_id)
                 for name, stage_id in run.stages.items()
-                if not is_service(stage_id) and (not models or _family(name) in _OF_MODELS)
+                if not is_service(stage_id) and (not models or name.partition("-")[0] in _OF_MODELS)
             )
         if counts:
             yield run
 
 
-def _family(stage_name: str) -> str:
-    return stage_name.partition("-")[0]
-
-
 def has_begun(workspace: Workspace, run: RunRecord, stage_id: str) -> bool:
-    """Whether the newest attempt at a stage was claimed since the run was called, so by it or by a
+    """True if the newest attempt at a stage was claimed since the run was called, so by it or by a
     later call. Both times are those of orchestrators."""
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     attempt = workspace.read_attempt(stage_id, numbers[-1]) if numbers else None
@@ -106,9 +103,11 @@ def find_run(
         if newest is None or not stage or stage in newest.stages:
             return newest
         return next((run for run in ranked if stage in run.stages), newest)
-    hits = [wanted] if wanted in known else [r for r in known if _means(wanted, r)]
+    hits = [wanted] if wanted in known else []
+    if not hits and len(wanted) >= 4:
+        hits = [r for r in known if r.startswith(wanted) or r.endswith(wanted)]
     if not hits:  # a recipe's name is its newest run
-        hits = [r for r in known if _recipe_in(r) == wanted]
+        hits = [r for r in known if "-".join(r.split("-")[2:-1]) == wanted]
         if (newest := next(newest_runs(workspace, hits), None)) is not None:
             return newest
         hits = hits[-1:]
@@ -132,8 +131,29 @@ def find_run(
     )
 
 
+def required_run(
+    workspace: Workspace, wanted: str | None, what: str, *, or_begin: bool = True
+) -> RunRecord:
+    """As :func:`find_run`, where there has to be a run; ``what`` says for what.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none.
+    """
+    run = find_run(workspace, wanted)
+    if run is None:
+        raise ConfigurationError(
+            f"No run is recorded in {workspace.root}.",
+            expected=what,
+            fix="name another workspace=DIR"
+            + ", or begin one with `refiner run RECIPE`" * or_begin,
+        )
+    return run
+
+
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
-    """How a trial is named, where a sweep or a trial without its sweep was; else empty."""
+    """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
     for name in sweep_names(workspace):
         trials = [t.name for t in read_sweep(workspace, name).trials]
         if wanted == name:
@@ -164,15 +184,6 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
     )
 
 
-def _recipe_in(run_id: str) -> str:
-    """The recipe's name as it stands in a run's id: day-time-NAME-number."""
-    return "-".join(run_id.split("-")[2:-1])
-
-
-def _means(wanted: str, run_id: str) -> bool:
-    return len(wanted) >= 4 and (run_id.startswith(wanted) or run_id.endswith(wanted))
-
-
 def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
     """Runs of which a stage is not done, oldest first."""
     runs = workspace.runs()
@@ -180,7 +191,7 @@ def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
 
 
 def is_finished(workspace: Workspace, run: RunRecord) -> bool:
-    """Whether every stage of a run is done."""
+    """True if every stage of a run is done."""
     stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
     return all(workspace.layout.stage(i).result.exists() for i in stages)
 
@@ -198,31 +209,39 @@ class DiskStatus:
     source: str = ""
 
 
+class _Asking:
+    """Asks in the background, again and again, and waits only so long for an answer."""
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._thread: threading.Thread | None = None
+
+    def in_time(self, ask: Callable[[], None]) -> bool:
+        """True if what was asked last has been answered; nothing is asked twice at a time."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=ask, daemon=True)
+            self._thread.start()
+        self._thread.join(self._wait_s)
+        return not self._thread.is_alive()
+
+
 class HurriedRouter(Router):
     """Asks in the background and waits only so long; then local jobs are looked at alone, and the
     others are ``unknown``. ``late`` says so."""
 
     def __init__(self, router: Router, wait_s: float) -> None:
         super().__init__(router.dispatchers, router.executor_for)
-        self._wait_s = wait_s
-        self._asking: threading.Thread | None = None
+        self._wait_s, self._asking = wait_s, _Asking(wait_s)
         self._answer: dict[AttemptRef, JobSight] = {}
         self.late = ""
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, or in time those that need no scheduler."""
         far = [a for a in attempts if a.attempt.executor != "local"]
-        near = [a for a in attempts if a.attempt.executor == "local"]
-        seen = super().look(near)
-        if not far:
-            self.late = ""
-            return seen
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=self._ask, args=(far,), daemon=True)
-            self._asking.start()
-        self._asking.join(self._wait_s)
-        late = self._asking.is_alive()
-        self.late = f"the scheduler did not answer within {self._wait_s:g} s" if late else ""
+        seen = super().look([a for a in attempts if a.attempt.executor == "local"])
+        in_time = not far or self._asking.in_time(lambda: self._ask(far))
+        late = f"the scheduler did not answer within {self._wait_s:g} s"
+        self.late = "" if in_time else late
         return {**{a.ref: self._answer.get(a.ref, JobSight("unknown")) for a in far}, **seen}
 
     def _ask(self, attempts: Sequence[OpenAttempt]) -> None:
@@ -234,8 +253,7 @@ class HurriedProbe:
     figures must do."""
 
     def __init__(self, prober: Prober, wait_s: float) -> None:
-        self._prober, self._wait_s = prober, wait_s
-        self._asking: threading.Thread | None = None
+        self._prober, self._asking = prober, _Asking(wait_s)
         self._room: Room | None = None
 
     def look(self) -> DiskStatus | None:
@@ -245,18 +263,14 @@ class HurriedProbe:
             use = shutil.disk_usage(folder)
         except OSError:
             return None
-        if self._asking is None or not self._asking.is_alive():
-            self._room = None
-            self._asking = threading.Thread(target=self._ask, daemon=True)
-            self._asking.start()
-        self._asking.join(self._wait_s)
-        room = self._room
+        room = self._room if self._asking.in_time(self._ask) else None
         if room is None or room.limit_bytes is None:
             # Without what the file system keeps for its administrator, as in `refiner disk`.
             return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
         return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
 
     def _ask(self) -> None:
+        self._room = None
         self._room = self._prober.look()
 
 
@@ -330,7 +344,7 @@ class RunStatus:
 
 
 def orchestrator_text(who: Orchestrator, finished: bool) -> str:
-    """Who works on a run or a sweep, in a line."""
+    """Line that says who works on a run or a sweep."""
     if who.standing == "running":
         return f"orchestrator: {who.where}, since {who.at[:19].replace('T', ' ')} UTC"
     if who.standing == "elsewhere":
@@ -366,14 +380,16 @@ class Watcher:
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
         self._retries = settings.retries
         patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
-        router = router_to_look(settings, workspace) if ask else _records_alone(workspace)
+        near = {"local": LocalDispatcher(workspace)}
+        alone = Router(near, lambda _: "local", missing="no scheduler was asked")
+        router = router_to_look(settings, workspace) if ask else alone
         self._router = HurriedRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, patience)
         config = from_json(DiskConfig, run.config.get("disk") or {})
         self._room = HurriedProbe(Prober(workspace.layout.data, config), wait_s)
 
     def look(self) -> RunStatus:
-        """How the run stands now."""
+        """Status of the run now."""
         workspace, run = self.workspace, self.run
         records, observed = self._observer.look(run.stages.values())
         who = orchestrator_of(workspace, run.run)
@@ -383,7 +399,9 @@ class Watcher:
         for name in stage_names(run):
             stage_id = run.stages[name]
             record = records.get(stage_id)
-            row = StageStatus(name, stage_id, "waiting", gpus=devices_of(run.config, _kind(name)))
+            row = StageStatus(
+                name, stage_id, "waiting", gpus=devices_of(run.config, name.partition("-")[0])
+            )
             row = _with_attempts(row, record, workspace)
             state, reason = self._state(stage_id, record, observed.attempts.get(stage_id))
             if state in ("waiting", "interrupted", "failed", "idle") and name in told:
@@ -438,9 +456,65 @@ class Watcher:
         return ("suspended" if seen.note.startswith("SUSPENDED") else "queued"), seen.note
 
 
-def _records_alone(workspace: Workspace) -> Router:
-    near = {"local": LocalDispatcher(workspace)}
-    return Router(near, lambda _: "local", missing="no scheduler was asked")
+def status_of_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float = SCHEDULER_WAIT_S,
+) -> RunStatus | None:
+    """Status of a run. Writes nothing.
+
+    Parameters
+    ----------
+    run_id
+        Which one (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    wait_s
+        How long a scheduler may take to answer, seconds.
+
+    Returns
+    -------
+    RunStatus or None
+        Stages, incidents, disk, who works on it; None where no run is recorded at all. As a
+        dataframe: :func:`flows.api.stages_frame`.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no run of that name; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    if find_run(room, run_id) is None:
+        return None
+    return watch_run(run_id, workspace, wait_s=wait_s).look()
+
+
+def watch_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    wait_s: float = SCHEDULER_WAIT_S,
+) -> Watcher:
+    """Look at a run again and again: each ``look()`` gives a :class:`RunStatus`.
+
+    Parameters
+    ----------
+    run_id, workspace, wait_s
+        As of :func:`flows.api.status_of_run`.
+
+    Returns
+    -------
+    Watcher
+        It asks schedulers at every look, and reads the rest anew.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no run of that name, or none at all; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    return Watcher(room, required_run(room, run_id, "a run to look at"), wait_s)
 
 
 # ---------------------------------------------------------------- rows
@@ -457,9 +531,13 @@ def _with_attempts(
         last = next((a for a in record.attempts if a.number == record.result.attempt), last)
     beat = workspace.read_heartbeat(row.id, last.number) or {}
     progress = beat.get("progress") or {}
-    step, total = progress.get("done"), progress.get("total") or None
     seconds = record.result.seconds if record.result else last.seconds or beat.get("seconds")
     failed = [a for a in record.attempts if a.outcome and a.outcome.failure != "none"]
+    failure = ""
+    if failed and (outcome := failed[-1].outcome):
+        step = f" at step {outcome.step}" if outcome.step else ""
+        said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
+        failure = f"attempt {failed[-1].number}: {outcome.failure}{step}{said}"
     over = record.result is not None or last.outcome is not None
     return replace(
         row,
@@ -468,12 +546,12 @@ def _with_attempts(
         attempt=last.number,
         attempts=len(record.attempts),
         phase=str(progress.get("phase") or ""),
-        step=step,
-        total=total,
+        step=progress.get("done"),
+        total=progress.get("total") or None,
         metric=metric_text(progress.get("values") or {}),
         eta_s=None if over else eta_s(beat, last.resumed_from_step),
         seconds=None if seconds is None else round(float(seconds), 1),
-        last_failure=_failure(failed[-1]) if failed else "",
+        last_failure=failure,
     )
 
 
@@ -487,13 +565,6 @@ def eta_s(beat: Mapping[str, Any], resumed_from: int | None) -> float | None:
     return round(max(0, total - done) * passed / (done - began), 1)
 
 
-def _failure(attempt: Any) -> str:
-    outcome = attempt.outcome
-    step = f" at step {outcome.step}" if outcome.step else ""
-    said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
-    return f"attempt {attempt.number}: {outcome.failure}{step}{said}"
-
-
 def metric_text(values: Mapping[str, Any]) -> str:
     """The main value of a heartbeat's progress, such as ``reward 0.41``."""
     name = next((n for n in _MAIN if n in values), next(iter(values), None))
@@ -501,7 +572,7 @@ def metric_text(values: Mapping[str, Any]) -> str:
 
 
 def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """What the orchestrator last said of stages that have no live job: it knows why they wait."""
+    """Last words of the orchestrator on stages that have no live job: it knows why they wait."""
     words = {}
     for event in events:
         if event.get("event") == "stage":
@@ -512,7 +583,7 @@ def _last_words(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str
 
 
 def _outage(events: Sequence[Mapping[str, Any]]) -> str:
-    """Why the orchestrator makes no rounds; empty if it does, or another one has begun since."""
+    """Reason why the orchestrator makes no rounds; empty if it does, or another has begun since."""
     reason = ""
     for event in events:
         if event.get("event") == "outage":
@@ -524,14 +595,9 @@ def _outage(events: Sequence[Mapping[str, Any]]) -> str:
 
 def stage_names(run: RunRecord) -> list[str]:
     """Stages of a run, each after those that it may need; records list them by name."""
-    return sorted(run.stages, key=lambda name: _order(run.stages[name]))
 
+    def order(name: str) -> int:
+        kind = run.stages[name].rpartition("-")[0]  # stage ids begin with the kind
+        return KINDS[kind].order if kind in KINDS else sys.maxsize
 
-def _order(stage_id: str) -> int:
-    """Position of a stage's kind in a plan; stage ids begin with the kind."""
-    kind = stage_id.rpartition("-")[0]
-    return KINDS[kind].order if kind in KINDS else sys.maxsize
-
-
-def _kind(name: str) -> str:
-    return name.partition("-")[0]
+    return sorted(run.stages, key=order)

@@ -1,1 +1,5 @@
-"""Beginning: a folder with a recipe of one's own, what its fields mean, completion in shells."""
+"""Beginning: a folder with a recipe of one's own, what its fields mean, completion in shells.
+
+``questions`` -> ``drafting`` (answers become a recipe) -> ``folder`` (its files, all or none);
+``fields`` explains fields, ``completing`` completes command lines.
+"""

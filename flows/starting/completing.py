@@ -1,4 +1,4 @@
-"""What may stand where a command line ends: commands, options, recipes, fields, runs, files.
+"""Completion of command lines: commands, options, recipes, fields, runs, files.
 
 In: a command line up to the cursor. Out: whole words that it may go on with, each with a few words
 about it. What an argument may be is read from what its help calls it (RECIPE, RUN, KEY=VALUE …),
@@ -9,10 +9,11 @@ whatever cannot be found out is not offered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 from click.shell_completion import split_arg_string
@@ -20,9 +21,20 @@ from click.shell_completion import split_arg_string
 from infra.store.sweep_records import sweep_names
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.field_facts import TOP, choices_of, fields_below, is_list, sections
+from refiner_core.contract.field_facts import (
+    TOP,
+    choices_of,
+    field_paths,
+    fields_below,
+    is_list,
+    sections,
+)
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.marks import walk
-from refiner_core.contract.recipes import FILE_FIELDS
+from refiner_core.contract.recipes import FILE_FIELDS, shipped_protocols, shipped_recipes
+
+if TYPE_CHECKING:
+    from infra.store.workspace import Workspace
 
 _SHOWN = 200
 #: Fields that name files or folders, besides those that a recipe may name beside itself.
@@ -46,7 +58,7 @@ def field_keys(beginning: str) -> Iterator[tuple[str, str]]:
 
 
 def field_values(path: str, beginning: str) -> Iterator[str]:
-    """What may stand behind ``path=``."""
+    """Values that may stand behind ``path=``."""
     info = dict(walk(RecipeConfig)).get(path)
     if info is None:
         return
@@ -76,29 +88,33 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _named(path: str) -> list[str]:
-    """What is shipped under a name."""
-    if path == "dispatch.profile":
-        from importlib import resources
+_OFFERED = {
+    "environment.name": ["desk", "tau2"],
+    "data.sft_path": ["builtin:synthetic"],
+    "data.rl_path": ["builtin:synthetic"],
+    "model.name_or_path": ["builtin:tiny", "builtin:tiny-tools"],
+    "judge.model": ["lexical-1", "lexical-loose-1"],
+}
 
-        folder = Path(str(resources.files("infra.profiles")))
-        return sorted(p.stem for p in folder.glob("*.yaml"))
+
+def _named(path: str) -> list[str]:
+    """Names of what is shipped, for a field."""
+    if path == "dispatch.profile":
+        return sorted(p.stem for p in Path(str(resources.files("infra.profiles"))).glob("*.yaml"))
     if path == "reward.static_rubrics":
+        return _shipped("rubrics")
+    return _shipped("protocols") if path == "evaluate.protocols" else _OFFERED.get(path, [])
+
+
+def _shipped(group: str) -> list[str]:
+    """Names that come with refiner, which a group of commands is about."""
+    if group == "rubrics":
         from refiner_core.rubrics import shipped_rubric_sets
 
         return list(shipped_rubric_sets())
-    if path == "evaluate.protocols":
-        from refiner_core.contract.recipes import shipped_protocols
-
+    if group == "protocols":
         return list(shipped_protocols())
-    fixed = {
-        "environment.name": ["desk", "tau2"],
-        "data.sft_path": ["builtin:synthetic"],
-        "data.rl_path": ["builtin:synthetic"],
-        "model.name_or_path": ["builtin:tiny", "builtin:tiny-tools"],
-        "judge.model": ["lexical-1", "lexical-loose-1"],
-    }
-    return fixed.get(path, [])
+    return ["desk", "tau2"] if group == "environments" else []
 
 
 def files(beginning: str, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
@@ -150,60 +166,41 @@ class _Typed:
     workspace: str = ""
     option: click.Option | None = None
 
+    def take(self, word: str) -> bool:
+        """Take in the next word; False where it is no command, and nothing is offered."""
+        if self.option is not None:
+            self.option = None
+        elif word.startswith("-"):
+            options = [p for p in self.command.params if isinstance(p, click.Option)]
+            with_value = (o for o in options if word in o.opts and not o.is_flag)
+            self.option = next(with_value, None)
+        elif isinstance(self.command, click.Group):
+            command = self.command.get_command(self.context, word)
+            if command is None:
+                return False
+            self.command = command
+            self.context = click.Context(
+                command, parent=self.context, info_name=word, resilient_parsing=True
+            )
+            self.path.append(word)
+        elif word.startswith("workspace="):
+            self.workspace = word.removeprefix("workspace=")
+        elif "=" not in word:
+            self.places.append(word)
+        return True
+
 
 def candidates(cli: click.Command, line: str) -> list[Candidate]:
     """The words that the last word of ``line`` may become, for the command ``cli``. It raises
     nothing."""
     words = split_arg_string(line)
     incomplete = words.pop() if words and not line[-1:].isspace() else ""
+    typed = _Typed(cli, click.Context(cli, info_name="refiner", resilient_parsing=True))
     try:
-        typed = _walk(cli, words[1:])
-        found = list(_found(typed, incomplete))
+        found = list(_found(typed, incomplete)) if all(map(typed.take, words[1:])) else []
     except (RefinerError, OSError):
         return []
     return [one for one in dict.fromkeys(found) if one.value.startswith(incomplete)]
-
-
-def _walk(cli: click.Command, words: Sequence[str]) -> _Typed:
-    typed = _Typed(cli, click.Context(cli, info_name="refiner", resilient_parsing=True))
-    for word in words:
-        if typed.option is not None:
-            typed.option = None
-        elif word.startswith("-"):
-            typed.option = _with_value(typed.command, word)
-        elif isinstance(typed.command, click.Group):
-            _enter(typed, word)
-        elif "=" in word:
-            if word.startswith("workspace="):
-                typed.workspace = word.removeprefix("workspace=")
-        else:
-            typed.places.append(word)
-    return typed
-
-
-def _enter(typed: _Typed, word: str) -> None:
-    group = typed.command
-    assert isinstance(group, click.Group)
-    command = group.get_command(typed.context, word)
-    if command is None:
-        raise _Unknown(f"There is no command {word}.")
-    typed.command = command
-    typed.context = click.Context(
-        command, parent=typed.context, info_name=word, resilient_parsing=True
-    )
-    typed.path.append(word)
-
-
-class _Unknown(RefinerError):
-    """The words before are no command: nothing is offered."""
-
-
-def _with_value(command: click.Command, word: str) -> click.Option | None:
-    """The option of that name, where its value is the next word."""
-    for option in command.params:
-        if isinstance(option, click.Option) and word in option.opts and not option.is_flag:
-            return option
-    return None
 
 
 def _found(typed: _Typed, incomplete: str) -> Iterator[Candidate]:
@@ -214,8 +211,10 @@ def _found(typed: _Typed, incomplete: str) -> Iterator[Candidate]:
         for item in typed.command.shell_complete(typed.context, incomplete):
             yield Candidate(item.value, item.help or "")
         return
-    slots = _slots(typed.command)
-    keys = [slot for slot in slots if "=" in slot]
+    # What the command's help calls its arguments: `RECIPE`, `KEY=VALUE...`.
+    arguments = [p for p in typed.command.params if isinstance(p, click.Argument)]
+    texts = [(p.metavar or p.name or "").translate(_NO_BRACKETS) for p in arguments]
+    slots = [word for text in texts for word in text.split()]
     plain = [slot for slot in slots if "=" not in slot]
     number = len(typed.places)
     last = plain[-1] if plain and plain[-1].endswith("...") else ""
@@ -223,14 +222,8 @@ def _found(typed: _Typed, incomplete: str) -> Iterator[Candidate]:
     if "=" not in incomplete:
         yield from _of_slot(typed, slot, incomplete)
     if slot not in _FIRST:
-        for key in keys:
-            yield from _of_key(key, incomplete)
-
-
-def _slots(command: click.Command) -> list[str]:
-    """What the command's help calls its arguments: ``RECIPE``, ``KEY=VALUE...``."""
-    texts = [p.metavar or p.name or "" for p in command.params if isinstance(p, click.Argument)]
-    return [word.replace("[", "").replace("]", "") for text in texts for word in text.split()]
+        for key in slots:
+            yield from _of_key(key, incomplete) if "=" in key else ()
 
 
 def _of_key(slot: str, incomplete: str) -> Iterator[Candidate]:
@@ -252,9 +245,9 @@ def _of_slot(typed: _Typed, slot: str, incomplete: str) -> Iterator[Candidate]:
         if name.islower():
             yield Candidate(name)
         elif name == "NAME" and typed.path:
-            yield from (Candidate(one) for one in _names_of(typed.path[0]))
+            yield from map(Candidate, _shipped(typed.path[0]))
         elif name in _SOURCES:
-            yield from (Candidate(one) for one in _SOURCES[name](typed, incomplete))
+            yield from map(Candidate, _SOURCES[name](typed, incomplete))
 
 
 def _of_option(typed: _Typed, option: click.Option, incomplete: str) -> Iterator[Candidate]:
@@ -263,7 +256,7 @@ def _of_option(typed: _Typed, option: click.Option, incomplete: str) -> Iterator
             if item.type == "plain":
                 yield Candidate(item.value)
     if option.metavar == "ANSWER":
-        yield from (Candidate(one) for one in _answers(option, incomplete))
+        yield from map(Candidate, _answers(option, incomplete))
     elif option.metavar == "KEY=VALUE":
         yield from _of_key("KEY=VALUE", incomplete)
     else:
@@ -287,59 +280,35 @@ def _answers(option: click.Option, incomplete: str) -> Iterator[str]:
 # ---------------------------------------------------------------- what there is
 
 
-def _names_of(group: str) -> Iterator[str]:
-    if group == "rubrics":
-        from refiner_core.rubrics import shipped_rubric_sets
+def _workspace(typed: _Typed) -> Workspace | None:
+    from infra.store.workspace import Workspace
 
-        yield from shipped_rubric_sets()
-    elif group == "protocols":
-        from refiner_core.contract.recipes import shipped_protocols
-
-        yield from shipped_protocols()
-    elif group == "environments":
-        yield from ("desk", "tau2")
-
-
-def _recipes(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from refiner_core.contract.recipes import shipped_recipes
-
-    yield from shipped_recipes()
-    yield from yaml_files(incomplete)
+    root = Path(typed.workspace or RecipeConfig.workspace).expanduser()
+    return Workspace.read_only(root) if root.is_dir() else None
 
 
 def _sweeps(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from infra.store.workspace import Workspace
     from sweeps.definition import shipped_sweeps
 
-    root = _workspace(typed)
-    if root is not None:
-        yield from sweep_names(Workspace.read_only(root))
+    if (workspace := _workspace(typed)) is not None:
+        yield from sweep_names(workspace)
     if typed.path == ["sweep"]:
         yield from shipped_sweeps()
         yield from yaml_files(incomplete)
 
 
-def _runs(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from infra.store.workspace import Workspace
-
-    root = _workspace(typed)
-    if root is not None:
-        yield from reversed(Workspace.read_only(root).run_ids())
+def _runs(typed: _Typed, incomplete: str) -> Sequence[str]:
+    workspace = _workspace(typed)
+    return [] if workspace is None else workspace.run_ids()[::-1]
 
 
 def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
     """Those of the newest run; `explain` is about any recipe."""
-    from infra.store.workspace import Workspace
-    from refiner_core.contract.kinds import KINDS
-
     if typed.path == ["explain"]:
         yield from KINDS
-    root = _workspace(typed)
-    if root is None:
+    if (workspace := _workspace(typed)) is None:
         return
-    workspace = Workspace.read_only(root)
-    runs = workspace.run_ids()
-    if runs:
+    if runs := workspace.run_ids():
         named = [run for run in runs if run in typed.places]
         yield from workspace.read_run(named[0] if named else runs[-1]).stages
     if typed.path == ["disk"]:
@@ -347,50 +316,28 @@ def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
 
 
 def _services(typed: _Typed, incomplete: str) -> Iterator[str]:
-    root = _workspace(typed)
-    if root is not None and (root / "services").is_dir():
-        yield from sorted(p.name for p in (root / "services").iterdir())
-
-
-def _workspace(typed: _Typed) -> Path | None:
-
-    root = Path(typed.workspace or RecipeConfig.workspace).expanduser()
-    return root if root.is_dir() else None
-
-
-def _fields(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from refiner_core.contract.field_facts import TOP, field_paths, sections
-
-    yield from (name for name in sections() if name != TOP)
-    yield from field_paths()
-
-
-def _rubric_sets(typed: _Typed, incomplete: str) -> Iterator[str]:
-    yield from _names_of("rubrics")
-    yield from yaml_files(incomplete)
+    if (workspace := _workspace(typed)) and (folder := workspace.root / "services").is_dir():
+        yield from sorted(p.name for p in folder.iterdir())
 
 
 def _files(typed: _Typed, incomplete: str) -> Iterator[str]:
-    yield from files(incomplete)
+    return files(incomplete)
 
 
-def _shells(typed: _Typed, incomplete: str) -> Iterator[str]:
-    yield from ("bash", "zsh", "fish")
-
-
+_NO_BRACKETS = str.maketrans("", "", "[]")
 #: Before these are named, `key=value` means nothing.
 _FIRST = ("FIELD", "RECIPE")
-_SOURCES: dict[str, Callable[[_Typed, str], Iterator[str]]] = {
-    "RECIPE": _recipes,
+_SOURCES: dict[str, Callable[[_Typed, str], Iterable[str]]] = {
+    "RECIPE": lambda typed, word: (*shipped_recipes(), *yaml_files(word)),
     "SWEEP": _sweeps,
     "RUN": _runs,
     "A": _runs,
     "B": _runs,
     "STAGE": _stages,
     "SERVICE": _services,
-    "FIELD": _fields,
-    "SET": _rubric_sets,
-    "SHELL": _shells,
+    "FIELD": lambda typed, word: (*(n for n in sections() if n != TOP), *field_paths()),
+    "SET": lambda typed, word: (*_shipped("rubrics"), *yaml_files(word)),
+    "SHELL": lambda typed, word: ("bash", "zsh", "fish"),
     "FILE": _files,
     "PATH": _files,
     "DIR": _files,

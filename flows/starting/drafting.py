@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows.starting.questions import SYNTHETIC, TAU2, Asked, look_at_rows
+from flows.starting.questions import TAU2, Asked, look_at_rows
 from refiner_core.contract.field_facts import EDITOR_LINE, SCHEMA_FILE, recipe_schema
 from refiner_core.contract.fields import field_info
 from refiner_core.contract.kinds import TRAINED_HERE, kinds_of
 from refiner_core.contract.loading import load_recipe, override_text
+from refiner_core.data.sources import SYNTHETIC
 
 #: Sizes for rows of one's own where the shipped recipe is made for made-up ones.
 _OWN_SIZES = {
@@ -52,7 +53,8 @@ class Draft:
 def drafted(asked: Asked) -> Draft:
     """The recipe that the answers ask for."""
     draft = Draft(_included(asked))
-    draft.fields["recipe"] = (_named(asked.folder.name), "its name in tables, runs and cards")
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", asked.folder.name).strip("-.")
+    draft.fields["recipe"] = (name or "mine", "its name in tables, runs and cards")
     draft.fields["description"] = (f"Made from {draft.include}.", "one paragraph for people")
     draft.set("workspace", asked["workspace"], "where runs lie; on a cluster all nodes see it")
     _model(draft, asked)
@@ -81,10 +83,6 @@ def _included(asked: Asked) -> str:
     if asked["task"] == "agent":
         return "tiny-tools" if asked.tiny else TAU2
     return "tiny" if asked.tiny else "refiner-gpt54"
-
-
-def _named(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "mine"
 
 
 def _model(draft: Draft, asked: Asked) -> None:
@@ -183,7 +181,7 @@ def _reward(draft: Draft, asked: Asked) -> None:
 
 
 def _sizes(draft: Draft, asked: Asked, gpus: int) -> None:
-    """What each stage asks for, and how it trains on so many GPUs."""
+    """Set what each stage asks for, and how it trains on so many GPUs."""
     if asked["task"] == "command":
         draft.set("command.resources.gpus", gpus)
         return
@@ -214,7 +212,7 @@ def _sizes(draft: Draft, asked: Asked, gpus: int) -> None:
 
 
 def sweep_factors(asked: Asked) -> tuple[str, dict[str, Any], str]:
-    """What the ablation that goes along varies: field, levels by label, and the question."""
+    """Factors of the ablation that goes along: field, levels by label, and the question."""
     if asked["task"] == "agent":
         return (
             "environment.shaping.alpha",
@@ -229,7 +227,7 @@ def sweep_factors(asked: Asked) -> tuple[str, dict[str, Any], str]:
 
 
 def metric_of(asked: Asked) -> str:
-    """What the ablation is decided by."""
+    """Metric that the ablation is decided by."""
     if asked["task"] == "agent":
         return "success"
     return "oracle" if asked["rl"] == SYNTHETIC and asked.tiny else "rubric_score"
@@ -317,12 +315,12 @@ def _cluster_text(asked: Asked) -> str:
 
 
 def _line(key: str, value: str, otherwise: str) -> str:
-    text = override_text(key, value).partition("=")[2]
-    return f"{key}: {text}" if value else f"# {key}:    # {otherwise}"
+    return f"{key}: {_yaml(key, value)}" if value else f"# {key}:    # {otherwise}"
 
 
 def _sweep_text(asked: Asked) -> str:
     path, levels, question = sweep_factors(asked)
+    name = "".join(c if c.isalnum() else "-" for c in asked.folder.name.lower()).strip("-")
     stages = ["data", *(["sft"] if asked["sft"] != "none" else []), "grpo", "evaluate"]
     if asked["task"] == "agent":
         stages.insert(-2, "rft")
@@ -331,7 +329,7 @@ def _sweep_text(asked: Asked) -> str:
         [
             "# An ablation over recipe.yaml: every level with every seed, all else alike. What it",
             "# would take and can show, before anything runs:  refiner sweep sweep.yaml --dry-run",
-            f"name: {_sweep_name(asked)}",
+            f"name: {name or 'mine'}-sweep",
             f"recipe: {RECIPE}",
             "overrides:",
             f"  stages: [{', '.join(stages)}]    # arms publish nothing",
@@ -346,11 +344,6 @@ def _sweep_text(asked: Asked) -> str:
             "  smallest_effect: 0.05    # what would matter to you; says how many seeds it takes",
         ]
     ) + "\n"  # fmt: skip
-
-
-def _sweep_name(asked: Asked) -> str:
-    name = "".join(c if c.isalnum() else "-" for c in asked.folder.name.lower()).strip("-")
-    return f"{name or 'mine'}-sweep"
 
 
 def _readme_text(draft: Draft, asked: Asked, files: Mapping[str, str]) -> str:

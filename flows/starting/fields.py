@@ -1,4 +1,4 @@
-"""What `refiner show` says of fields: as text for people and as JSON for scripts.
+"""Fields as `refiner show` explains them: as text for people and as JSON for scripts.
 
 In: facts of a field, and of a recipe its values and the places that set them. Out: lines, or
 mappings.
@@ -10,9 +10,15 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from refiner_core.contract.field_facts import FieldFacts, facts_of
+from refiner_core.contract.field_facts import (
+    FieldFacts,
+    facts_of,
+    field_paths,
+    fields_about,
+    fields_called,
+)
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import Setting, load_recipe, settings
@@ -51,7 +57,7 @@ class InRecipe:
         return get_field(self.values, path)
 
     def source(self, path: str) -> str:
-        """Where the value in effect was set, in words."""
+        """Place where the value in effect was set, in words."""
         places = self.places(path)
         if places:
             return places[-1].place
@@ -66,7 +72,7 @@ class InRecipe:
         return [kind for kind in facts.kinds if KINDS[kind].entry in self.values.stages]
 
     def measured_with(self, path: str) -> dict[str, Any]:
-        """What it is under protocol files that fix it otherwise."""
+        """Values under protocol files that fix it otherwise."""
         own = self.value(path)
         found = {name: get_field(config, path) for name, config in self.under.items()}
         return {name: value for name, value in found.items() if value != own}
@@ -197,3 +203,43 @@ def _filled(label: str, text: str, indent: str | None = None) -> list[str]:
         text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+
+
+class ExplainedFields(NamedTuple):
+    """Fields, and their values in a recipe where one was named."""
+
+    fields: list[FieldFacts]
+    in_recipe: InRecipe | None
+
+
+def explain_fields(
+    field: str = "", recipe: str = "", overrides: Sequence[str] = (), *, search: str = ""
+) -> ExplainedFields:
+    """Explain configuration fields, and where a recipe has their values from.
+
+    Parameters
+    ----------
+    field
+        A path such as ``grpo.beta``, a last part such as ``beta``, or a section such as ``grpo``
+        (default: every field).
+    recipe, overrides
+        Whose values are wanted, too.
+    search
+        Instead of a field: those that speak of these words.
+
+    Returns
+    -------
+    ExplainedFields
+        Facts of each field; ``in_recipe.value(path)`` and ``in_recipe.source(path)``.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such field or recipe; names the nearest.
+    """
+    found = InRecipe.read(recipe, overrides) if recipe else None
+    if search:
+        paths = fields_about(search)
+    else:
+        paths = fields_called(field) if field else list(field_paths())
+    return ExplainedFields([facts_of(path) for path in paths], found)

@@ -1,48 +1,85 @@
 """A folder of one's own from answers: all of its files or none, if its recipe can be planned.
 
-In: what was typed; a folder and the texts of its files. Out: :class:`Asked` with an answer to every
-question that applies; the files, and the plan of the recipe among them. Ctrl-C leaves nothing.
+In: what was typed, and the folder's place. Out: :class:`Begun`: the files, and the plan of the
+recipe among them. Ctrl-C leaves nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flows.running.calls import make_recipe_plan
-from flows.starting.drafting import CLUSTER, RECIPE, SWEEP
-from flows.starting.questions import QUESTIONS, Asked, Question, Surroundings
+from flows.starting.drafting import CLUSTER, RECIPE, SWEEP, drafted, file_texts
+from flows.starting.questions import QUESTIONS, Asked, Question, look_around
 from infra.store.atomic import no_space_guard
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.field_facts import SCHEMA_FILE
 from refiner_core.contract.plan import Plan
 
-#: Asks one question; ``None`` where nobody can be asked.
-Ask = Callable[[Question, Asked], str] | None
+#: Whatever may be made.
+NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")
 
 
-def all_answers(
-    given: Mapping[str, str],
-    around: Surroundings,
-    folder: Path,
-    ask: Ask,
+class Begun(NamedTuple):
+    """A folder that was made: its plan, and its files by name."""
+
+    folder: Path
+    plan: Plan
+    files: dict[str, str]
+
+
+def init_folder(
+    folder: str | Path = ".",
+    answers: Mapping[str, str] | None = None,
     *,
-    take_defaults: bool,
-) -> Asked:
-    """An answer to every question that applies.
+    ask: Callable[[Question, Asked], str] | None = None,
+    take_defaults: bool = True,
+) -> Begun:
+    """Make a folder with a recipe of one's own, ready to plan. Nothing is overwritten.
+
+    Parameters
+    ----------
+    folder
+        Where; it may be there and empty.
+    answers
+        By the names of the questions, which are the long flags of `refiner init`.
+    ask
+        Asked for what no answer says, where defaults are not taken.
+    take_defaults
+        Take the default of whatever no answer says.
+
+    Returns
+    -------
+    Begun
+        What was made.
 
     Raises
     ------
     RefinerError
-        A flag's value does not fit, or belongs to another kind of recipe; or nobody can be asked
-        what no flag says.
+        An answer does not fit, something is there already, or the recipe could not be planned:
+        nothing was made.
     """
-    asked = Asked({}, around, folder)
+    place = Path(folder).expanduser().absolute().resolve()
+    _refuse_what_is_there(place)
+    asked = _all_answers(answers or {}, Asked({}, look_around(), place), ask, take_defaults)
+    draft = drafted(asked)
+    files = file_texts(draft, asked)
+    return Begun(place, _make_folder(place, files), files)
+
+
+def _all_answers(
+    given: Mapping[str, str],
+    asked: Asked,
+    ask: Callable[[Question, Asked], str] | None,
+    take_defaults: bool,
+) -> Asked:
+    """An answer to every question that applies."""
     missing: list[Question] = []
     for question in QUESTIONS:
         if not question.applies(asked):
@@ -56,9 +93,21 @@ def all_answers(
         else:
             answer = ask(question, asked)
         asked = replace(asked, answers={**asked.answers, question.name: answer})
-    _refuse_idle(given, asked)
+    # A flag that nothing comes of is a mistake.
+    if idle := [q.flag for q in QUESTIONS if q.name in given and q.name not in asked.answers]:
+        kind = ", ".join(f"--{name} {value}" for name, value in asked.answers.items() if value)
+        raise ConfigurationError(
+            f"{', '.join(idle)} would change nothing here.",
+            expected=f"flags that go with {kind}",
+            fix="leave it out, or change the others",
+        )
     if missing:
-        raise _nobody_to_ask(missing)
+        texts = "; ".join(q.text for q in missing)
+        raise ConfigurationError(
+            f"There is no terminal to ask on, and no answer to: {texts}",
+            expected=f"the flags {' '.join(f'{q.flag} …' for q in missing)}",
+            fix="give them, or take the defaults of all of them with --yes",
+        )
     return asked
 
 
@@ -72,39 +121,8 @@ def _checked(question: Question, answer: str, asked: Asked) -> str:
         raise
 
 
-def _refuse_idle(given: Mapping[str, str], asked: Asked) -> None:
-    """A flag that nothing comes of is a mistake."""
-    idle = [q for q in QUESTIONS if q.name in given and q.name not in asked.answers]
-    if idle:
-        kind = ", ".join(f"--{name} {value}" for name, value in asked.answers.items() if value)
-        raise ConfigurationError(
-            f"{', '.join(q.flag for q in idle)} would change nothing here.",
-            expected=f"flags that go with {kind}",
-            fix="leave it out, or change the others",
-        )
-
-
-def _nobody_to_ask(missing: list[Question]) -> ConfigurationError:
-    flags = " ".join(f"{q.flag} …" for q in missing)
-    return ConfigurationError(
-        f"There is no terminal to ask on, and no answer to: {'; '.join(q.text for q in missing)}",
-        expected=f"the flags {flags}",
-        fix="give them, or take the defaults of all of them with --yes",
-    )
-
-
-#: Whatever may be made.
-NAMES = (RECIPE, SCHEMA_FILE, CLUSTER, SWEEP, ".gitignore", "README.md")
-
-
-def refuse_what_is_there(folder: Path) -> None:
-    """Nothing is ever overwritten.
-
-    Raises
-    ------
-    ConfigurationError
-        The folder is none, or has a file of a name that is going to be made.
-    """
+def _refuse_what_is_there(folder: Path) -> None:
+    """Nothing is ever overwritten."""
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(
             f"{folder} is a file.",
@@ -120,15 +138,9 @@ def refuse_what_is_there(folder: Path) -> None:
         )
 
 
-def make_folder(folder: Path, files: Mapping[str, str]) -> Plan:
-    """Write the files beside their place, plan the recipe, then put them there.
-
-    Raises
-    ------
-    RefinerError
-        The recipe cannot be planned, or the folder not be written; then nothing is left.
-    """
-    refuse_what_is_there(folder)
+def _make_folder(folder: Path, files: Mapping[str, str]) -> Plan:
+    """Write the files beside their place, plan the recipe, then put them there."""
+    _refuse_what_is_there(folder)
     nearest = next(p for p in (folder, *folder.parents) if p.is_dir())
     if not os.access(nearest, os.W_OK):
         raise ConfigurationError(
@@ -136,21 +148,15 @@ def make_folder(folder: Path, files: Mapping[str, str]) -> Plan:
             expected="a place where a folder can be made",
             fix="name another one: `refiner init FOLDER`",
         )
-    with no_space_guard(nearest, "making the folder"), _scratch(nearest) as scratch:
-        for name, text in files.items():
-            (scratch / name).write_text(text, encoding="utf-8")
-        plan = _planned(scratch, files)
-        _put(scratch, folder, files)
+    scratch = tempfile.TemporaryDirectory(
+        prefix=".refiner-init-", dir=nearest, ignore_cleanup_errors=True
+    )
+    with no_space_guard(nearest, "making the folder"), scratch as name:
+        for file, text in files.items():
+            (Path(name) / file).write_text(text, encoding="utf-8")
+        plan = _planned(Path(name), files)
+        _put(folder, files)
     return plan
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix=".refiner-init-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _planned(scratch: Path, files: Mapping[str, str]) -> Plan:
@@ -170,16 +176,16 @@ def _planned(scratch: Path, files: Mapping[str, str]) -> Plan:
     return plan
 
 
-def _put(scratch: Path, folder: Path, files: Mapping[str, str]) -> None:
+def _put(folder: Path, files: Mapping[str, str]) -> None:
     """One by one, each only where nothing is; what was put is taken away again if one fails."""
     made_folders = [p for p in (folder, *folder.parents) if not p.exists()]
     put: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in files:
+        for name, text in files.items():
             with (folder / name).open("x", encoding="utf-8") as file:
                 put.append(folder / name)
-                file.write((scratch / name).read_text(encoding="utf-8"))
+                file.write(text)
     except BaseException:
         for path in put:
             path.unlink(missing_ok=True)

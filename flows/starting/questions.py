@@ -1,4 +1,4 @@
-"""What `refiner init` asks: each question with its flag, its default, and a line of explanation.
+"""Questions of `refiner init`, each with its flag, its default, and a line of explanation.
 
 In: earlier answers and what the machine offers. Out: checked answers, as texts by question.
 """
@@ -8,20 +8,19 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.data.rows import parse_row
-from refiner_core.data.sources import SYNTHETIC as BUILTIN_ROWS
-from refiner_core.data.sources import Source, Which, read_rows, resolve_source
+from refiner_core.data.sources import SYNTHETIC, Source, Which, read_rows, resolve_source
+from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
 
 _TIMEOUT_S = 10
 _GPU = re.compile(r"\bgpu:(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
@@ -41,7 +40,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is there. ``partitions`` are empty where no Slurm answers."""
+    """Offers of the machine. ``partitions`` are empty where no Slurm answers."""
 
     partitions: tuple[Partition, ...] = ()
     accounts: tuple[str, ...] = ()
@@ -49,7 +48,7 @@ class Surroundings:
 
     @property
     def has_slurm(self) -> bool:
-        """Whether a Slurm answers."""
+        """True if a Slurm answers."""
         return bool(self.partitions)
 
     def partition(self, name: str) -> Partition | None:
@@ -98,14 +97,12 @@ def _minutes(limit: str) -> int | None:
 
 
 def _said(*command: str) -> str:
-    if shutil.which(command[0]) is None:
-        return ""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""  # what does not answer offers nothing
+        return ""  # what is not there, or does not answer, offers nothing
     return done.stdout if done.returncode == 0 else ""
 
 
@@ -116,7 +113,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class Rows:
-    """What was found.
+    """Rows that were found.
 
     Attributes
     ----------
@@ -132,8 +129,8 @@ class Rows:
 
     @property
     def own(self) -> bool:
-        """Whether they are somebody's own, and not made up."""
-        return self.path not in (None, BUILTIN_ROWS)
+        """True if they are somebody's own, and not made up."""
+        return self.path not in (None, SYNTHETIC)
 
 
 def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
@@ -152,20 +149,19 @@ def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
     """
     if answer == NONE:
         return Rows(None, None, "none")
-    if answer == BUILTIN_ROWS:
-        return Rows(BUILTIN_ROWS, None, "made up by refiner")
+    if answer == SYNTHETIC:
+        return Rows(SYNTHETIC, None, "made up by refiner")
     source = _rows_source(answer, which)
     if source.kind == "hub":
         said = "on the Hub: read when the run fetches them"
         return Rows(source.path, source.revision, said)
-    count, forms = 0, dict[str, int]()
+    count, forms = 0, list[str]()
     for raw in itertools.islice(read_rows(source), _READ):
         count += 1
-        form = "conversations" if raw.row.get("conversations") is not None else "messages"
-        forms[form] = forms.get(form, 0) + 1
+        forms.append("messages" if raw.row.get("conversations") is None else "conversations")
         if of_refiner:
             parse_row(raw, which)
-    named = " and ".join(f"`{form}`" for form in forms)
+    named = " and ".join(f"`{form}`" for form in dict.fromkeys(forms))
     said = f"{'the first ' * (count == _READ)}{count} rows can be read, of the form {named}"
     return Rows(str(Path(source.path).expanduser().resolve()), None, said)
 
@@ -188,7 +184,7 @@ def _rows_source(answer: str, which: Which) -> Source:
     return resolve_source(replace(DataConfig(), **named), which, pinned=False)
 
 
-TINY, DESK, TAU2, SYNTHETIC = "tiny", "desk", "tau2", "builtin:synthetic"
+TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
 COMMAND = "python train.py --model {model} --output_dir {output} --seed {seed} {resume}"
 JUDGE_MODEL = "Qwen/Qwen3.5-35B-A3B"
@@ -216,12 +212,12 @@ class Asked:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is the model that is made on the spot."""
+        """True if it is the model that is made on the spot."""
         return self["base"] == TINY
 
     @property
     def of_refiner(self) -> bool:
-        """Whether answers are written, that rubrics and judges look at."""
+        """True if answers are written, that rubrics and judges look at."""
         return self["task"] in ("refiner", "evaluate")
 
 
@@ -300,39 +296,25 @@ def _environment(answer: str, asked: Asked) -> str:
     return _one_of(*known, "FILE.py:NAME")(answer, asked)
 
 
-def _rows(which: str) -> Check:
+def _rows(which: Which) -> Check:
     def check(answer: str, asked: Asked) -> str:
         if answer == NONE and which == "rl":
             raise _wrong(answer, "prompts: there is nothing to train or evaluate on without")
-        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner)
+        look_at_rows(answer, which, of_refiner=asked.of_refiner)
         return answer
 
     return check
 
 
-def _rows_said(which: str) -> Callable[[str, Asked], str]:
-    return lambda answer, asked: (
-        look_at_rows(answer, _which(which), of_refiner=asked.of_refiner).said
-    )
-
-
-def _which(name: str) -> Literal["sft", "rl"]:
-    return "sft" if name == "sft" else "rl"
+def _rows_said(which: Which) -> Callable[[str, Asked], str]:
+    return lambda answer, asked: look_at_rows(answer, which, of_refiner=asked.of_refiner).said
 
 
 def _rubrics(answer: str, asked: Asked) -> str:
-    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
-
     if answer == "instance":
         return answer
     load_rubric_set(answer)  # refuses what is none, and says why
     return answer if answer in shipped_rubric_sets() else str(Path(answer).expanduser().resolve())
-
-
-def _rubric_names(asked: Asked) -> tuple[str, ...]:
-    from refiner_core.rubrics import shipped_rubric_sets
-
-    return ("instance", *shipped_rubric_sets(), "FILE.yaml")
 
 
 def _judge(answer: str, asked: Asked) -> str:
@@ -366,10 +348,6 @@ def _publish(answer: str, asked: Asked) -> str:
     if answer != "folder" and not re.fullmatch(r"[\w.-]+/[\w.{}-]+", answer):
         raise _wrong(answer, "`folder`, or OWNER/NAME of a repository on the Hub")
     return answer
-
-
-def _environments(asked: Asked) -> tuple[str, ...]:
-    return (DESK, "FILE.py:NAME") if asked.tiny else (DESK, TAU2, "FILE.py:NAME")
 
 
 def _demonstrations(asked: Asked) -> str:
@@ -415,7 +393,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda asked: DESK,
         applies=_is("task", "agent"),
         check=_environment,
-        choices=_environments,
+        choices=lambda asked: (DESK, *[TAU2] * (not asked.tiny), "FILE.py:NAME"),
     ),
     Question(
         "sft",
@@ -452,7 +430,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda asked: "instance",
         applies=lambda asked: asked.of_refiner,
         check=_rubrics,
-        choices=_rubric_names,
+        choices=lambda asked: ("instance", *shipped_rubric_sets(), "FILE.yaml"),
     ),
     Question(
         "judge",

@@ -279,29 +279,30 @@ class RescoreShare:
         return {"run": self.run, "steps": STEPS, "arms": [asdict(arm) for arm in self.arms]}
 
 
-def share_of_run(plan: SweepPlan, name: str) -> RescoreShare:
-    """The same for a run by its name, in the sweep's workspace.
+def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
+    """Which share of a run's groups the arms' rewards and judges would change; asks no judge.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_sweep_plan` has made.
+    run
+        A run with stored rollouts, in the sweep's workspace.
+
+    Returns
+    -------
+    RescoreShare
+        One share per arm.
 
     Raises
     ------
     ConfigurationError, DataError
         There is no such run, or it has no stored rollouts.
     """
-    workspace = Workspace.read_only(plan.config.workspace)
-    run = find_run(workspace, name)
-    assert run is not None, "a run that is named is found or refused"
-    return rescore_share(plan, workspace, run)
-
-
-def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> RescoreShare:
-    """Shares of an earlier run's groups that each arm's reward and judge would change.
-
-    Raises
-    ------
-    ConfigurationError, DataError
-        The run has no stored rollouts.
-    """
-    then = from_json(RecipeConfig, run.config)
+    workspace = Workspace.read_only(plan.trials[0].plan.config.workspace)
+    wanted = find_run(workspace, run)
+    assert wanted is not None, "a run that is named is found or refused"
+    then = from_json(RecipeConfig, wanted.config)
     own = {arm.name: arm.changes for arm in plan.arms}
     first: dict[str, Trial] = {}
     for trial in plan.trials:
@@ -318,9 +319,9 @@ def rescore_share(plan: SweepPlan, workspace: Workspace, run: RunRecord) -> Resc
             found.append(ArmShare(name, (), note="rewards and judges as the run did"))
         else:
             if changes not in known:
-                known[changes] = _share(name, changes, workspace, run)
+                known[changes] = _share(name, changes, workspace, wanted)
             found.append(replace(known[changes], arm=name))
-    return RescoreShare(run.run, tuple(found))
+    return RescoreShare(wanted.run, tuple(found))
 
 
 def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.watching import SweepWatching, hears_of
-from flows.running.background import attach
+from flows.running.background import Detached, Where, attach, leave
 from flows.running.calls import (
     Pinned,
     check_hub_access,
@@ -36,8 +36,9 @@ from flows.running.console import Console
 from flows.running.showing import orchestrate
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.forecasting import forecast_of, passed_by
+from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
 from flows.sweeping.live import LivePage
+from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
 from flows.sweeping.status import last_words, use_file
 from flows.sweeping.trials import Trials, TrialWord, find_canary
 from infra.host.processes import ProcessId, host_name, user_name
@@ -55,6 +56,7 @@ from infra.store.sweep_records import (
     write_sweep,
 )
 from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import (
     RECORD_VERSION,
@@ -67,6 +69,7 @@ from refiner_core.contract.records import (
     to_json,
 )
 from refiner_core.contract.services import is_service
+from sweeps.forecast import refuse_what_cannot_fit
 from sweeps.values import SweepPlan
 
 #: What may differ between two records of one version.
@@ -386,46 +389,216 @@ def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
     return all(workspace.layout.stage(i).result.exists() for i in stages)
 
 
-def resume_sweep(workspace: Workspace, name: str, launch: Launch) -> SweepOutcome:
-    """Go on with a recorded sweep, as its newest version says; see :func:`work_on_sweep`."""
-    record = read_sweep(workspace, name)
+def begin_sweep(
+    plan: SweepPlan,
+    overrides: Sequence[str] = (),
+    *,
+    look: SweepLook | None = None,
+    take_over: bool = False,
+) -> SweepRecord:
+    """Check a sweep and record its newest version, for somebody to work on.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_sweep_plan` has made.
+    overrides
+        Those that it was planned with.
+    look
+        What :func:`flows.api.forecast_sweep` has said just now (default: it is made again).
+    take_over
+        Though a process on another host says that it works on it.
+
+    Returns
+    -------
+    SweepRecord
+        The version; the last one where nothing has changed.
+
+    Raises
+    ------
+    RefinerError
+        It cannot be carried out here, does not fit its limits, or another process works on it.
+    """
+    forecast = {}
+    if not is_finished(plan, workspace_of(plan)):
+        check_launch(plan)
+        before = (look or forecast_sweep(plan)).before
+        forecast = {
+            **forecast_json(before.forecast, before.passed, trials=False),
+            "used": used_before(plan, workspace_of(plan)),
+            "detectable": detectable_json(before.detectable),
+        }
+        refuse_what_cannot_fit(before.passed)
+    workspace = workspace_of(plan, to_write=True)
+    return with_room(
+        plan.config,
+        lambda: record_version(plan, workspace, overrides, forecast, take_over=take_over),
+    )
+
+
+def run_sweep(
+    sweep: str, overrides: Sequence[str] = (), *, launch: Launch | None = None
+) -> SweepOutcome:
+    """Carry out a sweep without asking anybody: what is done is skipped.
+
+    Parameters
+    ----------
+    sweep
+        A shipped name or the path of a YAML file.
+    overrides
+        ``key=value``, for all arms.
+    launch
+        How (default: quietly, with a flow run in the local Prefect server).
+
+    Returns
+    -------
+    SweepOutcome
+        How each trial stands. Failed trials raise nothing.
+
+    Raises
+    ------
+    RefinerError
+        Nothing was started: it cannot be carried out here, or does not fit its limits.
+    """
+    plan = make_sweep_plan(sweep, overrides)
+    launch = launch or Launch(quiet=True)
+    record = begin_sweep(plan, overrides, take_over=launch.take_over)
+    return work_on_sweep(plan, workspace_of(plan, to_write=True), record, launch)
+
+
+def resume_sweep(
+    sweep: str, workspace: str | Path = RecipeConfig.workspace, *, launch: Launch | None = None
+) -> SweepOutcome:
+    """Go on with a recorded sweep, as its newest version says.
+
+    Parameters
+    ----------
+    sweep
+        Its name.
+    workspace
+        The folder that it is recorded in.
+    launch
+        How (default: quietly, with a flow run in the local Prefect server).
+
+    Returns
+    -------
+    SweepOutcome
+        How each trial stands.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep, or another process works on it.
+    """
+    record = read_sweep(Workspace.read_only(workspace), sweep)
     with in_folder(record.folder):
-        plan = plan_of_record(workspace, record)
+        plan = plan_of_record(Workspace.read_only(workspace), record)
         check_arms(plan)
         room = workspace_of(plan, to_write=True)
-        return work_on_sweep(plan, room, record, replace(launch, resumed=True))
+        launch = replace(launch or Launch(quiet=True), resumed=True)
+        return work_on_sweep(plan, room, record, launch)
+
+
+def detach_sweep(
+    sweep: str,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    where: Where = "process",
+    launch: Launch | None = None,
+) -> Detached:
+    """Leave a recorded sweep to the background, and come back as soon as it is worked on.
+
+    Parameters
+    ----------
+    sweep
+        Its name; :func:`flows.api.begin_sweep` has recorded it.
+    workspace
+        The folder that it is recorded in.
+    where
+        A process on this machine, or a small Slurm job that may be started again.
+    launch
+        How.
+
+    Returns
+    -------
+    Detached
+        Process or job, and its log; ``exit_code`` where it has ended already.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep, or another process works on it.
+    UnsupportedError, LaunchError
+        There is no Slurm here to submit a job to, or it refused.
+    """
+    launch = launch or Launch()
+    room = Workspace.open(workspace)
+    record = read_sweep(room, sweep)
+    require_idle(room, sweep_call(sweep), regardless=launch.take_over)
+    return leave(
+        room,
+        sweep_call(record.name),
+        pin_for(room, record.name).code,
+        where,
+        dispatch_of(room, record) if where == "job" else {},
+        use_server=launch.use_server,
+        take_over=launch.take_over,
+        past_canary=launch.past_canary,
+    )
 
 
 def cancel_sweep(
-    workspace: Workspace,
-    name: str,
+    sweep: str,
+    workspace: str | Path = RecipeConfig.workspace,
     *,
     wait_s: float | None = None,
     now: bool = False,
     tell: Callable[[str], None] = lambda message: None,
 ) -> CancelOutcome:
-    """End all trials of a sweep; what is saved is kept. See :func:`flows.api.cancel_run`."""
-    sweep = read_sweep(workspace, name)
-    known = {t.name: trial_run(workspace, name, t.name) for t in sweep.trials}
+    """End all trials of a sweep, and keep what is saved.
+
+    Parameters
+    ----------
+    sweep
+        Its name.
+    workspace
+        The folder that it is recorded in.
+    wait_s, now, tell
+        As of :func:`flows.api.cancel_run`.
+
+    Returns
+    -------
+    CancelOutcome
+        What was ended; ``ended`` is False where that takes longer than was waited for.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep; names the nearest.
+    WorkspaceError
+        Somebody else may have written what is recorded there.
+    """
+    room = Workspace.read_only(Path(workspace).absolute())
+    room.require_trust()
+    record = read_sweep(room, sweep)
+    known = {t.name: trial_run(room, sweep, t.name) for t in record.trials}
     runs = {trial: run for trial, run in known.items() if run is not None}
-    begun = (trial for trial in reversed(sweep.trials) if trial.name in runs)
+    begun = (trial for trial in reversed(record.trials) if trial.name in runs)
     names = {i: f"{t.name}/{n}" for t in begun for n, i in t.stages.items()}
-    config = next((workspace.read_run(run).config for run in runs.values()), {})
+    config = next((room.read_run(run).config for run in runs.values()), {})
     call = RunRecord(
         version=RECORD_VERSION,
-        run=sweep_call(name),
-        recipe=sweep.recipe,
+        run=sweep_call(sweep),
+        recipe=record.recipe,
         overrides=(),
         command=(),
         config=config,
         stages={name: i for i, name in names.items()},
-        code=sweep.code,
-        started_at=sweep.started_at,
+        code=record.code,
+        started_at=record.started_at,
     )
-    outcome = cancel(
-        workspace, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values())
-    )
-    return replace(outcome, run=name, stages=())
+    outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
+    return replace(outcome, run=sweep, stages=())
 
 
 def suspend_sweep(workspace: Workspace, name: str) -> None:

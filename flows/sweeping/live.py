@@ -42,9 +42,9 @@ def refresh_page(workspace: Workspace, sweep: str) -> Path:
     RefinerError
         There is no such sweep, no room, or records cannot be read.
     """
-    from flows.reporting.writing import write_report  # templates are of no use to who only ticks
+    from flows.reporting.writing import report_sweep  # templates are of no use to who only ticks
 
-    return write_report(workspace, sweep).page
+    return report_sweep(sweep, workspace.root).page
 
 
 class LivePage:

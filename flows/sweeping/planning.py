@@ -14,9 +14,9 @@ import gc
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
@@ -29,8 +29,10 @@ from flows.sweeping.forecasting import (
     passed_by,
     read_history,
 )
+from flows.sweeping.status import SweepStatus, SweepWatcher
 from infra.disk.keeper import DiskKeeper
 from infra.orchestrator.observe import StageForecast, observe_stages
+from infra.store.sweep_records import sweep_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
@@ -261,16 +263,32 @@ class SweepLook:
         }
 
 
-def look_at_sweep(plan: SweepPlan, workspace: Workspace | None = None) -> SweepLook:
-    """Look at what a launch of the sweep would do now. Writes nothing."""
-    workspace = workspace or Workspace.read_only(plan.config.workspace)
+def forecast_sweep(plan: SweepPlan) -> SweepLook:
+    """What a sweep would take and could show, as the workspace stands now. Changes nothing.
+
+    Parameters
+    ----------
+    plan
+        What :func:`flows.api.make_sweep_plan` has made.
+
+    Returns
+    -------
+    SweepLook
+        Counts, forecast, limits that do not hold, the smallest effect that it could see.
+
+    Raises
+    ------
+    WorkspaceError
+        A record is damaged.
+    """
+    workspace = Workspace.read_only(plan.config.workspace)
     stages = observe_stages([trial.plan for trial in plan.trials], workspace)
     return SweepLook(plan, stages, look_before(plan, workspace))
 
 
 def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
     """Plan of a sweep as lines: arms, seeds, stages, what it takes and what it can show."""
-    look = look or look_at_sweep(plan)
+    look = look or forecast_sweep(plan)
     lines = [*_what_it_is(look), ""]
     lines += aligned([("arm", "seeds", "to do", "changes"), *_arm_rows(look)])
     if len(plan.arms) > MOST_ARMS:
@@ -343,7 +361,7 @@ def _stage_rows(look: SweepLook) -> list[tuple[str, ...]]:
 
 def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]:
     """Plan of a sweep for scripts (`refiner sweep FILE --dry-run --json`)."""
-    look = look or look_at_sweep(plan)
+    look = look or forecast_sweep(plan)
     sweep = plan.sweep
     return {
         "version": OUTPUT_VERSION,
@@ -380,7 +398,42 @@ def _stage_json(name: str, found: StageForecast) -> dict[str, str]:
     }
 
 
-def shipped_rows() -> list[tuple[str, str, str]]:
-    """The sweeps that come with refiner: name, recipe, question."""
+class ShippedSweep(NamedTuple):
+    """A sweep that comes with refiner."""
+
+    name: str
+    recipe: str
+    question: str
+
+
+@dataclass(frozen=True)
+class KnownSweeps:
+    """Sweeps that come with refiner, and how those of a workspace stand."""
+
+    shipped: tuple[ShippedSweep, ...]
+    recorded: dict[str, SweepStatus] = field(default_factory=dict)
+
+
+def list_sweeps(workspace: str | Path = RecipeConfig.workspace) -> KnownSweeps:
+    """What sweeps there are.
+
+    Parameters
+    ----------
+    workspace
+        The folder whose sweeps are listed beside the shipped ones; it need not exist.
+
+    Returns
+    -------
+    KnownSweeps
+        The shipped ones, and those of the workspace by name.
+
+    Raises
+    ------
+    WorkspaceError
+        It is no workspace, or a record is damaged.
+    """
+    room = Workspace.read_only(workspace)
+    recorded = {name: SweepWatcher(room, name).look() for name in sweep_names(room)}
     found = ((name, load_sweep(name)) for name in shipped_sweeps())
-    return [(name, sweep.recipe, sweep.question.text) for name, sweep in found]
+    shipped = (ShippedSweep(name, sweep.recipe, sweep.question.text) for name, sweep in found)
+    return KnownSweeps(tuple(shipped), recorded)

@@ -33,6 +33,7 @@ from infra.store.sweep_records import (
     trial_run,
 )
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord, to_json, trial_of
 from refiner_core.contract.services import is_service
 from refiner_core.report.sweep.document import TrialState
@@ -234,6 +235,52 @@ class SweepStatus:
     def finished(self) -> bool:
         """True if every trial is done."""
         return all(t.state == "done" for t in self.trials)
+
+
+def status_of_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepStatus:
+    """How a sweep stands. Writes nothing.
+
+    Parameters
+    ----------
+    sweep
+        Its name.
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    SweepStatus
+        Trials, totals, who works on it. As a dataframe: :func:`flows.api.trials_frame`.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep; names the nearest.
+    """
+    return watch_sweep(sweep, workspace).look()
+
+
+def watch_sweep(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepWatcher:
+    """Look at a sweep again and again: each ``look()`` gives a :class:`SweepStatus`.
+
+    Parameters
+    ----------
+    sweep, workspace
+        As of :func:`flows.api.status_of_sweep`.
+
+    Returns
+    -------
+    SweepWatcher
+        It remembers what cannot change.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    read_sweep(room, sweep)
+    return SweepWatcher(room, sweep)
 
 
 # ---------------------------------------------------------------- for people

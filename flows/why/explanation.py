@@ -11,6 +11,7 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.stored import HELD_OUT, TRAINED_ON, attempts_of, prompts_of
@@ -114,29 +115,42 @@ class Explanation:
         }
 
 
-def explain(figure: Figure, workspace: Workspace | None, wanted: str | None = None) -> Explanation:
-    """All that is behind a number.
+def explain_number(
+    figure: Figure, workspace: str | Path = RecipeConfig.workspace, *, sample: str | None = None
+) -> Explanation:
+    """What a number was made of: its protocol, samples, answers and judgements.
 
     Parameters
     ----------
+    figure
+        One of :func:`flows.api.find_numbers`.
     workspace
-        Where it was recorded; None where nobody knows.
-    wanted
-        ``SAMPLE_ID`` or ``SAMPLE_ID#INDEX`` of the sample to show in full.
+        The folder that its records lie in.
+    sample
+        The sample to show in full (default: a typical one).
+
+    Returns
+    -------
+    Explanation
+        With the files that all of it lies in.
 
     Raises
     ------
     ConfigurationError
         There is no such sample.
+    DataError
+        The samples are damaged.
     """
-    record = workspace.read_record(figure.stage_id) if workspace and figure.stage_id else None
-    if workspace is None or record is None:
-        return Explanation(figure, notes=(_elsewhere(figure, workspace),))
-    files = {"record": str(workspace.root / figure.record.partition("#")[0])}
+    room = Workspace.read_only(workspace)
+    there = room if room.stage_ids() else None  # else nobody knows where it was recorded
+    record = there.read_record(figure.stage_id) if there and figure.stage_id else None
+    if there is None or record is None:
+        return Explanation(figure, notes=(_elsewhere(figure, there),))
+    files = {"record": str(there.root / figure.record.partition("#")[0])}
     if figure.kind == "evaluation":
-        return _of_evaluation(figure, workspace, files, wanted)
+        return _of_evaluation(figure, there, files, sample)
     if figure.kind == "training":
-        return _of_training(figure, workspace, files, wanted)
+        return _of_training(figure, there, files, sample)
     return Explanation(figure, files=files)
 
 

@@ -20,6 +20,7 @@ from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.cards import Evidence, facts_to_json, load_evidence, record_of
 from refiner_core.cards.facts import finite
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import TRAINED
@@ -383,29 +384,48 @@ def nothing_found(query: Query, others: Sequence[Figure], where: str) -> Configu
     )
 
 
-def find_figures(
-    workspace: Workspace, words: Sequence[str], card: str | Path | None = None
+def find_numbers(
+    words: Sequence[str],
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    card: str | Path | None = None,
 ) -> list[Figure]:
-    """The numbers that are meant.
+    """The recorded numbers that words mean.
+
+    Parameters
+    ----------
+    words
+        A number as it was printed (``["0.512"]``), or names (``["citation_f1", "grpo", "greedy"]``)
+        and perhaps a run.
+    workspace
+        The folder that is looked through.
+    card
+        A card with its evidence beside it; then its numbers are looked at.
+
+    Returns
+    -------
+    list of Figure
+        At least one.
 
     Raises
     ------
     ConfigurationError
-        There are none.
+        None fits; says what there is.
     """
     if card is not None:
         evidence = _evidence(Path(card))
         where = f"the evidence of {card}"
         return _found(parse_query(words), where, lambda query: figures_of_card(query, evidence))
-    run, names = _run_of(workspace, words)
+    room = Workspace.read_only(workspace)
+    run, names = _run_of(room, words)
     query = parse_query(names)
     newest = [] if run is None else list(run.stages.values())
-    if found := figures_of_stages(query, workspace, newest):
+    if found := figures_of_stages(query, room, newest):
         return found
     named = run is not None and len(names) < len(words)
-    ids = newest if named else workspace.stage_ids()
-    where = f"run {run.run}" if run is not None and named else str(workspace.root)
-    return _found(query, where, lambda query: figures_of_stages(query, workspace, ids))
+    ids = newest if named else room.stage_ids()
+    where = f"run {run.run}" if run is not None and named else str(room.root)
+    return _found(query, where, lambda query: figures_of_stages(query, room, ids))
 
 
 def _found(query: Query, where: str, look: Callable[[Query], list[Figure]]) -> list[Figure]:

@@ -206,7 +206,13 @@ def shipped_profiles() -> dict[str, Path]:
 
 
 def list_profiles() -> dict[str, str]:
-    """Every shipped profile and what it is for."""
+    """Every shipped Slurm profile, by name, and what it is for.
+
+    Raises
+    ------
+    ConfigurationError
+        One of them is damaged: the installation is.
+    """
     return {name: load_profile(name).description for name in shipped_profiles()}
 
 

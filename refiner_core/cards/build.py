@@ -47,7 +47,14 @@ _FIX = "correct the template (`refiner card template` prints the shipped one, to
 
 
 def shipped_template() -> str:
-    """The text of the template that cards are made from where no other is named."""
+    """The template (Jinja) that cards are made with, to copy and change; a recipe takes another one
+    by ``publish.card_template=FILE``.
+
+    Raises
+    ------
+    OSError
+        It cannot be read: the installation is damaged.
+    """
     return files("refiner_core.cards").joinpath("card.md.jinja").read_text(encoding="utf-8")
 
 

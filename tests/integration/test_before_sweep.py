@@ -189,7 +189,7 @@ def test_rescoring_says_which_groups_other_rewards_would_change(compared: Path) 
         "beta": ("grpo.beta=0.2",),
         "served": JUDGED,
     }
-    found = {a.arm: a for a in rescore_share(_plan(compared, arms, (1,)), workspace, run).arms}
+    found = {a.arm: a for a in rescore_share(_plan(compared, arms, (1,)), run.run).arms}
     assert found["own"].note == "rewards and judges as the run did"
     assert found["additive"].sign_changed is not None
     assert found["additive"].calls == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.reporting.run import report_of_run, write_run_report
+from flows.reporting.run import report_of_run, report_run
 from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
@@ -77,7 +77,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 @pytest.fixture(scope="module")
 def report(finished: RecordedRun) -> RunReport:
-    return report_of_run(finished.run.run, finished.workspace)
+    return report_of_run(finished.run.run, finished.workspace.root)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_stage_that_is_done_is_not_shown_as_half_way(copied: Workspace) -> Non
     attempt = copied.layout.attempt(next(copied.layout.stages.glob("data-*")).name, 1)
     beat = {"progress": {"phase": "tokenise", "done": 128, "total": 160, "values": {}}}
     attempt.heartbeat.write_text(json.dumps(beat))
-    report = report_of_run(copied.run_ids()[-1], copied)
+    report = report_of_run(copied.run_ids()[-1], copied.root)
     data = row_of(report, "data")
     assert (data.state, data.step, data.total) == ("done", None, None)
 
@@ -213,7 +213,7 @@ def test_what_was_there_before_says_who_made_it_and_costs_nothing(
 ) -> None:
     second = RecordedRun(finished.workspace.root, *finished.overrides[8:])
     assert second.run.stages == finished.run.stages
-    report = report_of_run(second.run.run, second.workspace)
+    report = report_of_run(second.run.run, second.workspace.root)
     assert report.state == "done"
     assert all(row.skipped and row.made_by == finished.run.run for row in report.stages)
     assert (report.cost.seconds, report.cost.judge, report.incidents) == (None, {}, ())
@@ -227,12 +227,12 @@ def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) 
     first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
     first.data()
     first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
-    assert (cost := report_of_run(first.run.run, first.workspace).cost).seconds is not None
+    assert (cost := report_of_run(first.run.run, first.workspace.root).cost).seconds is not None
     assert cost.seconds >= 1000.0
     time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
     second = RecordedRun(first.workspace.root, "stages=[data,sft]")
     second.train("sft")
-    report = report_of_run(second.run.run, second.workspace)
+    report = report_of_run(second.run.run, second.workspace.root)
     assert report.cost.seconds is not None
     assert report.cost.seconds < 100.0
     assert (report.cost.lost_seconds, report.cost.lost_steps) == (0.0, 0)
@@ -246,7 +246,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     run.begin("grpo")
     write_metrics(run, "grpo", {"scores": [1.0, 2.0], "judge/asked": [8, 9]})
     take_up(run.workspace, run.run.run)
-    written = write_run_report(run.workspace, run.run.run)
+    written = report_run(run.run.run, run.workspace.root)
     report = written.report
     assert (report.state, report.ended_at) == ("running", "")
     assert report.state_text.startswith("2 of 3 stages done")
@@ -272,7 +272,7 @@ def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path
     run.data()
     why = "half \ud83d of it, hf_abcdefgh12"
     run.fail("sft", Outcome("bug", "stop", why, exit_code=1))
-    written = write_run_report(run.workspace, run.run.run)
+    written = report_run(run.run.run, run.workspace.root)
     for name in ("report.json", "report.md", "report.html"):
         text = (written.folder / name).read_text()
         assert "of it, " in text
@@ -283,7 +283,7 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs", "stages=[data,sft,grpo]")
     run.data()
     run.fail("sft", Outcome("not_finite", "stop", "the loss is NaN", exit_code=5, step=2))
-    report = report_of_run(run.run.run, run.workspace)
+    report = report_of_run(run.run.run, run.workspace.root)
     assert report.state == "failed"
     assert report.state_text == "sft failed: the loss is NaN."
     assert [c.split()[1] for c in report.next_commands[:2]] == ["logs", "resume"]
@@ -297,13 +297,13 @@ def test_a_long_reason_is_not_cut_to_the_width_of_a_table(tmp_path: Path) -> Non
     run.data()
     reason = f"None of {'many ' * 30}attempts is kept. Expected one"
     run.fail("sft", Outcome("data", "stop", reason, exit_code=3))
-    report = report_of_run(run.run.run, run.workspace)
+    report = report_of_run(run.run.run, run.workspace.root)
     assert report.state_text == f"sft failed: {reason}."
 
 
 def test_a_run_that_nobody_began_is_stopped_and_has_nothing(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
-    report = report_of_run(run.run.run, run.workspace)
+    report = report_of_run(run.run.run, run.workspace.root)
     assert report.state == "stopped"
     assert (report.cost.seconds, report.numbers, report.examples) == (None, (), ())
     assert "refiner resume" in report.next_commands[0]
@@ -324,7 +324,7 @@ def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
     ]  # fmt: skip
     folder = folder_of(copied, "grpo", "attempts/0002/rollouts")
     (folder / "step-00000006.parquet").write_bytes(encode_rollouts(rows))
-    report = report_of_run(finished.run.run, copied)
+    report = report_of_run(finished.run.run, copied.root)
     (unscored,) = (e for e in report.examples if e.why == "no score")
     assert (unscored.said[0].reward, unscored.said[0].failed) == (None, "timed out")
 
@@ -337,7 +337,7 @@ def test_reclaimed_rollouts_and_prompts_are_said_and_nothing_else_is_lost(
 ) -> None:
     shutil.rmtree(folder_of(copied, "grpo", "attempts/0002/rollouts"))
     folder_of(copied, "data", "attempts/0001/output/rl_test.parquet").unlink()
-    report = report_of_run(finished.run.run, copied)
+    report = report_of_run(finished.run.run, copied.root)
     assert examples_of(report, "rollout") == []
     assert "The rollouts of grpo are not there any more." in report.warnings
     assert "The prompts of evaluations are not there any more." in report.warnings

@@ -19,6 +19,8 @@ from tests.lint.source import PACKAGES, ROOT, Function, Module, budget, modules
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUDGET = "tests/lint/budget.toml"
+#: What it imports is for scripts and notebooks.
+_DOOR = "flows.api"
 #: What a library calls by name: http.server, logging, torch.
 _CALLED_BY_OTHERS = re.compile(r"__\w+__|do_[A-Z]+|log_message|emit|forward")
 
@@ -114,6 +116,9 @@ def uses() -> Counter[str]:
     found: Counter[str] = Counter()
     for module in modules():
         found.update(_names(module.tree))
+        if module.name == _DOOR:
+            imports = (n for n in ast.walk(module.tree) if isinstance(n, ast.ImportFrom))
+            found.update(alias.name for node in imports for alias in node.names)
     for folder in PACKAGES:
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".jinja", ".js"):

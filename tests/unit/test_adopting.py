@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flows.adopting import AdoptRequest, adopt
+from flows.adopting import adopt_run
 from infra.adopting import How, find_stages
 from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
@@ -71,14 +70,14 @@ def test_a_checkpoint_whose_numbers_are_none_is_passed_over_for_the_one_before(
     run = tmp_path / "run"
     checkpoint(run, 10)
     harm(checkpoint(run, 20) / "model.safetensors")  # type: ignore[operator]
-    request = AdoptRequest(run, (f"workspace={tmp_path / 'ws'}",))
+    where = [f"workspace={tmp_path / 'ws'}"]
     for dry_run in (True, False):
-        report = adopt(replace(request, dry_run=dry_run))
+        report = adopt_run(run, where, dry_run=dry_run)
         assert report["step"] == 10
         assert [c["complete"] for c in report["checkpoints"]] == [True, False]
         assert says in report["checkpoints"][1]["note"]
     with pytest.raises(ConfigurationError, match=rf"model\.safetensors: .*{says}"):
-        adopt(replace(request, step=20))
+        adopt_run(run, where, step=20)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +135,13 @@ def test_a_link_to_a_file_of_ours_is_not_adopted(tmp_path: Path, how: How) -> No
     (tmp_path / "token").write_text("hf_secret")
     run = tmp_path / "run"
     (checkpoint(run, 10) / "merges.txt").symlink_to(tmp_path / "token")
-    request = AdoptRequest(run, (f"workspace={tmp_path / 'ws'}",), how=how)
+    where = [f"workspace={tmp_path / 'ws'}"]
     with pytest.raises(ConfigurationError, match="leads out of"):
-        adopt(request)
+        adopt_run(run, where, how=how)
     with pytest.raises(ConfigurationError, match="leads out of"):
-        adopt(replace(request, dry_run=True))
+        adopt_run(run, where, how=how, dry_run=True)
     (run / "checkpoint-10" / "merges.txt").unlink()
-    assert adopt(request)["adopted"]["new"]
+    assert adopt_run(run, where, how=how)["adopted"]["new"]
 
 
 @pytest.mark.parametrize("trick", ["a link", "a path", "a folder"])

@@ -32,7 +32,6 @@ INCOMPLETE = {
     ("infra/ranks/bridge.py", UNKNOWN): "a rank's error again, whose words are whole already",
     ("refiner_core/rubrics/lint.py", "the row"): "a line in the table of `rubrics check`",
     ("refiner_core/rubrics/lint.py", "`ground_truth`"): "as above",
-    ("flows/starting/completing.py", "There is no command"): "a shell is offered no words then",
 }
 #: Exceptions of our own that are no refusals: which part catches them and says it in its words.
 INNER = {
@@ -49,7 +48,6 @@ INNER = {
     "Rejected": "infra.hub.target, which sends again",
     "ToolFailed": "infra.disk.probe, which falls back to another way",
     "UnknownFormat": "infra.judgements, which leaves the file alone and says so",
-    "Unknown": "flows.starting.completing, which offers a shell no words then",
     "Unreadable": "refiner_core.judges.calls, which asks the judge again",
     "Unusable": "refiner_core.generation.vllm.call",
 }
@@ -59,7 +57,7 @@ PLAIN = {
     "flows/__init__.py": "a name of a module that is not there, as Python says it",
     "flows/ensuring.py": "what ends a cancelled or suspended flow run, which Prefect catches",
     "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
-    "flows/api/__init__.py": "a name of a module that is not there, as Python says it",
+    "flows/api.py": "a name of a module that is not there, as Python says it",
     "infra/attempt/stage_io.py": "steps of our own loops",
     "infra/store/traces.py": "caught where it is raised: the rows are written as text",
     "infra/disk/history.py": "times of our own measuring",

@@ -249,7 +249,7 @@ def test_what_cannot_be_meant_is_refused_by_its_field(
     assert old in text
     path.write_text(text.replace(old, new))
     with pytest.raises(ConfigurationError, match=says):
-        check_nightly(load_nightly(str(path)))
+        check_nightly(str(path))
 
 
 def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
@@ -262,7 +262,7 @@ def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
         load_nightly(str(path))
     path.write_text(text.replace(line, line.partition(", digest")[0] + "}"))
     with pytest.raises(ConfigurationError, match=r"digest: [0-9a-f]{64}"):
-        check_nightly(load_nightly(str(path)))
+        check_nightly(str(path))
     with pytest.raises(ConfigurationError, match="not pinned"):
         run_night(load_nightly(str(path)))
     path.write_text(text)
@@ -274,7 +274,7 @@ def test_a_canary_that_may_move_or_has_moved_is_refused(lab: NightLab) -> None:
 
 def test_the_shipped_file_can_be_carried_out(tmp_path: Path) -> None:
     assert list(shipped_nightlies()) == ["tiny-nightly"]
-    notes = check_nightly(load_nightly("tiny-nightly", [f"workspace={tmp_path}/none"]))
+    notes = check_nightly("tiny-nightly", [f"workspace={tmp_path}/none"]).warnings
     assert any("latest" in note for note in notes)
     assert not (tmp_path / "none").exists(), "to check changes nothing"
 

@@ -11,7 +11,7 @@ import pytest
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.launching import record_version
 from flows.sweeping.planning import (
-    look_at_sweep,
+    forecast_sweep,
     make_sweep_plan,
     plan_of,
     show_sweep_plan,
@@ -343,7 +343,7 @@ def test_the_dry_run_says_what_is_shared_and_what_would_run(tmp_path: Path) -> N
 
 def test_the_dry_run_for_scripts_has_every_trial_with_its_stages(tmp_path: Path) -> None:
     found = planned([f"workspace={tmp_path / 'none'}"], factors={WEIGHTS: [0, 0.2]})
-    value = sweep_json(found, look_at_sweep(found))
+    value = sweep_json(found, forecast_sweep(found))
     assert value["version"] == 1
     assert value["baseline"] == "paper_citation_weight=0"
     assert value["arms"][1]["changes"] == {WEIGHTS: 0.2}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import SweepFollower
+from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.forecasting import used_before
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher, status_lines
@@ -531,7 +531,7 @@ def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: W
     assert all(view.terminal for view in views.values())
     assert views[f"{bad}/grpo"].state == "failed"
     assert views["data"].state == "done"
-    assert sees.inputs(f"{bad}/grpo")
+    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
     states = {event["state"] for event in sees.news() if event["event"] == "trial"}
     assert {"done", "failed"} <= states
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flows.cards.inspection import show
+from flows.cards.inspection import show_card
 from flows.nightly.checkpoints import resolve
 from flows.publishing.by_hand import _run_with_model
 from flows.running.status import find_run, newest_runs
 from flows.why.explanation import one_line
-from flows.why.figures import find_figures
+from flows.why.figures import find_numbers
 from infra.jobs.failures import outcome_of
 from infra.store.workspace import Workspace
 from refiner_core.nightly.definition import Checkpoint, Source
@@ -88,10 +88,10 @@ def test_a_night_is_not_the_newest_and_its_checkpoint_is_called_by_its_name(
     night.evaluate("evaluate-base")
     assert newest(night.workspace) == run.run.run
     assert resolve(NEWEST, night.workspace).what.startswith(run.stage("grpo").id)
-    found = find_figures(night.workspace, ["format_valid", "greedy"])
+    found = find_numbers(["format_valid", "greedy"], night.workspace.root)
     assert {figure.model for figure in found} == {"latest", "random_copier"}
     assert any("format_valid of latest, greedy" in one_line(figure) for figure in found)
-    (one,) = find_figures(night.workspace, ["format_valid", "latest"])
+    (one,) = find_numbers(["format_valid", "latest"], night.workspace.root)
     assert one.stage_id == night.stage("evaluate-base").id
 
 
@@ -108,7 +108,7 @@ def test_a_card_is_shown_of_the_newest_run_that_has_one(tmp_path: Path) -> None:
     published = trained(tmp_path / "runs", 1, "stages=[data,sft,grpo,publish]")
     published.carry_out("publish")
     trained(tmp_path / "runs", 2)
-    assert show(published.workspace, []).run == published.run.run
+    assert show_card([], published.workspace.root).run == published.run.run
 
 
 def test_a_workspace_in_which_nothing_was_made_has_a_newest_run_all_the_same(

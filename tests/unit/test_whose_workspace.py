@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.api.upkeep import disk_report
+from flows.disk import disk_report
 from infra.jobs.protocol import job_settings
 from infra.orchestrator.observe import observe_actions
 from infra.store.provenance import require_snapshot, snapshot_code

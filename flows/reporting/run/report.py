@@ -32,6 +32,7 @@ from flows.reporting.run.stages import (
     stage_rows,
     standing_of,
 )
+from flows.running.status import required_run
 from flows.stored import recorded_field
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
@@ -251,22 +252,30 @@ def _used(reading: RunReading) -> dict[str, int]:
     return {kind: sums[kind] for kind in KINDS if sums.get(kind)}
 
 
-def report_of_run(run: str, workspace: Workspace) -> RunReport:
-    """The report of a run as it is now; changes nothing.
+def report_of_run(
+    run: str | None = None, workspace: str | Path = RecipeConfig.workspace
+) -> RunReport:
+    """Everything about a run as it is now: stages, curves, numbers, examples, cost. Writes nothing.
 
     Parameters
     ----------
     run
-        Its id.
+        Its id, or enough of it (default: the newest of the workspace).
+    workspace
+        The folder that it is recorded in.
+
+    Returns
+    -------
+    RunReport
+        What cannot be read is among its ``warnings``.
 
     Raises
     ------
     ConfigurationError
-        There is no such run.
-    WorkspaceError
-        The record of the call itself is damaged.
+        There is no such run; names the nearest.
     """
-    reading = RunReading(workspace, workspace.read_run(run))
+    room = Workspace.read_only(workspace)
+    reading = RunReading(room, required_run(room, run, "a run to report on"))
     status = look(reading)
     rows = stage_rows(reading, status)
     state, state_text = standing_of(status, rows)
@@ -285,7 +294,7 @@ def report_of_run(run: str, workspace: Workspace) -> RunReport:
         state=state,
         state_text=state_text,
         command=(*(Path(w).name for w in words[:1]), *shown_overrides(words[1:])),
-        workspace=str(workspace.root),
+        workspace=str(room.root),
         began_at=reading.run.started_at,
         ended_at="" if state == "running" else last_event(reading, rows),
         made_at=now_text(),
@@ -332,15 +341,35 @@ def values(report: RunReport) -> dict[str, Any]:
     return found
 
 
-def write_run_report(
-    workspace: Workspace, run: str, folder: Path | None = None, *, reload_s: int = RELOAD_S
+def report_run(
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    folder: str | Path | None = None,
+    reload_s: int = RELOAD_S,
 ) -> WrittenRun:
-    """Make the report of a run and write all its files.
+    """The report of a run as page, Markdown and JSON: what it did, what it has learned.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    folder
+        Where the files go (default: ``reports/RUN`` in the workspace).
+    reload_s
+        How often the page of a running run loads itself again, seconds.
+
+    Returns
+    -------
+    WrittenRun
+        The report, and where its ``page`` lies.
 
     Raises
     ------
     ConfigurationError
-        There is no such run.
+        There is no such run; names the nearest.
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
@@ -348,12 +377,13 @@ def write_run_report(
     from refiner_core.report.run.tables import markdown
 
     report = report_of_run(run, workspace)
-    folder = folder or workspace.layout.reports / run
-    with no_space_guard(folder, "writing the report"):
-        folder.mkdir(parents=True, exist_ok=True)
+    reports = Workspace.read_only(workspace).layout.reports
+    place = reports / report.run if folder is None else Path(folder)
+    with no_space_guard(place, "writing the report"):
+        place.mkdir(parents=True, exist_ok=True)
         text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
-        atomic.write_text(folder / VALUES, whole(text) + "\n")
-        atomic.write_text(folder / TEXT, whole(markdown(report)))
+        atomic.write_text(place / VALUES, whole(text) + "\n")
+        atomic.write_text(place / TEXT, whole(markdown(report)))
         # Last, for it speaks of the others.
-        atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
-    return WrittenRun(report, folder)
+        atomic.write_text(place / PAGE, page(report, reload_s=reload_s))
+    return WrittenRun(report, place)

@@ -1,4 +1,4 @@
-"""A judge, measured or asked by hand: from the words of a person to a report, or to one answer.
+"""Judges: measured, asked by hand, their servers listed and ended.
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
 :class:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
@@ -15,24 +15,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from flows.running.status import required_run
 from flows.stages.judging import Endpoints, endpoints_by_hand
 from infra.host.secrets import mask_keys_of
+from infra.services.registry import RUNNING, ServiceStatus, end_service, services_of
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
-from refiner_core.contract.types import (
-    Judge,
-    Judgement,
-    JudgeRequest,
-    JudgeUsage,
-    PromptRow,
-)
+from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
 from refiner_core.judge_report.build import Options, Report, judge_report
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judge_report.text import markdown
@@ -41,7 +38,7 @@ from refiner_core.judges.surroundings import MemoryStore, Surroundings, usage_of
 
 if TYPE_CHECKING:
     from flows.rescoring.reading import Policy
-    from refiner_core.contract.records import RunRecord
+
 
 #: Of a run, so many questions unless somebody says otherwise, with so many answers each.
 QUESTIONS = 20
@@ -57,19 +54,6 @@ REPORT, TEXT = "report.json", "report.md"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What was asked for. ``run`` None measures on the set that comes with refiner; ``sample`` is
-    a number of questions; ``against`` overrides of a second judge, on top of ``overrides``."""
-
-    workspace: Workspace
-    run: RunRecord | None
-    overrides: tuple[str, ...]
-    against: tuple[str, ...] = ()
-    sample: int | None = None
-    repeats: int = 3
-
-
-@dataclass(frozen=True)
 class Made:
     """A report, and what it is called: the same question to the same judge has the same name."""
 
@@ -77,14 +61,39 @@ class Made:
     report: Report
 
 
-def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
-    """Measure.
+def measure_judge(
+    run: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    overrides: Sequence[str] = (),
+    against: Sequence[str] = (),
+    sample: int | None = None,
+    repeats: int = 3,
+    tell: Callable[[str, int], None] = lambda what, count: None,
+) -> Made:
+    """Measure a judge: repeatability, agreement, bias, hostile answers, cost. Writes nothing.
 
     Parameters
     ----------
-    told
-        Hears what is asked next and how many questions that is. That all servers are gone is
-        logged.
+    run
+        Whose answers are judged (default: a small set with gold scores that comes with refiner).
+    workspace
+        The folder that the run is recorded in.
+    overrides
+        Which judge (default: the run's own, or the lexical one).
+    against
+        Fields of a second judge that differ from the first.
+    sample
+        At most so many questions.
+    repeats
+        How often everything is asked as it is.
+    tell
+        Hears what is asked next, and how many questions that is.
+
+    Returns
+    -------
+    Made
+        The report, and what it is called; ``flows.judges.write_report`` writes it.
 
     Raises
     ------
@@ -92,26 +101,30 @@ def make_report(wanted: Wanted, told: Callable[[str, int], None]) -> Made:
         A field, run or judge that does not fit.
     JudgeOutage
         Nobody answered.
+    WorkspaceError
+        Somebody else may have written what is recorded of the run.
     """
-    config, material = _material(wanted)
-    other = _checked(config, wanted.against).judge if wanted.against else None
+    room = Workspace.read_only(workspace)
+    if run is not None:
+        room.require_trust()  # its record names the judge, and whose key it gets
+        config, material = _material_of_run(room, run, overrides, sample or QUESTIONS)
+    else:
+        config, material = _checked(RecipeConfig(), overrides), shipped_material(sample)
+    other = _checked(config, against).judge if against else None
     with ExitStack() as servers:
 
         @functools.cache
         def endpoints(judge: JudgeConfig) -> Endpoints | None:
-            return servers.enter_context(endpoints_by_hand(wanted.workspace, judge))
-
-        def make(judge: JudgeConfig) -> Judge:
-            return _judge(judge, endpoints(judge))
+            return servers.enter_context(endpoints_by_hand(room, judge))
 
         report = judge_report(
             material,
             config.judge,
-            make,
+            lambda judge: _judge(judge, endpoints(judge)),
             against=other,
-            options=Options(repeats=wanted.repeats, told=told),
+            options=Options(repeats=repeats, told=tell),
         )
-    identity = canonical_json([report.judge, report.against, report.material, wanted.repeats])
+    identity = canonical_json([report.judge, report.against, report.material, repeats])
     return Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 
@@ -126,33 +139,28 @@ def write_report(made: Made, folder: Path) -> None:
 # ---------------------------------------------------------------- material
 
 
-def _material(wanted: Wanted) -> tuple[RecipeConfig, Material]:
-    """The configuration to judge by, and what is judged."""
-    if wanted.run is None:
-        return _checked(RecipeConfig(), wanted.overrides), shipped_material(wanted.sample)
-    policies = _policies(wanted)
-    config = _checked(policies[0].config, wanted.overrides)
-    answers = _answers(policies, wanted.sample or QUESTIONS)
-    material = run_material(f"answers of run {wanted.run.run}", answers, config.reward)
+def _material_of_run(
+    workspace: Workspace, wanted: str, overrides: Sequence[str], questions: int
+) -> tuple[RecipeConfig, Material]:
+    """The configuration to judge by, and samples of evaluations, which no training has seen; else
+    rollouts of the last step."""
+    from flows.rescoring.reading import Part, read_policies
+
+    run = required_run(workspace, wanted, "a run to measure on")
+    try:
+        policies = read_policies(workspace, [run], Part(source="evaluation"))
+    except ConfigurationError:
+        policies = read_policies(workspace, [run], Part(source="rollouts", steps="last:1"))
+    config = _checked(policies[0].config, overrides)
+    answers = _answers(policies, questions)
+    material = run_material(f"answers of run {run.run}", answers, config.reward)
     if not material.items:
         raise ConfigurationError(
-            f"Run {wanted.run.run} has no answers that could be judged",
+            f"Run {run.run} has no answers that could be judged",
             expected="answers with a single answer block, and rubrics or evidence to judge them by",
             fix="name a later run, or none for the set that comes with refiner",
         )
     return config, material
-
-
-def _policies(wanted: Wanted) -> list[Policy]:
-    """Samples of evaluations, which no training has seen; else rollouts of the last step."""
-    from flows.rescoring.reading import Part, read_policies
-
-    assert wanted.run is not None
-    try:
-        return read_policies(wanted.workspace, [wanted.run], Part(source="evaluation"))
-    except ConfigurationError:
-        part = Part(source="rollouts", steps="last:1")
-        return read_policies(wanted.workspace, [wanted.run], part)
 
 
 def _answers(policies: Sequence[Policy], questions: int) -> Iterable[tuple[PromptRow, str]]:
@@ -221,14 +229,33 @@ class Asked:
         }
 
 
-def ask_once(
-    workspace: Workspace,
-    overrides: Sequence[str],
-    kind: Kind | None,
-    given: tuple[str | None, str | None, str | None],
+def ask_judge(
+    overrides: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    kind: Kind | None = None,
+    question: str | None = None,
+    answer: str | None = None,
+    criterion: str | None = None,
 ) -> Asked:
-    """Ask a judge one question. ``given`` are question, answer and criterion; where none of them
-    is, an example of the kind is asked, and without a kind as of :func:`ask_judge`.
+    """Ask a judge one question.
+
+    Parameters
+    ----------
+    overrides
+        Which judge, such as ``judge.base_url=…`` and ``judge.model=…`` (default: the lexical one).
+    workspace
+        Whose servers of judges are used.
+    kind
+        What is asked, a rubric by default.
+    question, answer, criterion
+        What is judged, and against what; without any, an example, and without a kind one of each:
+        what comes back is the first without a score, or else the rubric's.
+
+    Returns
+    -------
+    Asked
+        The judgement with its time and tokens; ``judgement.score`` is None where there is none.
 
     Raises
     ------
@@ -238,21 +265,20 @@ def ask_once(
         Nobody answered within a few seconds.
     """
     config = _checked(RecipeConfig(), overrides).judge
-    question, text, reference = given
     requests = [_example(k) for k in ((kind,) if kind else KINDS)]
-    if any(part is not None for part in given):
+    if any(part is not None for part in (question, answer, criterion)):
         kind = kind or "rubric"
-        request = JudgeRequest(kind, question or "", text or "", reference or "")
+        request = JudgeRequest(kind, question or "", answer or "", criterion or "")
         _require_said(request)
-        if kind == "citation_needed" and not reference:  # then the passage is all of the answer
+        if kind == "citation_needed" and not criterion:  # then the passage is all of the answer
             request = replace(request, reference=request.text)
         requests = [request]
-    return _ask_in_turn(workspace, config, requests)
+    return _ask_in_turn(Workspace.read_only(workspace), config, requests)
 
 
-def ask_judge(workspace: Workspace, config: JudgeConfig, kinds: Sequence[Kind] = KINDS) -> Asked:
+def ask_examples(workspace: Workspace, config: JudgeConfig, kinds: Sequence[Kind] = KINDS) -> Asked:
     """Ask the judge of a configuration an example of each kind, since each allows other scores:
-    the first without a judgement, or else the first of all. Errors as of :func:`ask_once`."""
+    the first without a judgement, or else the first of all. Errors as of :func:`ask_judge`."""
     return _ask_in_turn(workspace, config, [_example(kind) for kind in kinds])
 
 
@@ -313,3 +339,87 @@ def _checked(config: RecipeConfig, overrides: Sequence[str]) -> RecipeConfig:
     check_config(changed)
     mask_keys_of(changed)
     return changed
+
+
+# ---------------------------------------------------------------- servers
+
+
+class Stopped(NamedTuple):
+    """Ids of servers that have ended, that have not yet, and that are needed by somebody."""
+
+    ended: list[str]
+    left: list[str]
+    busy: list[str]
+
+
+def list_judge_servers(
+    service: str | None = None, workspace: str | Path = RecipeConfig.workspace
+) -> list[ServiceStatus]:
+    """The servers of judges that runs of a workspace have started.
+
+    Parameters
+    ----------
+    service
+        Only the one with this id, or those whose ids begin so.
+    workspace
+        The folder.
+
+    Returns
+    -------
+    list of ServiceStatus
+        How each is, where it answers, who needs it.
+
+    Raises
+    ------
+    WorkspaceError
+        It is no workspace, or a record is damaged.
+    """
+    return services_of(Workspace.read_only(workspace), service)
+
+
+def stop_judge_servers(
+    service: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    tell: Callable[[str], None] = lambda message: None,
+) -> Stopped:
+    """End a server of a judge, or all that nobody needs just now.
+
+    Parameters
+    ----------
+    service
+        An id or its beginning; it is ended though somebody needs it, who then starts another one.
+    workspace
+        The folder.
+    tell
+        Hears what is waited for.
+
+    Returns
+    -------
+    Stopped
+        Which have ended, and which have not.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such server; names the nearest.
+    """
+    room = Workspace.read_only(workspace)
+    found = services_of(room, service)
+    if service is not None and not found:
+        names = [one.id for one in services_of(room)]
+        raise ConfigurationError(
+            f"{workspace} has no server {service!r}.{suggest(service, names)}",
+            expected=f"one of: {', '.join(names) or '(none was ever started)'}",
+            fix="see `refiner judge servers`",
+        )
+    wanted = [one for one in found if one.state in (*RUNNING, "killed")]
+    if service is None:
+        wanted = [one for one in wanted if not one.leases]
+    stopped = Stopped([], [], [one.id for one in found if one.leases])
+    for one in wanted:
+        for holder in one.leases:
+            tell(f"{one.id} is needed by {holder}, which starts another one")
+        over = end_service(room, one.id, "`refiner judge stop`", tell=tell)
+        (stopped.ended if over else stopped.left).append(one.id)
+    return stopped

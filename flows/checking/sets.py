@@ -1,4 +1,4 @@
-"""What recipes name: rubric sets, protocols, environments. Listed, shown, checked, played.
+"""Rubric sets, protocols and environments that recipes name: listed, shown, checked, played.
 
 In: shipped names or files. Out: values, and findings of checks.
 """
@@ -7,20 +7,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+from flows.checking.sources import protocol_sources
+from refiner_core.contract.checks.environment import check_name
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
-
-if TYPE_CHECKING:
-    from flows.checking.sources import ProtocolFacts
-    from refiner_core.contract.marks import FieldInfo
-    from refiner_core.environments.checking import Checked as CheckedEnvironment
-    from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
-    from refiner_core.rubrics import RubricSet
-    from refiner_core.rubrics.lint import Checked as CheckedRubrics
+from refiner_core.contract.fields import replace_fields, suggest
+from refiner_core.contract.loading import load_recipe, read_overrides
+from refiner_core.contract.marks import FieldInfo, walk
+from refiner_core.contract.protocols import (
+    FIELDS,
+    ProtocolFile,
+    protocol_fingerprint,
+    refused_under,
+)
+from refiner_core.contract.recipes import (
+    description_of,
+    find_protocol,
+    load_protocol,
+    shipped_protocols,
+)
+from refiner_core.environments import checking
+from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
+from refiner_core.environments.registry import open_environment
+from refiner_core.rubrics import (
+    RubricSet,
+    load_rubric_set,
+    rubric_set_path,
+    shipped_rubric_sets,
+)
 
 #: Environments that a recipe may name -> what each is for.
 ENVIRONMENTS: Mapping[str, str] = {
@@ -46,8 +65,6 @@ def list_rubric_sets() -> list[RubricSet]:
     ConfigurationError
         One of them is damaged: the installation is.
     """
-    from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
-
     return [load_rubric_set(name) for name in shipped_rubric_sets()]
 
 
@@ -69,34 +86,7 @@ def show_rubric_set(name: str) -> tuple[RubricSet, Path]:
     ConfigurationError
         There is none of that name, or it is no rubric set.
     """
-    from refiner_core.rubrics import load_rubric_set, rubric_set_path
-
     return load_rubric_set(name), rubric_set_path(name)
-
-
-def check_rubrics(file: str) -> CheckedRubrics:
-    """Check a rubric set, or the rubrics that rows bring with them.
-
-    Parameters
-    ----------
-    file
-        A set (a shipped name or a YAML file), or rows (``.jsonl``, ``.parquet``).
-
-    Returns
-    -------
-    Checked
-        Findings by rule; ``errors`` are what the reward would refuse or count wrongly.
-
-    Raises
-    ------
-    ConfigurationError
-        There is no such file, or it is of no known form.
-    DataError
-        A Parquet file is incomplete.
-    """
-    from refiner_core.rubrics.lint import check_file
-
-    return check_file(file)
 
 
 def list_protocols() -> list[ProtocolFacts]:
@@ -112,14 +102,11 @@ def list_protocols() -> list[ProtocolFacts]:
     ConfigurationError
         One of them is damaged: the installation is.
     """
-    from flows.checking.sources import facts_of_protocol
-    from refiner_core.contract.recipes import shipped_protocols
-
-    return [facts_of_protocol(name) for name in shipped_protocols()]
+    return [show_protocol(name) for name in shipped_protocols()]
 
 
 def show_protocol(name: str) -> ProtocolFacts:
-    """What a protocol fixes, and its fingerprint.
+    """Read what a protocol fixes, and its fingerprint.
 
     Parameters
     ----------
@@ -136,9 +123,11 @@ def show_protocol(name: str) -> ProtocolFacts:
     ConfigurationError
         There is none of that name, or it is no protocol.
     """
-    from flows.checking.sources import facts_of_protocol
-
-    return facts_of_protocol(name)
+    path, protocol = find_protocol(name), load_protocol(name)
+    with refused_under(protocol.name):
+        sources = protocol_sources(protocol.over(RecipeConfig()))
+    fingerprint = protocol_fingerprint(protocol, sources)
+    return ProtocolFacts(path, protocol, description_of(path), fingerprint)
 
 
 def check_protocol(file: str, recipe: str = "tiny") -> ProtocolFacts:
@@ -161,11 +150,6 @@ def check_protocol(file: str, recipe: str = "tiny") -> ProtocolFacts:
     ConfigurationError
         It is not; names the field.
     """
-    from dataclasses import replace
-
-    from refiner_core.contract.checks.recipe import check_config
-    from refiner_core.contract.loading import load_recipe
-
     known = show_protocol(file)
     config = load_recipe(recipe)
     evaluate = replace(config.evaluate, protocols=(known.protocol.text,))
@@ -183,14 +167,33 @@ def protocol_fields() -> dict[str, FieldInfo]:
 
     It raises nothing.
     """
-    from refiner_core.contract.marks import walk
-    from refiner_core.contract.protocols import FIELDS
-
     known = dict(walk(RecipeConfig))
     return {path: known[path] for path in FIELDS}
 
 
 # ---------------------------------------------------------------- environments
+
+
+@dataclass(frozen=True)
+class ProtocolFacts:
+    """A protocol, the file that it stands in, and the fingerprint of what it fixes in effect."""
+
+    path: Path
+    protocol: ProtocolFile
+    description: str
+    fingerprint: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        return {
+            "name": self.protocol.name,
+            "file": str(self.path),
+            "fingerprint": self.fingerprint,
+            "description": self.description,
+            "sections": list(self.protocol.sections),
+            "fixed": self.protocol.values(),
+            "text": self.protocol.text,
+        }
 
 
 class Played(NamedTuple):
@@ -233,10 +236,6 @@ def environment_config(name: str, overrides: Sequence[str] = ()) -> RecipeConfig
     ConfigurationError
         The name or an override cannot be meant.
     """
-    from refiner_core.contract.checks.environment import check_name
-    from refiner_core.contract.fields import replace_fields
-    from refiner_core.contract.loading import read_overrides
-
     check_name(name)
     values = read_overrides([f"environment.name={json.dumps(name)}", *overrides], Path.cwd())
     return replace_fields(RecipeConfig(), values)
@@ -264,8 +263,6 @@ def show_environment(
     UnsupportedError
         What it needs is not installed.
     """
-    from refiner_core.environments.registry import open_environment
-
     config = environment_config(name, overrides)
     environment = open_environment(config, evaluation=False)
     splits = (config.environment.train_split, config.environment.test_split)
@@ -274,7 +271,7 @@ def show_environment(
 
 def check_environment(
     name: str, overrides: Sequence[str] = (), *, most: int | None = None
-) -> CheckedEnvironment:
+) -> checking.Checked:
     """Check that an environment does what its protocol says, by trying its tasks.
 
     Parameters
@@ -294,8 +291,6 @@ def check_environment(
     ConfigurationError, UnsupportedError
         As of :func:`flows.api.show_environment`.
     """
-    from refiner_core.environments import checking
-
     environment, tasks = show_environment(name, overrides)
     return checking.check_environment(environment, tuple(tasks), most=most)
 

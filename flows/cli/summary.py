@@ -1,4 +1,4 @@
-"""What a finished run has to say: one table of numbers, and where its models lie.
+"""Summary of a finished run: one table of numbers, and where its models lie.
 
 In: a :class:`flows.api.RunOutcome`. Out: lines for a terminal.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flows.api import RunOutcome, evaluations_of
+from flows.cli.options import table_lines
+from flows.evaluations import evaluations_of
+from flows.running.calls import RunOutcome
 from infra.store.workspace import Workspace
 from refiner_core.evaluation.metrics import main_metrics
 
@@ -66,7 +68,7 @@ def _which(report: Mapping[str, Any]) -> str:
 
 
 def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
-    """What the data stage kept and dropped, and why."""
+    """Rows that the data stage kept and dropped, and why."""
     data = outcome.views.get("data")
     report = data.report if data is not None else {}  # another trainer brings its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
@@ -79,7 +81,7 @@ def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
 
 
 def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
-    """What the sample stage kept of its attempts."""
+    """Attempts that the sample stage kept."""
     sampled = outcome.views.get("sample")
     report = sampled.report if sampled is not None else {}
     if not report.get("kept"):
@@ -96,16 +98,12 @@ def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     models = list(dict.fromkeys(n["stage"] for n in numbers))
     shown = main_metrics(str(n["metric"]) for n in numbers)
     values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
-    rows = [["", *shown]]
-    rows += [[model, *(values.get((model, m), "") for m in shown)] for model in models]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+    rows = [[model, *(values.get((model, m), "") for m in shown)] for model in models]
+    return table_lines(rows, ["", *shown])
 
 
 def _cell(number: Mapping[str, Any]) -> str:
     if number["value"] is None:
         return "-"
-    if number["low"] is None:
-        return f"{number['value']:.3f}"
-    return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"
+    bounds = "" if number["low"] is None else f" [{number['low']:.3f}, {number['high']:.3f}]"
+    return f"{number['value']:.3f}{bounds}"

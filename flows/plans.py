@@ -1,16 +1,14 @@
-"""Plans: what a recipe would do, why, and what it takes. All of it changes nothing.
+"""Plans: what a recipe would do, why. All of it changes nothing.
 
 In: a recipe and overrides, as for ``refiner plan``. Out: plans and what is said of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flows.disk import Interval, PlannedRoom, planned_room, propose_fit, suggested_intervals
 from flows.running.calls import make_recipe_plan
-from infra.disk.forecast import Change
 from infra.orchestrator.observe import StageForecast, explain_difference, observe_actions
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
@@ -30,20 +28,8 @@ class Explained(NamedTuple):
     differences: Sequence[str]
 
 
-class DiskPlan(NamedTuple):
-    """What a plan takes on the disk.
-
-    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
-    ``intervals`` are checkpoint intervals that would lose the least time.
-    """
-
-    room: PlannedRoom
-    change: Change | None
-    intervals: Sequence[Interval]
-
-
 def forecast(plan: Plan) -> list[StageForecast]:
-    """What a run would do now, stage by stage.
+    """Forecast of what a run would do now, stage by stage.
 
     Parameters
     ----------
@@ -99,38 +85,10 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
     }
 
 
-def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
-    """What a plan takes on the disk, and whether there is room for it.
-
-    Parameters
-    ----------
-    plan
-        What :func:`flows.api.make_recipe_plan` has made.
-    fit
-        Also look for the cheapest change that fits, and for better checkpoint intervals.
-
-    Returns
-    -------
-    DiskPlan
-        ``room.fits`` says whether it fits.
-
-    Raises
-    ------
-    WorkspaceError
-        The workspace is not a folder, or a record in it is damaged.
-    """
-    room = planned_room([plan])
-    if not fit:
-        return DiskPlan(room, None, ())
-    change = None if room.fits else propose_fit([plan], room)
-    workspace = Workspace.read_only(plan.config.workspace)
-    return DiskPlan(room, change, suggested_intervals(plan, workspace))
-
-
 def explain_stage(
     stage: str, recipe: str, overrides: Sequence[str] = ()
 ) -> tuple[Plan, list[Explained]]:
-    """Why a stage would run or be skipped, field by field.
+    """Explain, field by field, why a stage would run or be skipped.
 
     Parameters
     ----------
@@ -170,21 +128,3 @@ def list_recipes() -> dict[str, RecipeConfig]:
         One of them is damaged: the installation is.
     """
     return {name: load_recipe(name) for name in shipped_recipes()}
-
-
-def list_slurm_profiles() -> Mapping[str, str]:
-    """The Slurm profiles that come with refiner.
-
-    Returns
-    -------
-    dict
-        Name to what it is for.
-
-    Raises
-    ------
-    ConfigurationError
-        One of them is damaged: the installation is.
-    """
-    from infra.slurm.profiles import list_profiles
-
-    return list_profiles()

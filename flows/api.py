@@ -1,0 +1,182 @@
+"""Functions for all that `refiner` does: the one door for scripts and notebooks.
+
+Everything that a command does is a function here, with types and a docstring. It returns values and
+prints nothing to stdout; what goes wrong raises a
+:class:`~refiner_core.contract.errors.RefinerError` that says what was expected and what mends it.
+``workspace`` is a folder (default: ``runs``), overrides are ``key=value`` as on the command line,
+and runs are named as in `refiner status`: an id, or enough of its beginning or end.
+
+>>> from flows import api
+>>> plan = api.make_recipe_plan("tiny", ["seed=3"])
+>>> [stage.name for stage in plan.stages][:3]
+['data', 'sft', 'grpo']
+
+Records as dataframes (``api.metrics_frame()`` and others) are :mod:`flows.frames`. Importing this
+package imports nothing else: a name is looked up in its module when it is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+_OURS = ("flows.", "infra.", "refiner_core.")
+
+if TYPE_CHECKING:
+    from flows.adopting import adopt_run
+    from flows.cards.inspection import check_card, show_card
+    from flows.certify.node import certificate_json, certify_node
+    from flows.checking.sets import (
+        Played,
+        check_environment,
+        check_protocol,
+        environment_config,
+        find_task,
+        list_environments,
+        list_protocols,
+        list_rubric_sets,
+        play_task,
+        protocol_fields,
+        show_environment,
+        show_protocol,
+        show_rubric_set,
+    )
+    from flows.diffing.document import diff_runs
+    from flows.disk import (
+        DiskPlan,
+        Pinned,
+        disk_of_plan,
+        disk_report,
+        pin_stage,
+        reclaim_disk,
+        unpin_stage,
+    )
+    from flows.doctor import examine
+    from flows.evaluations import evaluations_of
+    from flows.frames import (
+        comparisons_frame,
+        describe_columns,
+        evaluations_frame,
+        incidents_frame,
+        metrics_frame,
+        rollouts_frame,
+        samples_frame,
+        stages_frame,
+        sweep_metrics_frame,
+        sweep_samples_frame,
+        trials_frame,
+    )
+    from flows.judges import (
+        Stopped,
+        ask_judge,
+        list_judge_servers,
+        measure_judge,
+        stop_judge_servers,
+    )
+    from flows.nightly.night import (
+        CheckedNightly,
+        NightlyHistory,
+        check_nightly,
+        nightly_history,
+        nightly_page,
+        nightly_status,
+        run_nightly,
+    )
+    from flows.notifying.delivery import notify_settings, try_channels
+    from flows.plans import (
+        OUTPUT_VERSION,
+        Explained,
+        explain_stage,
+        forecast,
+        list_recipes,
+        plan_json,
+    )
+    from flows.proving.planning import plan_resume_proofs
+    from flows.proving.work import prove_resume
+    from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
+    from flows.reporting.run.report import report_of_run, report_run
+    from flows.reporting.writing import make_sweep_report, report_sweep
+    from flows.rescoring.planning import plan_rescoring
+    from flows.rescoring.results import Rescored, rescore
+    from flows.running.background import detach_run
+    from flows.running.calls import (
+        RunOutcome,
+        begin_run,
+        check_supported,
+        make_recipe_plan,
+        work_on,
+    )
+    from flows.running.cancelling import cancel_run
+    from flows.running.logs import find_log, follow_log, read_log
+    from flows.running.runs import (
+        KnownRun,
+        list_runs,
+        publish_run,
+        resume_run,
+        run_json,
+        run_recipe,
+    )
+    from flows.running.status import status_of_run, watch_run
+    from flows.serving import deploy, serve
+    from flows.starting.completing import Candidate, candidates
+    from flows.starting.fields import ExplainedFields, explain_fields
+    from flows.starting.folder import Begun, init_folder
+    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.launching import (
+        Launch,
+        SweepOutcome,
+        begin_sweep,
+        cancel_sweep,
+        detach_sweep,
+        resume_sweep,
+        run_sweep,
+        work_on_sweep,
+    )
+    from flows.sweeping.planning import (
+        KnownSweeps,
+        ShippedSweep,
+        forecast_sweep,
+        list_sweeps,
+        make_sweep_plan,
+    )
+    from flows.sweeping.status import status_of_sweep, watch_sweep
+    from flows.tracking import Synced, sync_tracking
+    from flows.why.explanation import explain_number
+    from flows.why.figures import find_numbers
+    from infra.prefect_server import server_status as prefect_server_status
+    from infra.prefect_server import stop_server as stop_prefect_server
+    from infra.slurm.profiles import list_profiles as list_slurm_profiles
+    from refiner_core.cards import shipped_template as card_template
+    from refiner_core.rubrics.lint import check_file as check_rubrics
+
+#: Name -> its module, and what it is called there: as the imports above say to type checkers.
+_MODULES = {
+    alias.asname or alias.name: (node.module or "", alias.name)
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[__name__])))
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_OURS)
+    for alias in node.names
+}
+#: Former names: their successors take the workspace by its name.
+_FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
+
+
+def __getattr__(name: str) -> Any:
+    """The function or type of that name, its module imported on first use."""
+    if name in _FORMER:
+        warnings.warn(f"{name} is {_FORMER[name]} now", DeprecationWarning, stacklevel=2)
+        name = _FORMER[name]
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, called = _MODULES[name]
+    found = getattr(importlib.import_module(module), called)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Names for completion and help."""
+    return sorted([*globals(), *_MODULES])

@@ -1,0 +1,89 @@
+"""Offline logs of W&B, sent from a node with network.
+
+In: names of runs and sweeps. Out: :class:`Synced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flows.running.status import find_run
+from infra.store.sweep_records import read_sweep, sweep_versions
+from infra.store.workspace import Workspace
+from infra.tracking import OfflineRun, offline_runs, offline_runs_in, send
+from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+
+
+class Synced(NamedTuple):
+    """Offline runs, those with something new before anything was sent, and how many were sent."""
+
+    runs: list[OfflineRun]
+    new: list[OfflineRun]
+    sent: int
+
+
+def sync_tracking(
+    names: Sequence[str] = (),
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    dry_run: bool = False,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Synced:
+    """Send what W&B has logged offline, from a node with network. Only what is new is sent.
+
+    Parameters
+    ----------
+    names
+        Runs or sweeps (default: the newest run).
+    workspace
+        The folder that they are recorded in.
+    dry_run
+        Only say what would be sent.
+    tell
+        Hears how many of how many are sent.
+
+    Returns
+    -------
+    Synced
+        What there is, what is new, and how many were sent.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or sweep.
+    TrackerOutage
+        The server cannot be reached, or refuses; what was sent is noted.
+    WorkspaceError
+        Somebody else may have written what would be sent.
+    """
+    room = Workspace.read_only(workspace)
+    if not dry_run:
+        room.require_trust()
+    runs = _offline_runs(room, names)
+    new = [run for run in runs if run.is_new]
+    return Synced(runs, new, 0 if dry_run else send(runs, tell))
+
+
+def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun]:
+    """Offline runs of everything that is named, each once."""
+    stages: list[str] = []
+    reports: list[OfflineRun] = []
+    for name in names or (None,):
+        if name is not None and (versions := sweep_versions(workspace, name)):
+            for number in versions:  # what an earlier one has trained belongs to it, too
+                for trial in read_sweep(workspace, name, number).trials:
+                    stages += trial.stages.values()
+            reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)
+            continue
+        run = find_run(workspace, name)
+        if run is None:
+            raise ConfigurationError(
+                f"{workspace.root} has no runs.",
+                expected="a workspace in which something was trained",
+                fix="name another one with workspace=DIR",
+            )
+        stages += run.stages.values()
+    return [*offline_runs(workspace, stages), *reports]
