@@ -150,13 +150,12 @@ def certify_node(
             expected="one of: " + ", ".join(PARTS),
             fix="see `refiner certify --help`",
         )
-    began = time.monotonic()
+    began, checks = time.monotonic(), list[CertifiedCheck]()
     workspace = Workspace.open(config.workspace, config.data_root)
     found = probe()
     found["disk"] = shutil.disk_usage(workspace.root).free
     order = make_order(config, found, model)
     scratch = new_scratch(workspace, "certify")
-    checks: list[CertifiedCheck] = []
 
     def made(one: CertifiedCheck) -> None:
         checks.append(one)
@@ -193,16 +192,6 @@ def certify_node(
     if not only:
         write_certificate(workspace, certificate)
     return certificate
-
-
-def _check_parts(only: Sequence[str]) -> None:
-    for name in only:
-        if name not in PARTS:
-            raise ConfigurationError(
-                f"There is no part {name!r}.{suggest(name, PARTS)}",
-                expected="one of: " + ", ".join(PARTS),
-                fix="see `refiner certify --help`",
-            )
 
 
 def certificate_json(certificate: Certificate) -> dict[str, Any]:
