@@ -150,11 +150,9 @@ class Target(Protocol):
         Interrupted
             ``should_stop`` said so; what was sent stays and is not sent again.
         """
-        ...
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
         """A small text file of a revision; None if there is none."""
-        ...
 
 
 def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:

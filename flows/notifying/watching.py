@@ -241,7 +241,6 @@ class SweepAtWork(Protocol):
 
     def standing(self) -> Mapping[str, Any]:
         """Every trial's ``state`` in a word, and the ``reason``."""
-        ...
 
 
 class SweepWatching(Watching):

@@ -89,15 +89,12 @@ class Watcher(Protocol):
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come, of so many."""
-        ...
 
     def scored(self, done: int, total: int) -> None:
         """So many of the scorings (a setting on a policy's rollouts) are made, of so many."""
-        ...
 
     def paused(self, why: str) -> None:
         """All servers are gone; with an empty text: one is back."""
-        ...
 
 
 class Silent:

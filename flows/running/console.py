@@ -63,17 +63,14 @@ class TrialState(Protocol):
     @property
     def state(self) -> str:
         """``waiting``, ``running``, ``done``, ``failed``, ``interrupted`` or ``held``."""
-        ...
 
     @property
     def reason(self) -> str:
         """Reason, where that needs saying."""
-        ...
 
     @property
     def run(self) -> str:
         """Id of its run; empty before it has one."""
-        ...
 
 
 class Console:

@@ -94,23 +94,18 @@ class Shows(Protocol):
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Bring the display up to date."""
-        ...
 
     def note(self, message: str) -> None:
         """Say something in between."""
-        ...
 
     def warn(self, message: str) -> None:
         """Say something that is amiss, but stops nothing."""
-        ...
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """Say how it ended and what to do next."""
-        ...
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called twice."""
-        ...
 
 
 def orchestrate(

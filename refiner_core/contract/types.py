@@ -64,7 +64,6 @@ class Judge(Protocol):
         Interrupted
             A stop was asked for while it waited.
         """
-        ...
 
 
 class PendingJudgements(Protocol):
@@ -72,7 +71,6 @@ class PendingJudgements(Protocol):
 
     def result(self) -> list[Judgement]:
         """Wait for them; one per request, in order. Errors as of :meth:`Judge.judge`."""
-        ...
 
 
 @runtime_checkable
@@ -81,11 +79,9 @@ class StreamingJudge(Judge, Protocol):
 
     def submit(self, requests: Sequence[JudgeRequest]) -> PendingJudgements:
         """Begin to judge and return at once."""
-        ...
 
     def usage(self) -> JudgeUsage:
         """Give what it has done since it was made."""
-        ...
 
 
 @runtime_checkable
@@ -98,7 +94,6 @@ class FreshJudge(StreamingJudge, Protocol):
         What it answers is kept under the mark alone: who asks without it, or under another, is
         never given it. It counts with this judge and ends with it.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -152,15 +147,12 @@ class JudgementStore(Protocol):
 
     def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
         """Give what is known, in order."""
-        ...
 
     def put(self, key: bytes, judgement: StoredJudgement) -> None:
         """Keep one; cheap, never raises for a full disk. Safe from any thread."""
-        ...
 
     def flush(self) -> None:
         """See that what was put is on disk."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +226,6 @@ class Generator(Protocol):
         ``on_completion(index, completion)`` is called once per request as soon as that sample is
         finished, in whatever order, in the thread of the call; what it raises ends the call.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -274,11 +265,9 @@ class TurnDesk(Protocol):
         and it gives no turn and says that there are no more, so it may be asked again after it has
         said so.
         """
-        ...
 
     def finished(self, request: TurnRequest, completion: Completion) -> None:
         """A turn is sampled. What it raises ends the call. Quick: tools belong into threads."""
-        ...
 
 
 @runtime_checkable
@@ -288,7 +277,6 @@ class TurnGenerator(Protocol):
     def turns(self, desk: TurnDesk) -> None:
         """Work until the desk has no more. The same answers of the desk to the same calls give the
         same bits: where turns join is counted in steps of decoding, not in seconds."""
-        ...
 
 
 class RolloutServers(Protocol):
@@ -305,7 +293,6 @@ class RolloutServers(Protocol):
         RefinerError
             One cannot be started; none is left running.
         """
-        ...
 
     def replace(self, index: int, weights: Path, why: str) -> Endpoint:
         """End one, whatever it is doing, and start another in its place; its address.
@@ -315,11 +302,9 @@ class RolloutServers(Protocol):
         KilledError
             Servers had to be replaced more often than the recipe allows.
         """
-        ...
 
     def close(self) -> None:
         """End all of them, with all that they have started."""
-        ...
 
 
 # ---------------------------------------------------------------- a stage at work
@@ -352,21 +337,17 @@ class StageIO(Protocol):
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step's numbers (keys under the reference's names). Steps only grow."""
-        ...
 
     def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a step's rollouts with their reward components (one Parquet file per step)."""
-        ...
 
     def latest_checkpoint(self) -> SavedCheckpoint | None:
         """The newest complete checkpoint of this stage, from whichever attempt, its contents as
         they were saved."""
-        ...
 
     def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
         """Say that the newest checkpoint cannot be read after all: from now on the one before it is
         the newest. Before anything is logged."""
-        ...
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write into; complete and visible only after the block ended without error.
@@ -379,19 +360,15 @@ class StageIO(Protocol):
         NoSpaceError
             It did not fit; nothing half-written is left visible.
         """
-        ...
 
     def room_again(self, error: NoSpaceError) -> bool:
         """Wait a while for room after a write that did not fit. True: try it again."""
-        ...
 
     def progress(self, progress: Progress) -> None:
         """Tell how far the stage is. Cheap; call it every step and within long ones."""
-        ...
 
     def should_stop(self) -> bool:
         """Say whether to save at the next step boundary and raise ``Interrupted``."""
-        ...
 
 
 # ---------------------------------------------------------------- prepared rows

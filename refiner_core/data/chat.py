@@ -33,17 +33,14 @@ class ChatTokenizer(Protocol):
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
         """``{"input_ids": [...]}`` of one text."""
-        ...
 
     def apply_chat_template(
         self, conversation: list[Message], *, tokenize: bool, **options: Any
     ) -> Any:
         """The rendered conversation, as text with ``tokenize=False``."""
-        ...
 
     def decode(self, token_ids: list[int]) -> Any:
         """Text of the ids, special tokens included."""
-        ...
 
 
 class Piece(NamedTuple):

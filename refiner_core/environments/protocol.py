@@ -265,19 +265,15 @@ class Episode(Protocol):
     def reset(self, seed: int) -> tuple[Message, ...]:
         """Begin (again): the first messages, the last of them the user's. The seed decides all
         randomness of a deterministic environment."""
-        ...
 
     def step(self, call: ToolCall) -> Step:
         """Do what the agent wants; see the module for what may be raised."""
-        ...
 
     def outcome(self) -> Outcome:
         """Its worth, as it stands: also where it was broken off by a limit."""
-        ...
 
     def close(self) -> None:
         """Give back what it holds. May be called twice."""
-        ...
 
 
 @runtime_checkable
@@ -286,7 +282,6 @@ class TellsProgress(Protocol):
 
     def checks(self) -> tuple[Check, ...]:
         """The checks as they stand now."""
-        ...
 
 
 @runtime_checkable
@@ -296,7 +291,6 @@ class HasExpert(Protocol):
     def expert(self, task: Task, seed: int, *, flawed: bool) -> Sequence[ToolCall]:
         """The calls of a whole episode that begins with ``reset(seed)``, in order. ``flawed``: with
         a mistake of the kinds that models make; the seed decides which."""
-        ...
 
 
 @runtime_checkable
@@ -308,7 +302,6 @@ class WritesResults(Protocol):
     ) -> tuple[Path, ...]:
         """Write them; the files. ``records`` are those of one evaluation, errors included, the
         attempts at a task in order; ``agent`` names the model."""
-        ...
 
 
 class Environment(Protocol):
@@ -317,31 +310,25 @@ class Environment(Protocol):
     @property
     def name(self) -> str:
         """As configured."""
-        ...
 
     @property
     def version(self) -> str:
         """Changes whenever the same episode could end otherwise; part of every protocol."""
-        ...
 
     @property
     def deterministic(self) -> bool:
         """True if task, seed and calls decide everything."""
-        ...
 
     @property
     def speak(self) -> str:
         """Name of the tool that speaks to the user."""
-        ...
 
     @property
     def finish(self) -> str:
         """Name of the tool that ends an episode; empty where the user does."""
-        ...
 
     def domains(self) -> tuple[str, ...]:
         """All domains in use, in order."""
-        ...
 
     def tasks(self, split: str) -> tuple[Task, ...]:
         """The tasks of a split, domain by domain.
@@ -351,24 +338,19 @@ class Environment(Protocol):
         DataError
             A task file is malformed (it says where), or there is no such split.
         """
-        ...
 
     def policy(self, domain: str) -> str:
         """The rules that the agent is told, as text."""
-        ...
 
     def tools(self, domain: str) -> tuple[ToolSpec, ...]:
         """The agent's tools."""
-        ...
 
     def episode(self, task: Task) -> Episode:
         """A try at a task that has not begun."""
-        ...
 
     def describe(self) -> Mapping[str, Any]:
         """JSON for protocols and cards: all that makes numbers comparable (version, user simulator
         with model and temperature, what is excluded), no address and no key."""
-        ...
 
 
 #: The ``refiner_mode`` of rows that are tasks.

@@ -158,16 +158,13 @@ class Fleet(Protocol):
     @property
     def version(self) -> str:
         """The version of the weights that all of them have."""
-        ...
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a text."""
-        ...
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Their addresses, in order."""
-        ...
 
     def revive(self, index: int, why: str) -> Endpoint:
         """Replace one by another with the same weights; its address. May take minutes.
@@ -177,7 +174,6 @@ class Fleet(Protocol):
         RefinerError
             That is not possible, or was necessary too often.
         """
-        ...
 
 
 class Question(NamedTuple):

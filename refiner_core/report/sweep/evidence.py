@@ -153,7 +153,6 @@ class Stored(Protocol):
     ) -> list[dict[str, Any]]:
         """Rows of the samples file for these prompts: first samples only, and of agents the first
         few attempts."""
-        ...
 
     def rubrics(
         self,
@@ -166,11 +165,9 @@ class Stored(Protocol):
         ``names`` are the rubrics wanted, as another evaluation has them; by default those that
         several prompts share, and the rest of each kind together.
         """
-        ...
 
     def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
         """Questions of prompts; those that cannot be found are left out."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,9 @@ class Servers(Protocol):
     @property
     def generator(self) -> Generator:
         """Samples on them."""
-        ...
 
     def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
         """Give them the weights of a model; ``whole`` yields it, and is entered once."""
-        ...
 
 
 #: Starts servers for an engine's model, and ends them with its block. Who knows about processes and
