@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.store.workspace import Workspace
-from refiner_core.contract.kinds import MODELS
+from refiner_core.contract.kinds import model_order
 from refiner_core.contract.plan import Plan
 
 
@@ -34,7 +34,7 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
     numbers: list[dict[str, Any]] = []
     floor: dict[tuple[str, ...], dict[str, Any]] = {}
     evaluations = [s for s in plan.stages if s.kind == "evaluate"]
-    for stage in sorted(evaluations, key=lambda s: _place(s.model)):
+    for stage in sorted(evaluations, key=lambda s: model_order(s.model)):
         result = workspace.read_result(stage.id)
         if result is None:
             continue
@@ -42,13 +42,6 @@ def evaluations_of(plan: Plan, workspace: Workspace) -> list[dict[str, Any]]:
         for entry in result.report["reference"]:
             floor[tuple(str(entry[k]) for k in ("protocol", "metric"))] = _number(entry)
     return [*numbers, *floor.values()]
-
-
-def _place(model: str) -> tuple[int, int]:
-    """Place of a model among others: in the order of training, steps before the end."""
-    family, _, step = model.partition("-step")
-    place = MODELS.index(family) if family in MODELS else len(MODELS)
-    return (place, int(step) if step else 1 << 62)
 
 
 def _number(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from refiner_core.cards.notes import public_proof
 from refiner_core.cards.training import public_certificate
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
-from refiner_core.contract.kinds import MODELS
+from refiner_core.contract.kinds import model_order
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
@@ -274,13 +274,10 @@ def _evaluations(
     return list(entries.values()), {k: v for k, v in protocols.items() if k in used}, records
 
 
-def _rank(role: str) -> tuple[str, int, int]:
-    """The recipe's own protocol first. Models in the order in which they were made; of one, the
-    steps before the end."""
+def _rank(role: str) -> tuple[str, tuple[int, int, str]]:
+    """The recipe's own protocol first; models in the order in which they were made."""
     measured = without_protocol(role).removeprefix("evaluation-")
-    model, _, step = measured.partition("-step")
-    order = MODELS.index(model) if model in MODELS else len(MODELS)
-    return protocol_name(role), order, int(step) if step.isdigit() else 10**12
+    return protocol_name(role), model_order(measured)
 
 
 # ---------------------------------------------------------------- how it was made

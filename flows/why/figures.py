@@ -7,7 +7,6 @@ as the person has it: ``0.512`` means 0.51234 and not 0.5131.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,12 @@ from flows.running.status import find_run
 from infra.store.stage_records import EVIDENCE
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
-from refiner_core.cards import Evidence, facts_to_json, load_evidence, record_of
-from refiner_core.cards.facts import finite
+from refiner_core.cards.evidence import Evidence, facts_to_json, load_evidence
+from refiner_core.cards.facts import finite, record_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.kinds import TRAINED
+from refiner_core.contract.kinds import FLOORS, TRAINED, model_order
 from refiner_core.contract.records import RunRecord, StageRecord
 from refiner_core.evaluation.metrics import METRICS
 
@@ -31,10 +30,6 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNO
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _INTERVAL = re.compile(r"\[[^\]]*\]")
 _DECODINGS = ("greedy", "sampled")
-#: Whose answers are the floor of every evaluation (of an agent the second one's); they have a file
-#: of their own.
-FLOORS = ("random_copier", "do_nothing")
-_MODELS = ("base", *FLOORS, *TRAINED)
 #: Parts of a card's evidence that are found as numbers of their own.
 _OWN_FIGURES = ("evaluations.", "protocols.")
 
@@ -66,6 +61,14 @@ class Query:
             return f"{value:.{self.decimals}e}" == f"{asked:.{self.decimals}e}"
         said = f"{value:.{self.decimals}f}"
         return said == f"{asked:.{self.decimals}f}" or (asked == 0.0 == float(said))
+
+    def part_of(self, figure: Figure) -> str | None:
+        """What of a number is meant (``value``, or an end of its interval); None for nothing."""
+        if self.step is not None and self.step != figure.step:
+            return None
+        parts = {"value": figure.value} | {k: figure.entry.get(k) for k in ("low", "high")}
+        known = ((k, finite(value)) for k, value in parts.items())
+        return next((k for k, value in known if value is not None and self.means(value)), None)
 
 
 @dataclass(frozen=True)
@@ -143,37 +146,28 @@ def parse_query(words: Sequence[str]) -> Query:
     return Query(numbers[0] if numbers else None, names, int(steps[0]) if steps else None)
 
 
-# ---------------------------------------------------------------- of a workspace
-
-
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
     """The numbers of some stages that are meant."""
-    found: dict[tuple[Any, ...], Figure] = {}
+    found: list[Figure] = []
     nights: dict[str, str] | None = None
     for stage_id in stage_ids:
         record = workspace.read_record(stage_id)
         if record is None:
             continue
         report = record.result.report if record.result is not None else {}
-        figures: Iterable[Figure] = ()
         if record.spec.kind == "evaluate" and report:
-            figures = _of_evaluation(stage_id, report, query)
+            own = list(_of_evaluation(stage_id, report))
             if record.spec.model == "base":
                 nights = _night_checkpoints(workspace) if nights is None else nights
                 if night := nights.get(stage_id):  # its checkpoint goes by its own name
-                    figures = [replace(f, model=night) if f.model == "base" else f for f in figures]
-        elif record.spec.kind in ("sample", *TRAINED):
-            sampled = report if record.spec.kind == "sample" else {}
-            figures = itertools.chain(
-                _of_sampling(stage_id, sampled, query),
-                _of_training(workspace, stage_id, record, query),
-            )
-        for figure in figures:
-            # All evaluations repeat the floor; attempts at a training repeat steps.
-            stage = "" if figure.model in FLOORS else stage_id
-            key = (*figure.words, figure.entry.get("protocol"), figure.value, stage)
-            found.setdefault(key, figure)
-    return _asked_for(list(found.values()), query)
+                    own = [replace(f, model=night) if f.model == "base" else f for f in own]
+            found += own
+        elif record.spec.kind in TRAINED:
+            points = list(_points(report))
+            if query.step is not None or query.names:
+                points += _logged(workspace, stage_id, record, query)
+            found += (_point(record.spec.name, *point, stage_id) for point in points)
+    return _asked_for(found, query)
 
 
 def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
@@ -190,65 +184,25 @@ def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
     return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
 
 
-def _of_evaluation(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
+def _of_evaluation(stage_id: str, report: Mapping[str, Any]) -> Iterator[Figure]:
     for part in ("evaluations", "reference"):
         for position, entry in enumerate(report[part]):
             record = f"stages/{stage_id}/result.json#report.{part}.{position}"
-            yield from _evaluated(entry, report["protocols"], record, query)
+            yield _evaluated(entry, report["protocols"], record)
 
 
-def _evaluated(
-    entry: Mapping[str, Any], protocols: Mapping[str, Any], record: str, query: Query
-) -> Iterator[Figure]:
-    for part in ("value", "low", "high"):
-        value = finite(entry.get(part))
-        if value is None or not query.means(value) or query.step is not None:
-            continue
-        yield Figure(
-            kind="evaluation",
-            model=str(entry["stage"]),
-            metric=str(entry["metric"]),
-            decoding=str(entry["decoding"]),
-            value=float(entry["value"]),
-            matched=part,
-            entry=entry,
-            protocol=protocols.get(str(entry["protocol"]), {}),
-            record=record,
-            stage_id=_stage_of(record),
-        )
-        return
-
-
-def _of_training(
-    workspace: Workspace, stage_id: str, record: StageRecord, query: Query
-) -> Iterator[Figure]:
-    """Points of the reported curves; of a metric that is asked for by name, every logged step."""
-    model = record.spec.name
-    report = record.result.report if record.result is not None else {}
-    seen = set()
-    for name, step, value in _points(report):
-        seen.add((name, step))
-        yield from _trained(model, name, step, value, query, stage_id)
-    if query.step is None and not query.names:
-        return
-    for attempt in record.attempts:
-        for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
-            for name, logged in line.metrics.items():
-                if (name, line.step) not in seen and (name in query.names or name == "scores"):
-                    yield from _trained(model, name, line.step, logged, query, stage_id)
-
-
-def _of_sampling(stage_id: str, report: Mapping[str, Any], query: Query) -> Iterator[Figure]:
-    """Numbers of what was sampled and kept: counts and rates, overall and by domain."""
-    for path, value in _leaves("", {k: v for k, v in report.items() if k != "rule"}):
-        if query.step is None and query.means(value):
-            record = f"stages/{stage_id}/result.json#report.{path}"
-            yield _fact("sample", path, value, record, entry={"value": value})
-
-
-def _fact(model: str, path: str, value: float, record: str, **more: Any) -> Figure:
-    stage_id = _stage_of(record)
-    return Figure("fact", model, path, value, record=record, stage_id=stage_id, **more)
+def _evaluated(entry: Mapping[str, Any], protocols: Mapping[str, Any], record: str) -> Figure:
+    return Figure(
+        kind="evaluation",
+        model=str(entry["stage"]),
+        metric=str(entry["metric"]),
+        decoding=str(entry["decoding"]),
+        value=entry["value"],
+        entry=entry,
+        protocol=protocols.get(str(entry["protocol"]), {}),
+        record=record,
+        stage_id=_stage_of(record),
+    )
 
 
 def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
@@ -261,54 +215,48 @@ def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
         yield from ((name, int(step), value) for step, value in points)
 
 
-def _trained(
-    model: str, name: str, step: int, value: Any, query: Query, stage_id: str
-) -> Iterator[Figure]:
-    number = finite(value)
-    if number is None or not query.means(number) or query.step not in (None, step):
-        return
-    yield Figure(
-        kind="training",
-        model=model,
-        metric=name,
-        value=number,
-        step=step,
-        entry={"value": number, "step": step},
-        record=f"stages/{stage_id}/result.json#report",
-        stage_id=stage_id,
-    )
+def _logged(
+    workspace: Workspace, stage_id: str, record: StageRecord, query: Query
+) -> Iterator[tuple[str, int, Any]]:
+    """Every logged step of the metrics that are asked for by name, and of the reward."""
+    for attempt in record.attempts:
+        for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
+            for name in {*query.names, "scores"} & line.metrics.keys():
+                yield name, line.step, line.metrics[name]
 
 
-# ---------------------------------------------------------------- of a card
+def _point(model: str, name: str, step: int, value: Any, stage_id: str) -> Figure:
+    entry, record = {"value": value, "step": step}, f"stages/{stage_id}/result.json#report"
+    return Figure("training", model, name, value, "", step, "value", entry, {}, record, stage_id)
 
 
 def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
     """The numbers of a card that are meant, by the evidence that lies beside it."""
     facts = evidence.facts
-    found: list[Figure] = []
-    for position, entry in enumerate(facts.evaluations):
-        record = record_of(facts, f"evaluations.{position}") or ""
-        found += _evaluated(entry, facts.protocols, record, query)
+    found = [
+        _evaluated(entry, facts.protocols, record_of(facts, f"evaluations.{position}") or "")
+        for position, entry in enumerate(facts.evaluations)
+    ]
     for name, report in facts.reports.items():
         stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
-        for curve, step, value in _points(report):
-            found += _trained(name, curve, step, value, query, stage_id)
-    if query.number is not None and query.step is None:
-        for path, fact in _leaves("", facts_to_json(facts)):
-            if not path.startswith(_OWN_FIGURES) and "curve" not in path and query.means(fact):
-                found.append(_fact("", path, fact, record_of(facts, path) or ""))
+        found += (_point(name, *point, stage_id) for point in _points(report))
+    if query.number is not None:
+        for path, value in _leaves("", facts_to_json(facts)):
+            if not path.startswith(_OWN_FIGURES) and "curve" not in path:
+                where = record_of(facts, path) or ""
+                found.append(
+                    Figure("fact", "", path, value, record=where, stage_id=_stage_of(where))
+                )
     return _asked_for(found, query)
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping | list | tuple):
+        inside = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in inside:
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
-    elif isinstance(value, list | tuple):
-        for position, inner in enumerate(value):
-            yield from _leaves(f"{prefix}.{position}", inner)
-    elif (number := finite(value)) is not None:
-        yield prefix, number
+    else:
+        yield prefix, value
 
 
 def _stage_of(record: str) -> str:
@@ -316,26 +264,25 @@ def _stage_of(record: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
 
 
-# ---------------------------------------------------------------- which of them
-
-
-def _asked_for(found: list[Figure], query: Query) -> list[Figure]:
-    """Those that bear all names; values before ends of intervals, and where names alone are given
-    that no protocol file has, the recipe's own protocol."""
-    hits = [f for f in found if all(name in f.names for name in query.names)]
-    hits.sort(key=lambda f: (_rank(f.model), f.metric, f.decoding, f.under, f.step or 0))
+def _asked_for(figures: Iterable[Figure], query: Query) -> list[Figure]:
+    """Those that are meant, each once: values before ends of intervals, and where names alone are
+    given that no protocol file has, the recipe's own protocol."""
+    found: dict[tuple[Any, ...], Figure] = {}
+    for figure in figures:
+        part = query.part_of(figure)
+        if part is not None and all(name in figure.names for name in query.names):
+            # All evaluations repeat the floor; attempts at a training repeat steps.
+            value = None if figure.kind == "training" else figure.value
+            stage = "" if figure.model in FLOORS else figure.stage_id
+            key = (*figure.words, figure.entry.get("protocol"), value, stage)
+            found.setdefault(key, replace(figure, matched=part))
+    hits = sorted(
+        found.values(),
+        key=lambda f: (model_order(f.model), f.metric, f.decoding, f.under, f.step or 0),
+    )
     if query.number is None and not any(f.under in query.names for f in hits if f.under):
         hits = [f for f in hits if not f.under] or hits
-    if any(f.matched == "value" for f in hits):
-        hits = [f for f in hits if f.matched == "value"]
-    return hits
-
-
-def _rank(model: str) -> tuple[int, int, str]:
-    """Models in the order in which they are made; of one, the steps before the end."""
-    name, _, step = model.partition("-step")
-    order = _MODELS.index(name) if name in _MODELS else len(_MODELS)
-    return order, int(step) if step.isdigit() else 10**12, model
+    return [f for f in hits if f.matched == "value"] or hits
 
 
 def words_apart(figures: Sequence[Figure]) -> list[list[str]]:

@@ -21,7 +21,7 @@ import numpy as np
 from flows.reporting.run.stages import RunReading
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics
-from refiner_core.contract.kinds import MODELS, TRAINED
+from refiner_core.contract.kinds import MODELS, TRAINED, model_order
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better
@@ -56,7 +56,7 @@ def evaluations_of_run(reading: RunReading) -> list[Evaluated]:
         for name, _ in reading.of_kind("evaluate")
     ]
     known = [evaluated for evaluated in found if evaluated is not None]
-    return sorted(known, key=lambda e: (e.under, _place(e.model)))
+    return sorted(known, key=lambda e: (e.under, model_order(e.model)))
 
 
 def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
@@ -67,13 +67,6 @@ def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
     report = result.report if "evaluations" in result.report else load_results(folder)
     model, under = str(report["model"]), protocol_name(name)
     return Evaluated(name, stage_id, result.attempt, model, under, folder, report)
-
-
-def _place(model: str) -> tuple[int, int]:
-    """Place of a model: in the order of training, steps before the end."""
-    family, _, step = model.partition("-step")
-    known = MODELS.index(family) if family in MODELS else len(MODELS)
-    return known, int(step) if step.isdigit() else 1 << 62
 
 
 # ---------------------------------------------------------------- numbers

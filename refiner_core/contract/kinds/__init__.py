@@ -15,6 +15,7 @@ from collections.abc import Collection
 from refiner_core.contract.kinds.kind import CardWords, Kind
 
 __all__ = [
+    "FLOORS",
     "KINDS",
     "MODELS",
     "TRAINED",
@@ -23,6 +24,7 @@ __all__ = [
     "Kind",
     "card_words",
     "kinds_of",
+    "model_order",
     "section_name",
 ]
 
@@ -42,6 +44,17 @@ TRAINED = tuple(k.name for k in KINDS.values() if k.trains)
 TRAINED_HERE = tuple(k.name for k in KINDS.values() if k.trains in ("demonstrations", "rewards"))
 #: Models that a run may measure, in the order in which they come.
 MODELS = ("base", *TRAINED)
+#: Whose answers are the floor of every evaluation (of an agent the second one's); they have a file
+#: of their own.
+FLOORS = ("random_copier", "do_nothing")
+
+
+def model_order(model: str) -> tuple[int, int, str]:
+    """Place of a model among others: in the order of training, of one the steps before the end."""
+    family, _, step = model.partition("-step")
+    order = ("base", *FLOORS, *TRAINED)
+    place = order.index(family) if family in order else len(order)
+    return place, int(step) if step.isdigit() else 1 << 62, model
 
 
 def card_words(name: str) -> CardWords:
