@@ -150,7 +150,7 @@ if TYPE_CHECKING:
     from infra.prefect_server import server_status as prefect_server_status
     from infra.prefect_server import stop_server as stop_prefect_server
     from infra.slurm.profiles import list_profiles as list_slurm_profiles
-    from refiner_core.cards import shipped_template as card_template
+    from refiner_core.cards.build import shipped_template as card_template
     from refiner_core.rubrics.lint import check_file as check_rubrics
 
 #: Name -> its module, and what it is called there: as the imports above say to type checkers.

@@ -18,6 +18,7 @@ from typing import Any
 
 from infra.orchestrator.timeline import Incident, clock_text
 from refiner_core.contract.types import StageView
+from refiner_core.report.printing import table
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 60
@@ -133,20 +134,16 @@ def inert(markdown: str) -> str:
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows as a markdown table; columns in the order in which they first occur."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = ["| " + " | ".join(map(_cell, columns)) + " |", "|" + " --- |" * len(columns)]
-    lines += [
-        "| " + " | ".join(_cell(row.get(column, "")) for column in columns) + " |" for row in rows
-    ]
-    return "\n".join(lines)
+    return table(columns, ([row.get(c, "") for c in columns] for row in rows), _cell)
 
 
 def curve_markdown(name: str, points: Sequence[tuple[float, float]]) -> str:
     """A curve as a sparkline and a short table."""
     values = [value for _, value in points]
     picked = [points[i] for i in _spread(len(points), _CURVE_ROWS)]
-    table = markdown_table([{"step": _number(s), name: _number(v)} for s, v in picked])
+    shown = markdown_table([{"step": _number(s), name: _number(v)} for s, v in picked])
     low, high = _number(min(values)), _number(max(values))
-    return f"### {inert(name)}\n\n`{sparkline(values)}` {low} to {high}\n\n{table}"
+    return f"### {inert(name)}\n\n`{sparkline(values)}` {low} to {high}\n\n{shown}"
 
 
 def sparkline(values: Sequence[float]) -> str:

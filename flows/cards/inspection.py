@@ -21,7 +21,7 @@ import click
 
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
-from refiner_core.cards import build_card
+from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import Finding
 from refiner_core.cards.lint import check_card as findings_of

@@ -207,7 +207,7 @@ def _once(digest: Callable[..., str], *names: Any) -> str:
 def _template_digest(name: str) -> str:
     """The identity of a template that can be parsed: nobody trains for days to learn that it
     cannot."""
-    from refiner_core.cards import check_template
+    from refiner_core.cards.build import check_template
 
     path = Path(name)
     try:

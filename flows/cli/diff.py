@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -67,7 +68,6 @@ def why_command(
         explain_number,
         explanation_json,
         explanation_lines,
-        figure_json,
     )
     from flows.why.figures import find_numbers, words_apart
 
@@ -82,7 +82,7 @@ def why_command(
     if len(figures) > 1:
         show(
             as_json,
-            lambda: value([figure_json(f) for f in figures]),
+            lambda: value([asdict(f) for f in figures]),
             lambda: candidate_lines(figures, asked),
         )
         # How to say which one is meant: the names of the first two.

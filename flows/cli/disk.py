@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, say, say_next, show, split_workspace, table_lines
+from flows.cli.options import json_option, say, say_next, show, split_workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report

@@ -18,8 +18,8 @@ from flows.cli.options import (
     show,
     split_overrides,
     split_workspace,
-    table_lines,
 )
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.judges import Asked, Made, Stopped
@@ -192,7 +192,7 @@ def servers_command(words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _row(service: ServiceStatus) -> Sequence[str]:
-    from flows.running.console import duration
+    from refiner_core.report.printing import clock
 
     place = " on ".join(part for part in (service.url, service.node) if part)
     return (
@@ -201,7 +201,7 @@ def _row(service: ServiceStatus) -> Sequence[str]:
         service.model,
         place,
         ", ".join(service.leases),
-        "" if service.idle_s is None else duration(service.idle_s),
+        "" if service.idle_s is None else clock(service.idle_s),
         service.reason.partition("\n")[0][:80],
     )
 

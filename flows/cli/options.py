@@ -18,6 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.report.printing import table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -107,16 +108,6 @@ def output_folder(out: str | Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise refused
     return folder
-
-
-def table_lines(rows: Sequence[Sequence[str]], header: Sequence[str]) -> Iterator[str]:
-    """A plain table: columns padded, the last one free to run on."""
-    # A line end within a cell would look like a row.
-    table = [list(header), *[[" ".join(str(c).splitlines()) for c in row] for row in rows]]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()
 
 
 def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:

@@ -18,12 +18,13 @@ from flows.cli.options import (
     show,
     split_overrides,
     split_workspace,
-    table_lines,
     until_nobody_reads,
     working_options,
 )
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
+from infra.disk.keeper import gib
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
@@ -185,7 +186,7 @@ def template_command() -> None:
 
     A recipe takes another one by `publish.card_template=FILE`.
     """
-    from refiner_core.cards import shipped_template
+    from refiner_core.cards.build import shipped_template
 
     with until_nobody_reads():
         click.echo(shipped_template(), nl=False)
@@ -245,7 +246,7 @@ def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
         notes = [n for s in report["stages"] for n in s["notes"]]
     else:
         rows = [
-            [str(c["step"]), c["path"], c["layout"], _size(c["bytes"]), c["note"]]
+            [str(c["step"]), c["path"], c["layout"], gib(c["bytes"]), c["note"]]
             for c in report["checkpoints"]
         ]
         yield from table_lines(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])
@@ -257,12 +258,3 @@ def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
     yield from (f"note: {note}" for note in notes)
     dry = "Nothing was changed. Without --dry-run, the next command will be"
     yield f"{dry if report['dry_run'] else 'Next'}: {shlex.join(report['next'])}"
-
-
-def _size(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

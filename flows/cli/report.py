@@ -16,10 +16,10 @@ from flows.cli.options import (
     say_next,
     show,
     split_workspace,
-    table_lines,
 )
 from infra.store.sweep_records import sweep_names
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.reporting.run.report import WrittenRun

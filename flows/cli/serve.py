@@ -21,8 +21,8 @@ from flows.cli.options import (
     say_next,
     show,
     split_overrides,
-    table_lines,
 )
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.nightly.history import Reading

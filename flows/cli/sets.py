@@ -18,8 +18,8 @@ from flows.cli.options import (
     say_next,
     show,
     show_listing,
-    table_lines,
 )
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall

@@ -20,9 +20,9 @@ from flows.cli.options import (
     say_next,
     show,
     split_workspace,
-    table_lines,
 )
 from infra.host.terminal import printable, raw
+from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
     from flows.running.status import RunStatus, StageStatus
@@ -137,7 +137,7 @@ def _show_incidents(status: RunStatus) -> None:
 
 def cells(stage: StageStatus) -> tuple[str, ...]:
     """One row of the table."""
-    from flows.running.console import duration
+    from refiner_core.report.printing import clock
 
     job = " on ".join(filter(None, [stage.job_id or "", stage.node]))
     attempt = f"{stage.attempt} of {stage.attempts}" if stage.attempts > stage.attempt else ""
@@ -148,7 +148,7 @@ def cells(stage: StageStatus) -> tuple[str, ...]:
         job,
         attempt or str(stage.attempt or ""),
         _progress(stage),
-        "" if stage.eta_s is None or stage.state != "running" else duration(stage.eta_s),
+        "" if stage.eta_s is None or stage.state != "running" else clock(stage.eta_s),
         word,
     )
 
@@ -202,8 +202,7 @@ def _count(status: RunStatus) -> str:
     if not count:
         return ""
     still = sum(not i.resolved for i in status.incidents)
-    noun = "incident" if count == 1 else "incidents"
-    return f"{count} {noun}, {still} open." if still else f"{count} {noun}, all resolved."
+    return f"{counted(count, 'incident')}, {f'{still} open' if still else 'all resolved'}."
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:

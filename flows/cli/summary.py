@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flows.cli.options import table_lines
 from flows.evaluations import evaluations_of
 from flows.running.calls import RunOutcome
 from infra.store.workspace import Workspace
 from refiner_core.evaluation.metrics import main_metrics
+from refiner_core.report.printing import measured, table_lines
 
 
 def summary_lines(outcome: RunOutcome) -> Iterator[str]:
@@ -97,13 +97,6 @@ def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
 def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     models = list(dict.fromkeys(n["stage"] for n in numbers))
     shown = main_metrics(str(n["metric"]) for n in numbers)
-    values = {(n["stage"], n["metric"]): _cell(n) for n in numbers}
+    values = {(n["stage"], n["metric"]): measured(n) for n in numbers}
     rows = [[model, *(values.get((model, m), "") for m in shown)] for model in models]
     return table_lines(rows, ["", *shown])
-
-
-def _cell(number: Mapping[str, Any]) -> str:
-    if number["value"] is None:
-        return "-"
-    bounds = "" if number["low"] is None else f" [{number['low']:.3f}, {number['high']:.3f}]"
-    return f"{number['value']:.3f}{bounds}"

@@ -19,12 +19,12 @@ from flows.cli.options import (
     say_next,
     show,
     split_workspace,
-    table_lines,
     working_options,
 )
 from flows.cli.run import detach_option, finish, leave_to, say_left, stop_on_signals
 from infra.store.sweep_records import sweep_versions
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.sweeping.launching import Launch, SweepOutcome

@@ -49,6 +49,7 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import to_json
 from refiner_core.nightly.definition import Nightly, Schedule
 from refiner_core.nightly.page import Trends, open_alerts, trend_page
+from refiner_core.report.printing import measured
 
 
 def page_text(reading: Reading) -> str:
@@ -551,16 +552,10 @@ def status_rows(status: dict[str, Any]) -> list[list[str]]:
             s["checkpoint"] + (" (canary)" if s["canary"] else ""),
             f"{s['metric']} ({s['decoding']})",
             s["protocol_set"] or "(the recipe's)",
-            _value(s),
+            measured(s),
             s["night"],
             str(s["nights"]),
             s["source"],
         ]
         for s in status["series"]
     ]
-
-
-def _value(number: dict[str, Any]) -> str:
-    low, high = number.get("low"), number.get("high")
-    bounds = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{number['value']:.3f}{bounds}"

@@ -16,6 +16,7 @@ from infra.host.secrets import masked
 from infra.orchestrator.timeline import WHAT, rough
 from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.types import StageView
+from refiner_core.report.printing import counted
 
 
 class Sight(NamedTuple):
@@ -155,7 +156,7 @@ def finished(
     states = [v.state for v in views.values()]
     there = states.count("skipped")
     lines = [
-        f"{_counted(states.count('done'), 'stage')} done, {rough(seconds)} of work"
+        f"{counted(states.count('done'), 'stage')} done, {rough(seconds)} of work"
         + (f"; {there} were there already." if there else "."),
         *number_lines(numbers),
         *dict.fromkeys(
@@ -171,10 +172,6 @@ def _line(text: str, limit: int) -> str:
     """The text in one line; unlike a table's word, with what mends it."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -199,14 +196,8 @@ def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
         text = f"  {metric}: "
         if (before := found.get((models[0], metric))) is not None and len(models) > 1:
             text += f"{before['value']:.3f} ({models[0]}) -> "
-        lines.append(f"{text}{_with_interval(after)} ({models[-1]})")
+        lines.append(f"{text}{measured(after)} ({models[-1]})")
     return [f"{first['decoding']} decoding, {under}:", *lines] if lines else []
-
-
-def _with_interval(number: Mapping[str, Any]) -> str:
-    if number["low"] is None:
-        return f"{number['value']:.3f}"
-    return f"{number['value']:.3f} [{number['low']:.3f}, {number['high']:.3f}]"
 
 
 def failed(topic: Topic, views: Mapping[str, StageView], causes: Mapping[str, str]) -> Message:
@@ -295,5 +286,5 @@ def sweep_ended(topic: Topic, wrong: Mapping[str, str], counts: str) -> Message:
         return topic.message("finished", "has finished", f"{counts}.", "report")
     lines = [f"{trial}: {_line(why, 200)}" for trial, why in list(wrong.items())[:_LINES]]
     text = "\n".join([f"{counts}.", *lines]) + _more(list(wrong))
-    happened = f"has ended without {_counted(len(wrong), 'trial')}"
+    happened = f"has ended without {counted(len(wrong), 'trial')}"
     return topic.message("failed", happened, text, stage=", ".join(wrong), cause="trial_failed")

@@ -4,8 +4,3 @@
 shown; ``runs`` runs them as `refiner run` would and hits them meanwhile; ``work`` reads both,
 compares them and records what came out (:mod:`infra.store.provenance`).
 """
-
-from flows.proving.planning import Asked, Plans, plan_proofs
-from flows.proving.work import prove_resume
-
-__all__ = ["Asked", "Plans", "plan_proofs", "prove_resume"]

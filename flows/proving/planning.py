@@ -20,7 +20,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.placement import placement_of
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.proofs import Comparison, How, Interruption, ResumeProof
+from refiner_core.contract.proofs import How, Interruption, ResumeProof
 from refiner_core.contract.records import to_json
 from refiner_core.report.printing import counted
 
@@ -53,7 +53,6 @@ class Asked:
     interruptions: int = 4
     seed: int = 0
     how: Literal["kill", "stop", "both"] = "both"
-    processes: int | None = None
     resume_processes: int | None = None
     tolerance: float | None = None
 
@@ -112,7 +111,7 @@ def plan_resume_proofs(recipe: str, overrides: Sequence[str] = (), **options: An
         As for :func:`flows.api.run_recipe`.
     **options
         Fields of :class:`flows.proving.Asked`: ``stage``, ``steps``, ``interruptions``, ``seed``,
-        ``how``, ``processes``, ``resume_processes``, ``tolerance``.
+        ``how``, ``resume_processes``, ``tolerance``.
 
     Returns
     -------
@@ -153,36 +152,27 @@ def plan_proofs(asked: Asked) -> Plans:
 
 
 def _check(asked: Asked) -> None:
-    steps = "at least 2: a step to be interrupted in, and one after it"
-    checks = (
-        ("--steps", asked.steps, 2, steps, "use --steps 12"),
-        ("--interruptions", asked.interruptions, 1, "at least 1", "use --interruptions 4"),
-        ("--tolerance", asked.tolerance, 0, "0 or more", "leave it out"),
-        *(
-            (option, count, 1, "1 or more", f"use {option} 1, or leave it out")
-            for option, count in (
-                ("--processes", asked.processes),
-                ("--resume-processes", asked.resume_processes),
-            )
-        ),
-    )
-    for option, value, least, expected, fix in checks:
+    for option, value, least in (
+        ("--steps", asked.steps, 2),  # one to be interrupted in, and one after it
+        ("--interruptions", asked.interruptions, 1),
+        ("--resume-processes", asked.resume_processes, 1),
+        ("--tolerance", asked.tolerance, 0),
+    ):
         if value is not None and not value >= least:  # which NaN is not, either
-            raise ConfigurationError(f"{option} is {value}.", expected=expected, fix=fix)
+            fix = "give another value, or leave it out"
+            raise ConfigurationError(f"{option} is {value}.", expected=f"at least {least}", fix=fix)
 
 
 def _check_room(asked: Asked, kinds: Sequence[Trained]) -> None:
     """Each interruption has a phase of a step to itself; the last step has none, since it may be
     over before it is seen."""
-    kind = min(kinds, key=lambda k: len(PHASES[k]))
-    phases = len(PHASES[kind])
-    most = phases * (asked.steps - 1)
+    most = min(len(PHASES[kind]) for kind in kinds) * (asked.steps - 1)
     if asked.interruptions > most:
         raise ConfigurationError(
-            f"--interruptions is {asked.interruptions}, and --steps {asked.steps}: {kind} "
-            "has not as many places to be interrupted in.",
-            expected=f"at most {most} ({phases} phases of each step but the last)",
-            fix=f"use --interruptions {most}, or --steps {-(-asked.interruptions // phases) + 1}",
+            f"--interruptions is {asked.interruptions}, and --steps {asked.steps}: there are not "
+            "as many places to be interrupted in.",
+            expected=f"at most {most}: each phase of each step but the last",
+            fix=f"use --interruptions {most}, or more --steps",
         )
 
 
@@ -221,8 +211,6 @@ def _changed(
         # Often enough that every point has a checkpoint near it, seldom enough that what was done
         # since the last one has to be done again.
         found[f"{kind}.save_freq"] = max(1, min(asked.steps // 4, 5))
-        if asked.processes is not None and kind in kinds:
-            found[f"{kind}.nproc_per_node"] = asked.processes
     return found
 
 
@@ -294,38 +282,27 @@ def interruption_line(found: Interruption) -> str:
 
 def proof_lines(proof: ResumeProof) -> list[str]:
     """A verdict and what it rests on."""
-    lines = [f"{proof.stage}: {proof.verdict}", f"  {summary(proof)}"]
+    text = f"{proof.steps} steps, interrupted {counted(len(proof.interruptions), 'time')}"
+    if len(proof.interruptions) < proof.wanted:
+        text += f" ({proof.wanted} wanted; it was over before)"
+    if not proof.same_processes:
+        text += f", resumed on {proof.resume_processes} processes per node after {proof.processes}"
+    if proof.tolerance:
+        text += f", differences up to {proof.tolerance:g} allowed"
+    lines = [f"{proof.stage}: {proof.verdict}", f"  {text}"]
     for found in proof.interruptions:
         resumed = found.resumed_from_step
         went_on = "began anew" if resumed is None else f"went on from step {resumed}"
         lines.append(f"  {interruption_line(found)}, {went_on}")
-    lines += [f"  {_compared(c)}" for c in proof.comparisons]
-    first = proof.first
-    if first is not None:
+    for one in proof.comparisons:
+        size = "some without a size" if one.largest is None else f"the largest {one.largest:.3g}"
+        said = f"{one.differing} of {one.compared} differ, {size}"
+        same = f"{one.compared} compared, all bitwise the same"
+        lines.append(f"  {one.quantity}: {said if one.differing else same}")
+    if (first := proof.first) is not None:
         at = "at the end" if first.first_step is None else f"at step {first.first_step}"
         lines.append(f"  The first difference, {at}: {first.quantity}, {first.first}")
     return lines
-
-
-def summary(proof: ResumeProof) -> str:
-    """One sentence: how much was tried."""
-    count = len(proof.interruptions)
-    text = f"{proof.steps} steps, interrupted {counted(count, 'time')}"
-    if count < proof.wanted:
-        text += f" ({proof.wanted} wanted; it was over before)"
-    if not proof.same_processes:
-        text += f", resumed on {proof.resume_processes} processes per node"
-        text += f" after {proof.processes}" if proof.processes else ""
-    if proof.tolerance:
-        text += f", differences up to {proof.tolerance:g} allowed"
-    return text
-
-
-def _compared(found: Comparison) -> str:
-    if not found.differing:
-        return f"{found.quantity}: {found.compared} compared, all bitwise the same"
-    size = "some without a size" if found.largest is None else f"the largest {found.largest:.3g}"
-    return f"{found.quantity}: {found.differing} of {found.compared} differ, {size}"
 
 
 def next_lines(proofs: Sequence[ResumeProof], plans: Plans) -> list[str]:

@@ -10,13 +10,14 @@ request to stop), by what they leave on the disk, as a scheduler or a failing no
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from flows.running.calls import (
     record_pinned_run,
     work_on,
 )
+from flows.running.console import Console
+from infra.foreign.exports import link
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -40,11 +43,8 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.errors import Interrupted, StageFailed
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.proofs import Interruption
-from refiner_core.contract.types import StageView
 
 Tell = Callable[[str], None]
-#: How often a stage that goes on is said to go on.
-_STILL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -118,49 +118,21 @@ def _require_done(outcome: RunOutcome, plan: Plan, stopping: bool) -> None:
         raise error
 
 
-class ProofConsole:
-    """Says on stderr, line by line, how the stages of a proof go."""
+class ProofConsole(Console):
+    """Says line by line how the stages of a proof go; knows whether somebody has pressed Ctrl-C."""
+
+    stopping = False
 
     def __init__(self, name: str, tell: Tell) -> None:
+        super().__init__(stream=io.StringIO())
         self._name, self._tell = name, tell
-        #: Whether somebody has pressed Ctrl-C.
-        self.stopping = False
-        self._states: dict[str, str] = {}
-        self._said_at = time.monotonic()
-
-    def show(self, views: Mapping[str, StageView]) -> None:
-        """Stages that began or ended, and now and then how far one is."""
-        for view in views.values():
-            if view.state in ("running", "done", "failed") and (
-                self._states.get(view.name) != view.state
-            ):
-                self._states[view.name] = view.state
-                took = f" ({view.seconds:.0f} s)" if view.state == "done" else ""
-                self._say(f"{view.name} {view.state}{took}")
-            elif view.state == "running" and time.monotonic() - self._said_at > _STILL_S:
-                told = view.progress
-                if told is not None:
-                    step = f"step {told.done} of {told.total}, " if told.total else ""
-                    self._say(f"{view.name}: {step}{told.phase}")
 
     def note(self, message: str) -> None:
         """Say something in between: that it is being stopped."""
         self.stopping = True
-        self._say(message)
+        super().note(message)
 
-    def warn(self, message: str) -> None:
-        """Say something that is amiss."""
-        self._say(message)
-
-    def finish(self, views: Mapping[str, StageView]) -> None:
-        """The last states."""
-        self.show(views)
-
-    def close(self) -> None:
-        """There is nothing to leave."""
-
-    def _say(self, message: str) -> None:
-        self._said_at = time.monotonic()
+    def _print(self, message: str) -> None:
         self._tell(f"{self._name}: {message}")
 
 
@@ -182,22 +154,18 @@ def share_stages(source: Workspace, target: Workspace, stages: Iterable[str]) ->
 def link_tree(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> None:
     """The same files elsewhere, as hard links where that can be, else as copies."""
 
-    def link(one: str, other: str) -> None:
-        if Path(other).exists():
-            return
-        try:
-            os.link(one, other)
-        except OSError:
+    def put(one: str, other: str) -> None:
+        if not Path(other).exists() and not link(Path(one), Path(other)):
             shutil.copyfile(one, other)
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         return [n for n in names if n in leave_out] if Path(folder) == source else []
 
     with no_space_guard(target, "sharing what is done already"):
-        shutil.copytree(source, target, copy_function=link, ignore=ignored, dirs_exist_ok=True)
+        shutil.copytree(source, target, copy_function=put, ignore=ignored, dirs_exist_ok=True)
 
 
-_FAR_S, _NEAR_S = 0.02, 0.001
+_LOOK_S = 0.002
 #: More than a line of metrics has.
 _TAIL_BYTES = 1 << 16
 #: A save in progress: step and attempt.
@@ -211,11 +179,6 @@ class Sight(NamedTuple):
     step: int
     phase: str
     worker: ProcessId
-
-    def is_at(self, point: Point) -> bool:
-        """Yes at a point, or past its step."""
-        at = (self.step, self.phase) == (point.step, point.phase)
-        return at or self.step > point.step
 
 
 class Interrupter:
@@ -261,28 +224,30 @@ class Interrupter:
         after = self.made[-1].attempt if self.made else 0
         while not self._left.is_set() and not self._paths.result.exists():
             sight = self._look()
-            near = sight is not None and sight.step >= point.step - 1
-            if sight is not None and sight.attempt > after and sight.is_at(point):
+            if (
+                sight is not None
+                and sight.attempt > after
+                and (sight.step > point.step or sight[1:3] == (point.step, point.phase))
+            ):
                 # How long the phase may go on, by how long it took the last time.
                 rest = self._lasted.get(sight.phase, 0.0) - (time.monotonic() - self._since)
                 time.sleep(point.delay * max(0.0, rest))
                 if (found := self._strike(point, sight)) is not None:
                     return found
                 after = sight.attempt  # it was over just before
-            time.sleep(_NEAR_S if near else _FAR_S)
+            time.sleep(_LOOK_S)
         return None
 
     def _strike(self, point: Point, sight: Sight) -> Interruption | None:
         if not sight.worker.alive:
             return None
         if point.how == "stop":
-            last = self._look() or sight
             sight.worker.terminate()
         else:
             sight.worker.kill_group()
             if not sight.worker.wait_gone(30.0):
                 return None
-            last = self._look() or sight  # its last word
+        last = self._look() or sight  # its last word
         if last.attempt != sight.attempt or self._paths.result.exists():
             return None
         return Interruption(last.step, last.phase, point.how, sight.attempt)
@@ -295,28 +260,24 @@ class Interrupter:
         started = _read(paths.started)
         if not started.get("process"):
             return None
-        found = self._save_of(numbers[-1]) or self._told(paths)
+        found = self._told(numbers[-1], paths)
         if found is None:
             return None
         self._note(numbers[-1], *found)
         return Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
 
-    def _save_of(self, attempt: int) -> tuple[int, str] | None:
-        """The save that an attempt is at, or was at when it died."""
-        if not self._paths.checkpoints.is_dir():
-            return None
-        for path in self._paths.checkpoints.iterdir():
+    def _told(self, attempt: int, paths: AttemptPaths) -> tuple[int, str] | None:
+        """The save that an attempt is at, or was at when it died; else what it says of itself:
+        GRPO tells each of its phases at once, SFT has but one, and logs each step."""
+        there = self._paths.checkpoints
+        for path in there.iterdir() if there.is_dir() else ():
             match = _SAVE.fullmatch(path.name)
             if match and int(match.group(2)) == attempt:
                 return int(match.group(1)), "save"
-        return None
-
-    def _told(self, paths: AttemptPaths) -> tuple[int, str] | None:
-        """GRPO tells each of its phases at once. SFT has but one, and logs each step."""
         if self._kind == "sft":
             step = last_logged(paths.metrics)
             return None if step is None else (step + 1, "update")
-        progress = _read(paths.heartbeat).get("progress") or {}
+        progress = _read(paths.heartbeat).get("progress")
         if not progress:
             return None
         phase = str(progress["phase"])

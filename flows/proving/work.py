@@ -167,7 +167,7 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
         interruptions=tuple(made),
         comparisons=tuple(comparisons),
         tolerance=one.tolerance,
-        processes=asked.processes if same else one.processes,
+        processes=None if same else one.processes,
         resume_processes=one.resumed_on,
         provenance={
             "host": host(),

@@ -28,8 +28,7 @@ from infra.publishing import step_revision
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
-from refiner_core.cards import CardFacts, attempt_notes
-from refiner_core.cards.facts import UNKNOWN, finite
+from refiner_core.cards.facts import UNKNOWN, CardFacts, attempt_notes, finite
 from refiner_core.cards.notes import public_proof
 from refiner_core.cards.training import public_certificate
 from refiner_core.contract.config import PublishConfig, RecipeConfig
@@ -39,6 +38,7 @@ from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import protocol_name, without_protocol
 from refiner_core.contract.records import RunRecord
 from refiner_core.evaluation.metrics import higher_is_better
+from refiner_core.report.printing import measured
 
 
 class Candidate(NamedTuple):
@@ -85,9 +85,7 @@ class Choice:
 
 
 def _said(entry: Mapping[str, Any]) -> str:
-    low, high = finite(entry.get("low")), finite(entry.get("high"))
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{entry['value']:.3f}{interval}, n = {entry['n']}"
+    return f"{measured(entry)}, n = {entry['n']}"
 
 
 def measured_as(role: str, model: str) -> str:

@@ -24,7 +24,10 @@ from infra.hub.target import make_target
 from infra.publishing import FileToPublish, Publication, Target, report_of
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
-from refiner_core.cards import CardFacts, build_card, evidence_text, lint_card, load_evidence
+from refiner_core.cards.build import build_card
+from refiner_core.cards.evidence import evidence_text, load_evidence
+from refiner_core.cards.facts import CardFacts
+from refiner_core.cards.lint import lint_card
 from refiner_core.contract.errors import DataError, HealthStop, StageFailed
 from refiner_core.contract.protocols import without_protocol
 from refiner_core.contract.records import OutputFile, all_malformed

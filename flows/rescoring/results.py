@@ -41,6 +41,7 @@ from refiner_core.contract.records import to_json
 from refiner_core.contract.types import Judgement
 from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
+from refiner_core.report.printing import table_lines
 from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (
     Comparison,
@@ -403,6 +404,7 @@ def _clouds(done: Done) -> list[doc.Cloud]:
 
 #: Rubrics whose agreement is shown one by one; the table has all.
 _CRITERIA = 8
+_IN = "  "
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
@@ -435,7 +437,7 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
             )
             yield ""
             yield f"{policy['name']}, compared with {baseline}:"
-            yield from padded(doc.COMPARISON_HEADER, rows)
+            yield from table_lines(rows, doc.COMPARISON_HEADER, _IN)
     if document["comparisons"]:
         yield "  (best changes: groups that share no best sample with the baseline; no signal:"
         yield "  groups without spread; in brackets 95 % over prompts)"
@@ -443,15 +445,16 @@ def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
         if entry["agreement"]:
             yield ""
             yield f"Agreement of the judges, {entry['policy']}, {entry['setting']}:"
-            yield from padded(doc.AGREEMENT_HEADER, doc.agreement_rows(entry)[:_CRITERIA])
+            yield from table_lines(doc.agreement_rows(entry)[:_CRITERIA], doc.AGREEMENT_HEADER, _IN)
     if document["matrix"] is not None:
         yield ""
         yield f"Mean {document['matrix']['metric']}:"
-        yield from padded(*doc.matrix_rows(document))
+        header, rows = doc.matrix_rows(document)
+        yield from table_lines(rows, header, _IN)
         yield from doc.reversal_lines(document)
     if document["judging"]:
         yield ""
-        yield from padded(doc.JUDGING_HEADER, doc.judging_rows(document))
+        yield from table_lines(doc.judging_rows(document), doc.JUDGING_HEADER, _IN)
         yield judged_line(document)
 
 
@@ -496,12 +499,3 @@ def next_lines(
             kept = [o for o in begun_with if not o.startswith(("workspace=", *changed))]
             yield f"  {shlex.join(['refiner', 'plan', recipe, *where, *kept, *overrides])}"
             return
-
-
-def padded(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A plain table."""
-    lines = [list(header), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    for line in lines:
-        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        yield "  " + "  ".join(cells).rstrip()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from infra.host.terminal import printable, raw
 from infra.orchestrator.timeline import first_line, rough
 from refiner_core.contract.types import Progress, StageView
+from refiner_core.report.printing import clock
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -174,7 +175,7 @@ class Console:
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """Lines: what was done, skipped, failed; where the logs are."""
-        lines = [f"{_counted(views)} in {duration(elapsed_s)}"]
+        lines = [f"{_counted(views)} in {clock(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
@@ -288,7 +289,7 @@ class Console:
                 Text(view.state, style=style),
                 Text(bar(view), style=style),
                 Text(printable(detail(view))),
-                Text(duration(seconds) if seconds else ""),
+                Text(clock(seconds) if seconds else ""),
             )
         return table
 
@@ -297,7 +298,7 @@ def state_line(view: StageView) -> str:
     """``grpo: running, step 12/80, reward 0.41``, or how it ended."""
     parts: list[str] = [view.state]
     if view.state in ("done", "failed", "interrupted") and view.seconds:
-        parts[0] += f" ({duration(view.seconds)})"
+        parts[0] += f" ({clock(view.seconds)})"
     if view.state in _WORKING and view.job_id:
         parts[0] += f" as job {view.job_id}"
     if text := detail(view):
@@ -326,16 +327,6 @@ def bar(view: StageView) -> str:
         return ""
     filled = round(_BAR_WIDTH * min(1.0, progress.done / progress.total))
     return "█" * filled + "░" * (_BAR_WIDTH - filled)
-
-
-def duration(seconds: float) -> str:
-    """``7.2 s``, ``3 min 05 s``, ``2 h 04 min``."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _counted(views: Mapping[str, StageView]) -> str:

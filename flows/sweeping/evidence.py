@@ -35,6 +35,7 @@ from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import Components, variance_components
+from refiner_core.report.printing import counted
 from sweeps.power import Aim, Evidence, assumed
 from sweeps.values import SweepPlan, Trial
 
@@ -159,8 +160,8 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
             continue  # all of it at the floor or the ceiling: no news of a spread
         seeds = len(able[0][2])
         text = (
-            f"measured: {len(layouts)} {_plural('pair', len(layouts))} of earlier arms, "
-            f"{seeds} {_plural('seed', seeds)}, {known.prompts} prompts"
+            f"measured: {counted(len(layouts), 'pair')} of earlier arms, "
+            f"{counted(seeds, 'seed')}, {known.prompts} prompts"
         )
         if seeds == 1:
             text += "; how much seeds differ is not known"
@@ -217,10 +218,6 @@ def _pooled(found: Sequence[Components]) -> Components:
         max(c.seeds for c in found),
         max(c.prompts for c in found),
     )
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
 
 
 #: Of the run's last steps, and so many groups of them at most: enough for a share.

@@ -31,6 +31,7 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import is_service
+from refiner_core.report.printing import table_lines
 from sweeps.forecast import Passed, StageForecast, SweepForecast, forecast_sweep, passed_limits
 from sweeps.history import (
     CanaryMeasure,
@@ -272,8 +273,8 @@ def forecast_lines(
     """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
-    rows = aligned([_kind_row(group) for group in _by_kind_and_basis(forecast.stages)])
-    lines = [_total_line(forecast), *(f"  {row}" for row in rows)]
+    rows = [_kind_row(group) for group in _by_kind_and_basis(forecast.stages)]
+    lines = [_total_line(forecast), *table_lines(rows, indent="  ")]
     lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
         free = "" if free_bytes is None else f", {size_text(free_bytes)} free"
@@ -281,13 +282,6 @@ def forecast_lines(
         lines.append(f"Disk: {size_text(forecast.disk_bytes)} at a time{free}{note}")
     lines += [f"Limit: {p.text}" for p in passed]
     return lines
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = ([c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
-    return ["  ".join(row).rstrip() for row in cells]
 
 
 def _total_line(forecast: SweepForecast) -> str:

@@ -22,7 +22,6 @@ from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
 from flows.sweeping.evidence import read_evidence
 from flows.sweeping.forecasting import (
-    aligned,
     forecast_json,
     forecast_lines,
     forecast_of,
@@ -40,6 +39,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, what_follows, whole_paths
 from refiner_core.contract.records import to_json
 from refiner_core.evaluation.metrics import is_number
+from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
 from sweeps.definition import KEYS, load_sweep, shipped_sweeps
 from sweeps.forecast import Passed, SweepForecast, held_out_prompts
@@ -290,11 +290,11 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
     """Plan of a sweep as lines: arms, seeds, stages, what it takes and what it can show."""
     look = look or forecast_sweep(plan)
     lines = [*_what_it_is(look), ""]
-    lines += aligned([("arm", "seeds", "to do", "changes"), *_arm_rows(look)])
+    lines += table_lines(_arm_rows(look), ("arm", "seeds", "to do", "changes"))
     if len(plan.arms) > MOST_ARMS:
         lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
     header = ("stage", "in trials", "once", "to run", "runs", "done")
-    lines += ["", *aligned([header, *_stage_rows(look)]), "", *look.before.lines()]
+    lines += ["", *table_lines(_stage_rows(look), header), "", *look.before.lines()]
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
 
 
@@ -306,20 +306,16 @@ def _what_it_is(look: SweepLook) -> list[str]:
     lines.append(f"workspace: {plan.config.workspace}")
     lines += [f"for every trial: {shlex.join(sweep.overrides)}"] * bool(sweep.overrides)
     lines.append(
-        f"{_count(len(plan.arms), 'arm')} x {_count(len(sweep.seeds), 'seed')} = "
-        f"{_count(len(plan.trials), 'trial')}; baseline {plan.baseline}"
+        f"{counted(len(plan.arms), 'arm')} x {counted(len(sweep.seeds), 'seed')} = "
+        f"{counted(len(plan.trials), 'trial')}; baseline {plan.baseline}"
     )
     saved = counts["planned"] - counts["unique"]
     shared = f", since {saved} are shared" if saved else ""
     lines.append(
-        f"{_count(counts['planned'], 'stage')}, {counts['unique']} to make{shared}: "
+        f"{counted(counts['planned'], 'stage')}, {counts['unique']} to make{shared}: "
         f"{counts['to_run']} to run, {counts['running']} running, {counts['done']} done"
     )
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
 def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
@@ -331,7 +327,7 @@ def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for arm in plan.arms[:MOST_ARMS]:
         name = f"{arm.name} (baseline)" if arm.name == plan.baseline else arm.name
-        todo = "done" if not left[arm.name] else _count(left[arm.name], "trial")
+        todo = "done" if not left[arm.name] else counted(left[arm.name], "trial")
         rows.append((name, str(len(plan.sweep.seeds)), todo, _changes(plan, arm)))
     return rows
 

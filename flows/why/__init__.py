@@ -8,8 +8,3 @@
 In: a number as it was printed, or names (`citation_f1 grpo greedy`); a workspace, or a card with
 the ``refiner.json`` beside it. Out: everything behind it, each with the file that it lies in.
 """
-
-from flows.why.explanation import Explanation, explain_number
-from flows.why.figures import Figure, parse_query
-
-__all__ = ["Explanation", "Figure", "explain_number", "parse_query"]

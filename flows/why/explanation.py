@@ -27,6 +27,7 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import load_samples, of_tasks
 from refiner_core.evaluation.results import RESULTS_FILE, recompute
 from refiner_core.evaluation.statistics import Estimate
+from refiner_core.report.printing import measured
 
 _FEW = 3
 
@@ -264,14 +265,11 @@ def one_line(figure: Figure) -> str:
     """A number with what it is: ``0.512 [0.480, 0.543]  citation_f1 of grpo, greedy, n = 64``."""
     if figure.kind == "fact":
         return f"{figure.value:.12g}  {figure.metric}, as it was recorded"
-    value = f"{figure.value:.3f}"
+    said = f"{measured(figure.entry)}  {figure.metric} of {figure.model}"
     if figure.kind == "training":
-        return f"{value}  {figure.metric} of {figure.model} at step {figure.step}, in training"
-    interval = f" {_interval(figure.entry)}".rstrip()
+        return f"{said} at step {figure.step}, in training"
     how = f"{figure.decoding}, {figure.under}" if figure.under else figure.decoding
-    return (
-        f"{value}{interval}  {figure.metric} of {figure.model}, {how}, n = {figure.entry.get('n')}"
-    )
+    return f"{said}, {how}, n = {figure.entry.get('n')}"
 
 
 def candidate_lines(figures: Sequence[Figure], asked: str) -> Iterator[str]:
@@ -306,13 +304,13 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
                 f"value     {entry['numerator']:.6g} / {entry.get('denominator')} {each} = "
                 f"{figure.value:.6g}, over n = {entry['n']} {'tasks' if agent else 'prompts'}"
             )
-        yield f"interval  {_interval(entry) or 'none'}, 95 %: {entry.get('interval')}"
+        yield f"interval  of 95 %: {entry.get('interval')}"
     again = found.recomputed
     if found.agrees:
         yield "computed  again from the samples: the same"
     elif found.agrees is not None:
-        said = "nothing" if again is None else f"{again.value:.6g} {_interval(again._asdict())}"
-        yield f"computed  again from the samples: {said.strip()}, which is NOT what is recorded"
+        said = "nothing" if again is None else measured(again._asdict())
+        yield f"computed  again from the samples: {said}, which is NOT what is recorded"
     if found.values:
         yield from _samples(found)
     if found.sample is not None:
@@ -324,11 +322,6 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
         yield f"  in record {figure.record.partition('#')[2] or 'all of it'}"
     for note in found.notes:
         yield from _wrapped("  note      ", note)
-
-
-def _interval(entry: Mapping[str, Any]) -> str:
-    low, high = entry.get("low"), entry.get("high")
-    return "" if low is None or high is None else f"[{low:.3f}, {high:.3f}]"
 
 
 def _in_words(value: Any) -> str:
@@ -409,7 +402,7 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
     """Everything behind one number, for scripts."""
     sample = found.sample
     return {
-        **figure_json(found.figure),
+        **asdict(found.figure),
         "recomputed": None if found.recomputed is None else found.recomputed._asdict(),
         "agrees": found.agrees,
         "samples": [v._asdict() for v in found.values],
@@ -417,8 +410,3 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
         "files": dict(found.files),
         "notes": list(found.notes),
     }
-
-
-def figure_json(figure: Figure) -> dict[str, Any]:
-    """One recorded number, for scripts."""
-    return asdict(figure)

@@ -400,18 +400,14 @@ def _evidence(path: Path) -> Evidence:
         There is no evidence beside it.
     """
     file = (path if path.is_dir() else path.parent) / EVIDENCE
-    if not path.exists():
-        raise ConfigurationError(
-            f"There is no {path}.",
-            expected=f"a card that refiner has published, with its {EVIDENCE} beside it",
-            fix="check the path; or leave --card out and name the run's workspace=DIR",
-        )
     try:
+        path.stat()
         return load_evidence(file.read_text(encoding="utf-8"))
     except OSError as error:
+        unread = f"{file} cannot be read ({error.strerror})."
         raise ConfigurationError(
-            f"{file} cannot be read ({error.strerror}).",
+            unread if path.exists() else f"There is no {path}.",
             expected=f"a card that refiner has published, with its {EVIDENCE} beside it",
-            fix="name its folder, or README.md in it, with --card; or leave --card out and name "
-            "the run's workspace=DIR",
+            fix="name its folder, or README.md in it; or leave --card out and name the run's "
+            "workspace=DIR",
         ) from error

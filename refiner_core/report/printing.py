@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 MISSING = "—"
 MINUS = "\u2212"
@@ -72,6 +73,14 @@ def estimate(
     return with_interval(value, low, high, decimals_for(width, value), signed=signed)
 
 
+def measured(entry: Mapping[str, Any], missing: str = "-") -> str:
+    """``0.512 [0.480, 0.543]``, of a recorded number: as terminals and messages have it."""
+    value, low, high = (entry.get(key) for key in ("value", "low", "high"))
+    if value is None:
+        return missing
+    return f"{value:.3f}" + ("" if low is None or high is None else f" [{low:.3f}, {high:.3f}]")
+
+
 def p_text(p: float | None) -> str:
     """``0.21``, ``0.004``, ``< 0.001``."""
     if p is None or not math.isfinite(p):
@@ -112,6 +121,16 @@ def duration(seconds: float | None) -> str:
             rest = whole % size // below
             return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
     return f"{whole} s"
+
+
+def clock(seconds: float) -> str:
+    """``7.2 s``, ``3 min 05 s``, ``2 h 04 min``: of a length that columns keep."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def count(value: int | None) -> str:
@@ -163,6 +182,19 @@ def table(
     """A table in Markdown; ``cell`` makes text one that does not end a cell."""
     head, *body = ("| " + " | ".join(map(cell, row)) + " |" for row in (header, *rows))
     return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
+def table_lines(
+    rows: Iterable[Sequence[str]], header: Sequence[str] = (), indent: str = ""
+) -> Iterator[str]:
+    """A plain table: columns padded, the last one free to run on."""
+    # A line end within a cell would look like a row.
+    said = ([header] if header else []) + list(rows)
+    cells = [[" ".join(str(cell).splitlines()) for cell in row] for row in said]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield indent + "  ".join(padded).rstrip()
 
 
 _SIGNS = (

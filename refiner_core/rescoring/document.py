@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.judge_report.measures import plain
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import table
+from refiner_core.report.printing import MISSING, measured, table
 from refiner_core.rescoring.compare import (
     Comparison,
     CriterionAgreement,
@@ -65,7 +65,6 @@ def matrix_json(matrix: Matrix) -> dict[str, Any]:
     return {**plain(matrix), "reversals": reversals}
 
 
-MISSING = "—"
 COMPARISON_HEADER = (
     "setting",
     "rank correlation",
@@ -228,11 +227,7 @@ def number(value: float | None, form: str = "{:.3f}") -> str:
 
 def with_interval(found: Mapping[str, Any] | None) -> str:
     """``0.812 [0.771, 0.846]``."""
-    if found is None or found["value"] is None:
-        return MISSING
-    if found["low"] is None:
-        return number(found["value"])
-    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+    return measured(found or {}, MISSING)
 
 
 def share(found: Mapping[str, Any] | None) -> str:

@@ -150,12 +150,12 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
 def test_a_card_comes_from_a_pipe(
     folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (folder / "README.md").read_bytes() + b"\nSee [it](https://github.com/).\n"
+    text = (folder / "README.md").read_bytes() + b"\nThe loss: nan\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
     done = call(capsys, "check", "-")
     assert done.code == 3
     last = text.decode().count("\n")
-    assert f"<stdin>:{last}: bare-link: " in done.stdout
+    assert f"<stdin>:{last}: not-finite: " in done.stdout
 
 
 def test_a_command_that_the_card_tells_to_give_has_to_parse(folder: Path, capsys: Captured) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from refiner_core.cards import lint_card
+from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.marks import walk

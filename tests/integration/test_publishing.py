@@ -13,7 +13,9 @@ from huggingface_hub import constants
 
 from flows.publishing import facts_of_stage
 from flows.running.calls import make_recipe_plan
-from refiner_core.cards import build_card, lint_card, load_evidence
+from refiner_core.cards.build import build_card
+from refiner_core.cards.evidence import load_evidence
+from refiner_core.cards.lint import lint_card
 from tests.support.git_hub import LoopbackHub
 from tests.support.recorded_run import RecordedRun
 

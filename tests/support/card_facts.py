@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from refiner_core.cards import AttemptNote, CardFacts
+from refiner_core.cards.facts import AttemptNote, CardFacts
 from refiner_core.contract.config import (
     DataConfig,
     GrpoConfig,

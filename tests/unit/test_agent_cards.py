@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from refiner_core.cards import CardFacts, build_card, lint_card
-from refiner_core.cards.build import card_numbers
+from refiner_core.cards.build import build_card, card_numbers
 from refiner_core.cards.evidence import evidence_text
-from refiner_core.cards.facts import unmarked
-from refiner_core.cards.lint import check_card
+from refiner_core.cards.facts import CardFacts, unmarked
+from refiner_core.cards.lint import check_card, lint_card
 from refiner_core.cards.lint.quantities import metric_of
 from refiner_core.cards.results import (
     agent_protocol_words,

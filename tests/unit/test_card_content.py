@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from refiner_core.cards import (
-    AttemptNote,
-    CardFacts,
-    build_card,
-    evidence_text,
-    lint_card,
-    shipped_template,
-)
-from refiner_core.cards.evidence import published_facts
-from refiner_core.cards.facts import CONTROLS
-from refiner_core.cards.lint import check_card
+from refiner_core.cards.build import build_card, shipped_template
+from refiner_core.cards.evidence import evidence_text, published_facts
+from refiner_core.cards.facts import CONTROLS, AttemptNote, CardFacts
+from refiner_core.cards.lint import check_card, lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import replace_fields

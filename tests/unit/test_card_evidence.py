@@ -12,17 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refiner_core.cards import (
-    AttemptNote,
-    CardFacts,
-    build_card,
+from refiner_core.cards.build import build_card
+from refiner_core.cards.evidence import (
     evidence_text,
     facts_from_json,
     facts_to_json,
     load_evidence,
-    record_of,
+    public_address,
+    public_command,
+    public_text,
+    published_facts,
 )
-from refiner_core.cards.evidence import public_address, public_command, public_text, published_facts
+from refiner_core.cards.facts import AttemptNote, CardFacts, record_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields

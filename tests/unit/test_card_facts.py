@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from refiner_core.cards import AttemptNote, CardFacts, build_card, lint_card
+from refiner_core.cards.build import build_card
+from refiner_core.cards.facts import AttemptNote, CardFacts
+from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.marks import walk

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flows.cards.inspection import command_problem
-from refiner_core.cards import CardFacts, build_card, lint_card
-from refiner_core.cards.build import card_numbers
+from refiner_core.cards.build import build_card, card_numbers
 from refiner_core.cards.evidence import evidence_text, load_evidence
-from refiner_core.cards.lint import Finding, check_card
+from refiner_core.cards.facts import CardFacts
+from refiner_core.cards.lint import Finding, check_card, lint_card
 from refiner_core.cards.lint.against import differences, file_findings
 from refiner_core.cards.lint.markdown import read_document, split_row
 from refiner_core.contract.config import CommandConfig, RecipeConfig
@@ -50,7 +50,7 @@ def table(*rows: str) -> str:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("refiner-step50.md", [(14, "bare-link"), (26, "bare-link")]),
+        ("refiner-step50.md", []),
         ("agent.md", [(30, "comparison-built-on"), (42, "percentage-impossible")]),
     ],
 )
@@ -97,10 +97,8 @@ def test_numbers_that_can_be_are_left_alone() -> None:
         ("| 14.0% |", "| 14.3% |", [("comparison-built-on", 1), ("percentage-impossible", 14)]),
         ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
         ("4x improvement", "5x improvement", [("comparison", 1)]),
-        ("**59% Pass@4**", "**61% Pass@4**", [("two-values", 1)]),
-        ("(40% Pass@4)", "(42% Pass@4)", [("two-values", 18)]),
-        ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7), ("two-values", 18)]),
-        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10), ("two-values", 18)]),
+        ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7)]),
+        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10)]),
         ("| **59.0%** | 100 |", "| **58.0%** | 100 |", [("total", 7), ("two-values", 16)]),
         ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
         ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("out-of-range", 8)]),
@@ -350,9 +348,7 @@ def test_model_index_says_what_the_tables_say(value: str, expected: list[str]) -
         ("---\n- mit\n---\n", [(2, "front-matter")]),
         ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
         ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
-        ("---\nbase_model: a/b\nlicense: mit\nlicense: gpl\n---\n", [(4, "key-twice")]),
         ("---\nbase_model: a/b\nlicense: mit\nx: [1, .inf]\n---\n", [(4, "not-finite")]),
-        ("---\nbase_model: a/b\nlicense: mit\nx: https://github.com/\n---\n", [(4, "bare-link")]),
         ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
     ],
 )
@@ -368,36 +364,6 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "See the [code](https://github.com/).",
-        "See https://github.com/ for it.",
-        "See [`run.sh`](https://huggingface.co).",
-        "See [code]().",
-        "See [paper](link).",
-        "See https://example.com/paper.",
-        "```bash\ngit clone https://github.com/\n```",
-    ],
-)
-def test_links_to_nothing_in_particular_are_found(text: str) -> None:
-    assert [rule for rule, _ in rules(text + "\n")] == ["bare-link"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "See https://github.com/owner/repo and [x](https://hf.co/a/b#c).",
-        "On [GitHub](https://github.com) and the [Hugging Face Hub](https://huggingface.co/).",
-        "```bash\ncurl https://example.com\n```\n`https://github.com/`",
-        "https://github.com/<owner>/<repo>, `[x]()`, \\[x]()",
-        "<!-- https://github.com/ -->",
-    ],
-)
-def test_links_that_lead_somewhere_are_left_alone(text: str) -> None:
-    assert rules(text + "\n") == []
-
-
-@pytest.mark.parametrize(
     ("text", "rule"),
     [
         ("The loss: nan", "not-finite"),
@@ -410,7 +376,6 @@ def test_links_that_lead_somewhere_are_left_alone(text: str) -> None:
         ("From /home/me/run7.", "machine-path"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
-        ("```bash\nrefiner run tiny", "fence-open"),
         ('```bash\npython train.py --name "x\n```', "command"),
     ],
 )
@@ -708,7 +673,7 @@ def test_a_card_of_another_trainers_model_is_clean() -> None:
 
 
 def test_every_rule_that_is_told_is_explained() -> None:
-    text = "# x\n" + SOUND.replace("14.0%", "14.3%") + "\n[x]() /home/me/x: nan\n```\n"
+    text = "# x\n" + SOUND.replace("14.0%", "14.3%") + "\n/home/me/x: nan\n"
     found = {f.rule for f in check_card(text)}
     assert found
     assert [rule for rule in found if f"``{rule}``" not in str(Finding.__doc__)] == []

@@ -9,13 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from refiner_core.cards import (
-    CardFacts,
-    build_card,
-    card_numbers,
-    facts_from_json,
-    facts_to_json,
-)
+from refiner_core.cards.build import build_card, card_numbers
+from refiner_core.cards.evidence import facts_from_json, facts_to_json
+from refiner_core.cards.facts import CardFacts
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.kinds import KINDS

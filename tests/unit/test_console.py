@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from flows.running.console import Console, bar, duration, state_line
+from flows.running.console import Console, bar, state_line
 from flows.sweeping.trials import TrialWord
 from refiner_core.contract.types import Progress, StageView
+from refiner_core.report.printing import clock
 
 SFT = StageView("sft", "sft", "f" * 12, "waiting")
 RUNNING = replace(SFT, state="running", attempt=1)
@@ -214,7 +215,7 @@ def test_closing_twice_does_no_harm() -> None:
     [(0.04, "0.0 s"), (59.96, "1 min 00 s"), (185, "3 min 05 s"), (7440, "2 h 04 min")],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert clock(seconds) == text
 
 
 def test_a_bar_never_overflows() -> None:

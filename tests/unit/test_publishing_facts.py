@@ -16,7 +16,9 @@ from infra.attempt.attempt import AttemptRun
 from infra.store.provenance import write_proof
 from infra.store.workspace import Workspace
 from infra.tracking import ADDRESS_FILE
-from refiner_core.cards import build_card, lint_card, load_evidence
+from refiner_core.cards.build import build_card
+from refiner_core.cards.evidence import load_evidence
+from refiner_core.cards.lint import lint_card
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, WorkspaceError
 from refiner_core.contract.fields import replace_fields

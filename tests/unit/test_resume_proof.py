@@ -15,20 +15,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flows.proving import plan_proofs
 from flows.proving.planning import (
     PHASES,
     Asked,
     Trained,
     draw_points,
     exit_code,
+    plan_proofs,
     proof_lines,
     proofs_json,
 )
 from flows.proving.runs import as_they_were
 from infra.store.provenance import keep_scratch, new_scratch, read_proof, write_proof
 from infra.store.workspace import Workspace
-from refiner_core.cards import build_card
+from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import check_card
 from refiner_core.cards.notes import public_proof
@@ -377,7 +377,7 @@ def test_impossible_options_are_refused_before_anything_runs() -> None:
     [
         (Asked("tiny-zero3", stage="sft", resume_processes=1), 2, 1),
         (Asked("tiny-zero3", stage="sft", resume_processes=2), 2, None),
-        (Asked("tiny-zero3", stage="sft", processes=1, resume_processes=2), 1, 2),
+        (Asked("tiny-zero3", ("sft.nproc_per_node=1",), stage="sft", resume_processes=2), 1, 2),
         (Asked("tiny", stage="grpo", resume_processes=1), 1, None),
     ],
 )

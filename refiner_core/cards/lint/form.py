@@ -1,7 +1,6 @@
-"""Form of a card: front matter, links, paths of machines, secrets, NaN, open blocks, commands.
+"""Form of a card: front matter, secrets, signs that nobody sees, NaN, commands.
 
-In: a :class:`Document`. Out: findings. Code is not read for links and paths, except for what is
-cloned; secrets are looked for everywhere; nothing is executed.
+In: a :class:`Document`. Out: findings. Secrets are looked for everywhere; nothing is executed.
 """
 
 from __future__ import annotations
@@ -16,25 +15,9 @@ from typing import Any
 import yaml
 
 from refiner_core.cards.facts import CONTROLS
-from refiner_core.cards.lint.markdown import Document, Fence, Finding, Paragraph, Severity, Table
+from refiner_core.cards.lint.markdown import Document, Fence, Finding
 from refiner_core.contract.checks.secrets import has_secret
 
-_HOSTS = {
-    "github.com": ("github",),
-    "gitlab.com": ("gitlab",),
-    "huggingface.co": ("hugging", "hf", "hub", "🤗"),
-    "hf.co": ("hugging", "hf", "hub", "🤗"),
-    "wandb.ai": ("wandb", "w&b", "weights"),
-}
-_BARE = re.compile(
-    r"https?://(?:www\.)?(?P<host>github\.com|gitlab\.com|huggingface\.co|hf\.co|wandb\.ai)/?"
-    r"(?![./:@-]*+[\w?#]|[./-]*+[<{$%\[])"
-)
-_EXAMPLE = re.compile(r"https?://(?:www\.)?example\.(?:com|org|net)\b[^\s)>\]]*")
-_LINK = re.compile(
-    r"(?<!\\)(?P<image>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*+\])*+)\]\(\s*+(?P<to>[^()\s]*+)\s*+\)"
-)
-_NOWHERE = re.compile(r"(?i)^(?:links?|url|todo|tbd|xxx+|your[-_ ]?(?:link|url)|https?://)$")
 _NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
 _IN_CELL = re.compile(
     rf"(?:^(?P<what>{_NOT_A_NUMBER})(?=\s*(?:$|%|±|,\s*n\s*=|[\[(]\s*(?:[-\d]|{_NOT_A_NUMBER})))"
@@ -47,85 +30,33 @@ _IN_PROSE = (
     re.compile(rf"\[\s*(?P<what>{_NOT_A_NUMBER})\s*,", re.IGNORECASE),
     re.compile(rf"\d\s*,\s*(?P<what>{_NOT_A_NUMBER})\s*\]", re.IGNORECASE),
 )
-#: Somebody's own; then what may be in a container, or what everybody has.
-_OWN_PATH = re.compile(
+#: Somebody's own folder.
+_PATH = re.compile(
     r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
     r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
 )
-_FOLDER = re.compile(r"(?<![\w.:/-])(?:/(?:root|mnt|work|data)/[\w.~-]+|~/\w[\w.-]*|[A-Z]:\\\w+)")
-_COMMON = re.compile(r"(?<![\w.:/-])(?:/(?:tmp|opt|var|home|Users)/[\w.~-]+|~/\.[\w.-]+)")
 
 
-def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
-    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
-    a machine at all; elsewhere some are what everybody has."""
+def text_findings(document: Document) -> Iterator[Finding]:
+    """All findings that need no numbers."""
     for paragraph in document.paragraphs:
-        yield from _links(paragraph)
-        for offset, path, severity in _found_paths(paragraph.text, is_ours):
-            yield _path(paragraph.line_of(offset), path, severity)
+        for path in _PATH.finditer(paragraph.text):
+            yield _path(paragraph.line_of(path.start()), path)
         for pattern in _IN_PROSE:
             for found in pattern.finditer(paragraph.without_code):
                 yield _nan(paragraph.line_of(found.start("what")), found["what"])
     for table in document.tables:
-        yield from _table(table, is_ours)
-    for fence in document.fences:
-        if not fence.closed:
-            yield Finding(fence.line, "fence-open", "this code block is never closed", "add ```")
-        for offset, line in enumerate(fence.lines, start=1):
-            for found in _BARE.finditer(line) if "git clone" in line else ():
-                yield _bare(fence.line + offset, found.group())
+        for row in table.rows:
+            yield from (_path(row.line, m) for c in row.cells for m in _PATH.finditer(c.text))
+            for cell in row.cells[1:]:
+                if said := _IN_CELL.search(cell.text):
+                    yield _nan(row.line, said["what"] or said["later"])
     yield from _signs(document)
 
 
-def bare_links(text: str) -> list[str]:
-    """Links to a host and nothing on it."""
-    return [m.group() for m in _BARE.finditer(text)]
-
-
-def _bare(line: int, link: str) -> Finding:
-    return Finding(
-        line,
-        "bare-link",
-        f"the link {link} leads nowhere in particular",
-        "name the page that is meant, or take the link out",
-    )
-
-
-def _links(paragraph: Paragraph) -> Iterator[Finding]:
-    text = paragraph.without_code
-    links = [m for m in _LINK.finditer(paragraph.text) if text[m.start()] == m.group()[0]]
-    named = {m.start("to"): m["text"] for m in links}
-    for found in links:
-        if not found["to"] or _NOWHERE.match(found["to"]):
-            yield Finding(
-                paragraph.line_of(found.start()),
-                "bare-link",
-                f"the link {found.group()} has no address",
-                "name the page that is meant, or take the link out",
-            )
-    for found in _BARE.finditer(text):
-        called = named.get(found.start(), "").lower()
-        unreadable = bool(called) and not re.search(r"[a-z0-9]", called)
-        if not unreadable and not any(word in called for word in _HOSTS[found["host"]]):
-            yield _bare(paragraph.line_of(found.start()), found.group())
-    for found in _EXAMPLE.finditer(text):
-        yield _bare(paragraph.line_of(found.start()), found.group())
-
-
-def _found_paths(text: str, is_ours: bool) -> Iterator[tuple[int, str, Severity]]:
-    kinds: list[tuple[re.Pattern[str], Severity]] = [(_OWN_PATH, "error")]
-    kinds += [(_FOLDER, "error"), (_COMMON, "error")] if is_ours else [(_FOLDER, "warning")]
-    seen: set[int] = set()
-    for pattern, severity in kinds:
-        for found in pattern.finditer(text):
-            if found.start() not in seen:
-                seen.add(found.start())
-                yield found.start(), found.group(), severity
-
-
-def _path(line: int, path: str, severity: Severity) -> Finding:
-    message = f"{path} is a path of some machine"
-    return Finding(line, "machine-path", message, "name what others can get", severity)
+def _path(line: int, found: re.Match[str]) -> Finding:
+    message = f"{found.group()} is a path of some machine"
+    return Finding(line, "machine-path", message, "name what others can get")
 
 
 def _nan(line: int, what: str) -> Finding:
@@ -135,16 +66,6 @@ def _nan(line: int, what: str) -> Finding:
         f"{what!r} stands where a number should",
         "a number that was not computed is a dash",
     )
-
-
-def _table(table: Table, is_ours: bool) -> Iterator[Finding]:
-    for row in table.rows:
-        for position, cell in enumerate(row.cells):
-            found = _IN_CELL.search(cell.text) if position else None
-            if found:
-                yield _nan(row.line, found["what"] or found["later"])
-            for _, path, severity in _found_paths(cell.text, is_ours):
-                yield _path(row.line, path, severity)
 
 
 def _signs(document: Document) -> Iterator[Finding]:
@@ -244,7 +165,6 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         return refused(first_line, "the front matter is not a mapping")
     front.index = list(_index_values(node, first_line))
     front.findings += _missing(matter, unknown_base)
-    front.findings += _twice(node, first_line)
     front.findings += _leaf_findings(node, first_line)
     return front
 
@@ -262,15 +182,6 @@ def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
             )
 
 
-def _twice(node: yaml.MappingNode, first_line: int) -> Iterator[Finding]:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if key.value in seen:
-            line = first_line + key.start_mark.line
-            yield Finding(line, "key-twice", f"{key.value} stands twice in the front matter")
-        seen.add(key.value)
-
-
 def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
     for path, node in _leaves(root, ""):
         line, text, tag = first_line + node.start_mark.line, node.value, node.tag
@@ -286,9 +197,6 @@ def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
             yield Finding(line, "not-finite", f"{where} is not a finite number")
         elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
             yield Finding(line, "not-a-number", f"{where} is not a number")
-        elif tag.endswith(":str"):
-            for link in bare_links(text):
-                yield Finding(line, "bare-link", f"the link {link} leads nowhere in particular")
 
 
 def _float(text: str) -> float:
