@@ -7,7 +7,7 @@ the commands that go on from it.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import to_json
 from refiner_core.contract.services import CONSUMERS
-from refiner_core.report.printing import counted
+from refiner_core.report.printing import counted, measured
 
 DIFF_VERSION = 1
 
@@ -301,8 +301,9 @@ def _numbers(found: Difference) -> Iterator[str]:
             paired = ""
             if number.difference is not None:
                 paired = f"; paired {number.difference:+.3f}"
-                paired += _bounds(number.low, number.high, "+.3f")
-            yield f"{name}: {_interval(number.a)} → {_interval(number.b)}{paired}"
+                if number.low is not None and number.high is not None:
+                    paired += f" [{number.low:+.3f}, {number.high:+.3f}]"
+            yield f"{name}: {measured(number.a)} → {measured(number.b)}{paired}"
     if same := sum(n.same for n in found.numbers):
         yield f"{same} of {len(found.numbers)} numbers are the same"
     for change in found.samples:
@@ -310,14 +311,6 @@ def _numbers(found: Difference) -> Iterator[str]:
             f"{change.stage} {change.decoding}: {change.count} of {change.of} samples differ, "
             f"first {change.sample_id} in {', '.join(change.fields[:5])}"
         )
-
-
-def _interval(entry: Mapping[str, Any]) -> str:
-    return f"{entry['value']:.3f}" + _bounds(entry.get("low"), entry.get("high"))
-
-
-def _bounds(low: float | None, high: float | None, form: str = ".3f") -> str:
-    return "" if low is None or high is None else f" [{low:{form}}, {high:{form}}]"
 
 
 def _attempts(found: Difference) -> Iterator[str]:

@@ -30,6 +30,7 @@ from flows.nightly.files import load_nightly, shipped_nightlies
 from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.definition import Nightly, Schedule
+from refiner_core.report.printing import table
 
 #: Name of the event that tells an alert.
 ALERT = "refiner.nightly.alert"
@@ -115,12 +116,12 @@ def _listen(stream: IO[str], log: Any) -> None:
 
 
 def _markdown(said: dict[str, Any]) -> str:
-    rows = [f"| {c['checkpoint']} | {c['state']} | {c['why']} |" for c in said["checkpoints"]]
+    header = ("checkpoint", "state", "why")
+    rows = [[str(c[name]) for name in header] for c in said["checkpoints"]]
     alerts = [f"- **{a['title']}** {a['text']}" for a in said["alerts"]]
-    table = ["| checkpoint | state | why |", "| --- | --- | --- |", *rows] if rows else []
     head = f"Night of {said['night']}: **{said['state']}**{' (late)' if said['late'] else ''}"
     page = [f"Trend page: `{said['page']}`"] if said["page"] else []
-    return "\n".join([head, "", *table, "", *alerts, "", *page])
+    return "\n".join([head, "", table(header, rows, str) if rows else "", "", *alerts, "", *page])
 
 
 # ---------------------------------------------------------------- deployments

@@ -166,13 +166,14 @@ def _check(asked: Asked) -> None:
 def _check_room(asked: Asked, kinds: Sequence[Trained]) -> None:
     """Each interruption has a phase of a step to itself; the last step has none, since it may be
     over before it is seen."""
-    most = min(len(PHASES[kind]) for kind in kinds) * (asked.steps - 1)
+    phases = min(len(PHASES[kind]) for kind in kinds)
+    most = phases * (asked.steps - 1)
     if asked.interruptions > most:
         raise ConfigurationError(
             f"--interruptions is {asked.interruptions}, and --steps {asked.steps}: there are not "
             "as many places to be interrupted in.",
             expected=f"at most {most}: each phase of each step but the last",
-            fix=f"use --interruptions {most}, or more --steps",
+            fix=f"use --interruptions {most}, or --steps {-(-asked.interruptions // phases) + 1}",
         )
 
 

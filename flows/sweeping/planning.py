@@ -203,8 +203,9 @@ def detectable_lines(found: Detectable) -> list[str]:
 
 def _effect_text(found: Detectable) -> str:
     prompts = "an unknown number of" if found.prompts is None else str(found.prompts)
-    seeds = f"{found.seeds} seed{'' if found.seeds == 1 else 's'}"
-    design = f"{seeds} x {prompts} prompts, {found.arms} against the baseline"
+    design = (
+        f"{counted(found.seeds, 'seed')} x {prompts} prompts, {found.arms} against the baseline"
+    )
     if found.effect is None:
         if found.prompts is None:
             return f"unknown before the data are made ({design})"

@@ -36,6 +36,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord, to_json, trial_of
 from refiner_core.contract.services import is_service
+from refiner_core.report.printing import counted
 from refiner_core.report.sweep.document import TrialState
 
 
@@ -351,7 +352,7 @@ def _used(status: SweepStatus) -> str:
         parts.append(f"{use.judge_calls:,} judge calls")
     if use.incidents:
         lost = f", {rough(use.lost_seconds)} done again" if use.lost_seconds >= 0.5 else ""
-        parts.append(f"{use.incidents} incident{'s' if use.incidents > 1 else ''}{lost}")
+        parts.append(f"{counted(use.incidents, 'incident')}{lost}")
     return ", ".join(parts)
 
 
@@ -364,7 +365,7 @@ def _wrong(status: SweepStatus) -> Iterator[str]:
             yield f"{state}: and {len(found) - _SHOWN} more"
     reasons = Counter(t.reason for t in status.trials if t.state == "held")
     for reason, count in reasons.items():
-        yield f"held: {count} trial{'s' if count > 1 else ''}: {reason}"
+        yield f"held: {counted(count, 'trial')}: {reason}"
 
 
 def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:

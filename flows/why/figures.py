@@ -1,7 +1,7 @@
 """Recorded numbers, and which of them is meant.
 
 In: words of a person. Out: :class:`Figure` values: numbers of evaluations, points of training
-curves, and, of a card, every other number that its evidence has. A number is meant if it is printed
+curves, and, of a card, every other number that it shows. A number is meant if it is printed
 as the person has it: ``0.512`` means 0.51234 and not 0.5131.
 """
 
@@ -17,7 +17,8 @@ from flows.running.status import find_run
 from infra.store.stage_records import EVIDENCE
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
-from refiner_core.cards.evidence import Evidence, facts_to_json, load_evidence
+from refiner_core.cards.build import card_numbers
+from refiner_core.cards.evidence import Evidence, load_evidence
 from refiner_core.cards.facts import finite, record_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -30,8 +31,6 @@ _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNO
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
 _INTERVAL = re.compile(r"\[[^\]]*\]")
 _DECODINGS = ("greedy", "sampled")
-#: Parts of a card's evidence that are found as numbers of their own.
-_OWN_FIGURES = ("evaluations.", "protocols.")
 
 Kind = Literal["evaluation", "training", "fact"]
 
@@ -241,22 +240,13 @@ def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
         stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
         found += (_point(name, *point, stage_id) for point in _points(report))
     if query.number is not None:
-        for path, value in _leaves("", facts_to_json(facts)):
-            if not path.startswith(_OWN_FIGURES) and "curve" not in path:
-                where = record_of(facts, path) or ""
+        for shown in card_numbers(facts):
+            value, where = facts.fact(shown.fact), shown.record or ""
+            if finite(value) is not None and not shown.fact.startswith("evaluations."):
                 found.append(
-                    Figure("fact", "", path, value, record=where, stage_id=_stage_of(where))
+                    Figure("fact", "", shown.fact, value, record=where, stage_id=_stage_of(where))
                 )
     return _asked_for(found, query)
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping | list | tuple):
-        inside = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, inner in inside:
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
-    else:
-        yield prefix, value
 
 
 def _stage_of(record: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from refiner_core.cards.facts import MISSING, CardFacts, counted, finite, number, quoted
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.proofs import Certificate
-from refiner_core.report.printing import clock
 
 TABLE_POINTS = 10
 SPARK_POINTS = 40
@@ -228,7 +227,16 @@ def _times(seconds: Any) -> list[tuple[str, str]]:
     known = [stage for stage in seconds if finite(seconds[stage]) is not None]
     place = {name: kind.order for name, kind in KINDS.items()}
     known.sort(key=lambda stage: (place.get(stage, sys.maxsize), stage))
-    return [(stage, clock(seconds[stage])) for stage in known]
+    return [(stage, duration(seconds[stage])) for stage in known]
+
+
+def duration(seconds: float) -> str:
+    """``2 h 02 min``, ``3 min 05 s``, ``4.1 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
 def public_certificate(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from refiner_core.judge_report.build import LEVEL, Report, number, share, size
 from refiner_core.judge_report.material import LANES, Cost
 from refiner_core.judge_report.measures import FEWEST, Agreement, Kappa, Shift
-from refiner_core.report.printing import table
+from refiner_core.report.printing import piped, table
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
@@ -59,7 +59,7 @@ def markdown(report: Report) -> str:
     for section in sections(report):
         parts += [f"## {section.title}", *section.words]
         if section.rows:
-            parts.append(table(section.header, section.rows, _cell))
+            parts.append(table(section.header, section.rows, piped))
     return "\n\n".join(parts) + "\n"
 
 
@@ -214,7 +214,3 @@ def _kappa(kappa: Kappa) -> str:
 
 def _score(score: float | None) -> str:
     return "failed" if score is None else f"{score:g}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -176,6 +176,11 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(r"\\\1", line).replace("@", "&#64;")
 
 
+def piped(text: str) -> str:
+    """Text of our own, on one line, that does not end a cell of Markdown."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
 def table(
     header: Collection[str], rows: Iterable[Iterable[str]], cell: Callable[[str], str] = escaped
 ) -> str:

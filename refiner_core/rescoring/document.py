@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.judge_report.measures import plain
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import MISSING, measured, table
+from refiner_core.report.printing import MISSING, measured, piped, table
 from refiner_core.rescoring.compare import (
     Comparison,
     CriterionAgreement,
@@ -186,18 +186,18 @@ def markdown(document: Mapping[str, Any]) -> str:
         if rows := comparison_rows(document, policy):
             baseline = next(c["baseline"] for c in document["comparisons"] if c["policy"] == policy)
             parts.append(f"## {policy}, compared with {baseline}")
-            parts.append(table(COMPARISON_HEADER, rows, _cell))
+            parts.append(table(COMPARISON_HEADER, rows, piped))
     for entry in document["comparisons"]:
         if entry["agreement"]:
             parts.append(f"## Agreement of the judges: {entry['policy']}, {entry['setting']}")
-            parts.append(table(AGREEMENT_HEADER, agreement_rows(entry), _cell))
+            parts.append(table(AGREEMENT_HEADER, agreement_rows(entry), piped))
     if document["matrix"] is not None:
         parts.append(f"## Policies under each setting (mean {document['matrix']['metric']})")
-        parts.append(table(*matrix_rows(document), _cell))
+        parts.append(table(*matrix_rows(document), piped))
         parts.append("\n".join(f"- {line}" for line in reversal_lines(document)))
     if document["judging"]:
         parts.append("## Judging")
-        parts.append(table(JUDGING_HEADER, judging_rows(document), _cell))
+        parts.append(table(JUDGING_HEADER, judging_rows(document), piped))
     parts.append("Intervals are of 95 %, over prompts. Shares are numerator / denominator.")
     return "\n\n".join(parts) + "\n"
 
@@ -211,10 +211,6 @@ def fidelity_line(name: str, found: Mapping[str, Any]) -> str:
         f"{name}: the run's own settings give back all {found['rollouts']} stored totals"
         f"{advantages}, to the bit."
     )
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
 
 
 # ---------------------------------------------------------------- numbers
