@@ -241,10 +241,11 @@ def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
         found += (_point(name, *point, stage_id) for point in _points(report))
     if query.number is not None:
         for shown in card_numbers(facts):
-            value, where = facts.fact(shown.fact), shown.record or ""
-            if finite(value) is not None and not shown.fact.startswith("evaluations."):
+            path, where = shown.fact, shown.record or ""
+            if not path.startswith("evaluations.") and "curve" not in path:
+                value = facts.fact(path)
                 found.append(
-                    Figure("fact", "", shown.fact, value, record=where, stage_id=_stage_of(where))
+                    Figure("fact", "", path, value, record=where, stage_id=_stage_of(where))
                 )
     return _asked_for(found, query)
 
