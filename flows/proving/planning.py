@@ -110,8 +110,8 @@ def plan_resume_proofs(recipe: str, overrides: Sequence[str] = (), **options: An
     recipe, overrides
         As for :func:`flows.api.run_recipe`.
     **options
-        Fields of :class:`flows.proving.planning.Asked`: ``stage``, ``steps``, ``interruptions``, ``seed``,
-        ``how``, ``resume_processes``, ``tolerance``.
+        Fields of :class:`flows.proving.planning.Asked`: ``stage``, ``steps``, ``interruptions``,
+        ``seed``, ``how``, ``resume_processes``, ``tolerance``.
 
     Returns
     -------
