@@ -365,7 +365,7 @@ def admission_of(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),
             corrected=lambda canary: forecast_of(plan, workspace, canary),
-            passed=lambda forecast: [p.text for p in passed_by(forecast, plan, workspace)],
+            passed=lambda forecast: passed_by(forecast, plan, workspace),
             past_canary=launch.past_canary,
         ),
         concurrency=concurrency_of(plan),

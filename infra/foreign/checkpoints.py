@@ -48,6 +48,8 @@ _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LEGACY_PICKLE = b"\x80"
 
 log = logging.getLogger(__name__)
+#: Number, size and newest change of files.
+Signature = tuple[int, int, int]
 #: A file of tensors is cut short where it has less than this share of its siblings' bytes.
 _SIZE_SHARE = 0.9
 #: Files of which each process writes one: another number of processes is no damage.
@@ -167,17 +169,27 @@ class ForeignCheckpoint(NamedTuple):
     certain: bool = False
 
 
-def find_checkpoints(folder: Path, command: CommandConfig) -> list[ForeignCheckpoint]:
-    """All checkpoints below ``folder``, oldest step first (by number, not by name); ``command``
-    says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``."""
-    found = []
+def find_checkpoints(
+    folder: Path, command: CommandConfig, whole: dict[Path, Signature] | None = None
+) -> list[ForeignCheckpoint]:
+    """All checkpoints below ``folder``, oldest step first (by number, not by name).
+
+    Parameters
+    ----------
+    command
+        Says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``.
+    whole
+        Those whose files were whole, and as which; who looks again keeps it, so that none is read
+        twice that has not changed.
+    """
+    found, whole = [], {} if whole is None else whole
     for path in folder.glob(command.checkpoints) if folder.is_dir() else ():
         match = re.search(command.step_pattern, path.name)
         if match is None or path.name.startswith(atomic.TEMPORARY):
             continue
         number = next((g for g in match.groups() if g), "")
         if number.isdigit():
-            found.append(_checked(int(number), path, command.complete))
+            found.append(_checked(int(number), path, command.complete, whole))
     found.sort(key=lambda c: (c.step, c.path.name))
     return _beside_siblings(found) if command.complete == "weights" else found
 
@@ -234,7 +246,7 @@ def size_of(path: Path) -> int:
     return sum(_size(file) for file in files_below(path))
 
 
-def signature(path: Path) -> tuple[int, int, int]:
+def signature(path: Path) -> Signature:
     """Number, size and newest change of a file, or of all below a folder: differs once one is
     written."""
     count = total = newest = 0
@@ -246,11 +258,15 @@ def signature(path: Path) -> tuple[int, int, int]:
     return count, total, newest
 
 
-def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
+def _checked(
+    step: int, path: Path, complete: str, whole: dict[Path, Signature]
+) -> ForeignCheckpoint:
     rule, _, value = complete.partition(":")
-    wrong = damage(path, need_weights=rule == "weights")
-    if wrong:
-        return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
+    now = signature(path)
+    if whole.get(path) != now:
+        if wrong := damage(path, need_weights=rule == "weights"):
+            return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
+        whole[path] = now
     if rule == "file" and not ((path / value).is_file() and _size(path / value)):
         return ForeignCheckpoint(step, path, f"{value} is not there")
     if rule == "quiet" and (age := _age_s(path)) < float(value):

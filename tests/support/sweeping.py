@@ -30,7 +30,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult
-from sweeps.forecast import SweepForecast
+from sweeps.forecast import Passed, SweepForecast
 from sweeps.planning import plan_sweep
 from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.support.plans import SOURCES, small_config
@@ -193,7 +193,7 @@ def bench(
     script: Mapping[str, Sequence[str]] | None = None,
     *,
     forecast: Callable[[], SweepForecast] | None = None,
-    passed: Callable[[SweepForecast], Sequence[str]] = lambda _: (),
+    passed: Callable[[SweepForecast], Sequence[Passed]] = lambda _: (),
     past_canary: bool = False,
     jobs: Jobs | None = None,
     clock: Callable[[], float] = time.monotonic,
