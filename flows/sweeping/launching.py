@@ -61,7 +61,6 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import (
     RECORD_VERSION,
     SWEEP_VERSION,
-    ArmRecord,
     RunRecord,
     SweepRecord,
     TrialRecord,
@@ -103,7 +102,7 @@ def record_version(
             recipe=sweep.recipe,
             folder=str(Path.cwd()),
             text=sweep.text,
-            arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
+            arms=plan.arms,
             baseline=plan.baseline,
             seeds=tuple(sweep.seeds),
             trials=tuple(

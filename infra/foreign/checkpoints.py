@@ -28,11 +28,10 @@ import json
 import logging
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.host.files import sync_file_system
 from infra.store import atomic
@@ -109,22 +108,43 @@ def file_damage(path: Path) -> str | None:
     return None
 
 
+def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begins, and what its header says of each tensor: at
+    least a ``shape`` and ``data_offsets``.
+
+    Raises
+    ------
+    ValueError
+        It has no header, or not all of it.
+    OSError
+        It cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin = 8 + length
+        if path.stat().st_size < 8 or length > _HEADER_LIMIT:
+            raise ValueError("no safetensors header")
+        header = file.read(length)
+    if len(header) < length:
+        raise ValueError("cut short in its header")
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        for entry in entries.values():
+            entry["shape"], entry["data_offsets"][1]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError("no safetensors header") from error
+    return begin, entries
+
+
 def _safetensors_damage(path: Path, size: int) -> str | None:
     if size < 8:
         return f"cut short: {size} bytes"
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _HEADER_LIMIT:
-            return "no safetensors header"
-        header = file.read(length)
-    if len(header) < length:
-        return f"cut short in its header: {size} bytes"
     try:
-        entries = json.loads(header)
-        ends = [e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return "no safetensors header"
+        begin, entries = safetensors_header(path)
+    except ValueError as error:
+        return str(error)
+    expected = begin + max((e["data_offsets"][1] for e in entries.values()), default=0)
     if size != expected:
         return f"cut short: {size} of {expected} bytes" if size < expected else "bytes at its end"
     return None

@@ -23,7 +23,6 @@ from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.waiting import ProbingKeeper
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
 from infra.store.workspace import Workspace
@@ -34,6 +33,7 @@ from sweeps.forecast import Passed, SweepForecast
 from sweeps.planning import plan_sweep
 from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.support.plans import SOURCES, small_config
+from tests.support.probing import ProbingKeeper
 
 TRAINED = ("step", "step", "save", "done")
 
