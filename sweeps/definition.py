@@ -35,7 +35,6 @@ from typing import Any, TypeGuard
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import readable, yaml_fields
 from refiner_core.contract.loading import (
     leaves,
@@ -46,7 +45,7 @@ from refiner_core.contract.loading import (
 )
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
-from refiner_core.contract.shipped import find_file, shipped_files
+from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
 #: Of an arm or sweep; begins with a letter or digit, so that it is no option and no hidden file.
@@ -138,7 +137,8 @@ class Reader:
 
     def read(self, name: str) -> SweepFile:
         """The whole file, each part checked."""
-        _known_keys(self.values, KEYS, "", self.where)
+        alien = next((str(key) for key in self.values if key not in KEYS), "")
+        refuse_unknown(self.values, KEYS, self.where, hint=_belongs_elsewhere(alien))
         if not self.values.get("recipe"):
             raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")
         varied = (*self._factors(), *self._zips())
@@ -325,7 +325,7 @@ class Reader:
 
     def _limits(self) -> Limits:
         found = self._mapping("limits")
-        _known_keys(found, [f.name for f in fields(Limits)], "limits: ", self.where)
+        refuse_unknown(found, [f.name for f in fields(Limits)], self.where, "limits: ")
         for key, value in found.items():
             whole = key in ("concurrency", "judge_calls")
             right = _is_int(value) or (isinstance(value, float) and not whole and value < 1e308)
@@ -340,7 +340,7 @@ class Reader:
         if isinstance(found, str):
             return Question(text=found)
         found = self._mapping("question")
-        _known_keys(found, [f.name for f in fields(Question)], "question: ", self.where)
+        refuse_unknown(found, [f.name for f in fields(Question)], self.where, "question: ")
         for key, value in found.items():
             if key != "smallest_effect" and not isinstance(value, str):
                 raise self._wrong(f"question: {key}", value, "text")
@@ -422,17 +422,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
-
-
-def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: str) -> None:
-    for key in found:
-        if key not in known:
-            hint = "" if at else _belongs_elsewhere(str(key))
-            raise ConfigurationError(
-                f"There is no key `{at}{key}` in {where}.{hint or suggest(str(key), known)}",
-                expected=f"some of: {', '.join(known)}",
-                fix="correct the key",
-            )
 
 
 def _belongs_elsewhere(key: str) -> str:

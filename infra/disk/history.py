@@ -21,6 +21,7 @@ from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import StageRecord
 
@@ -49,6 +50,18 @@ def model_size(folder: Path | None, name: str) -> ModelSize:
         sizes = (float(n) * (1e9 if unit.lower() == "b" else 1e6) for n, unit in found)
         return ModelSize(int(max(sizes)), f"from the name {name}")
     return ModelSize(None, f"nothing says how large {name} is")
+
+
+def size_of_model(config: RecipeConfig) -> ModelSize:
+    """Number of parameters of a recipe's model, as far as this machine can tell."""
+    from refiner_core.generation.load import resolve_ref
+
+    name = config.model.name_or_path
+    try:
+        path: Path | None = Path(resolve_ref(name))
+    except RefinerError:
+        path = None
+    return model_size(path, name)
 
 
 def _by_headers(folder: Path) -> int:

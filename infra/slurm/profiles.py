@@ -22,7 +22,7 @@ from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fields import suggest, typed
 from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.shipped import find_file, shipped_files
+from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of who names none.
@@ -228,15 +228,9 @@ def load_profile(name: str | None = None) -> Profile:
 
 def _section(kind: type, values: Mapping[str, Any], prefix: str, path: Path) -> Any:
     hints = typing.get_type_hints(kind)
-    built = {}
-    for key, value in values.items():
-        if key not in hints:
-            raise ConfigurationError(
-                f"Profile {path} has no field `{prefix}{key}`.{suggest(str(key), hints)}",
-                expected="one of: " + ", ".join(hints),
-                fix="correct the key (any other option of sbatch goes below `sbatch:`)",
-            )
-        built[key] = _typed(hints[key], value, f"{prefix}{key}", path)
+    fix = "correct the key (any other option of sbatch goes below `sbatch:`)"
+    refuse_unknown(values, hints, f"profile {path}", prefix, fix=fix)
+    built = {k: _typed(hints[k], v, f"{prefix}{k}", path) for k, v in values.items()}
     return kind(**built)
 
 

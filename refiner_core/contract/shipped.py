@@ -5,7 +5,7 @@ In: a name or path as it was typed. Out: the file, or an error that names the ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -61,3 +61,35 @@ def find_file(
         expected=expected,
         fix="name one of these",
     )
+
+
+def refuse_unknown(
+    keys: Iterable[object],
+    known: Collection[str],
+    where: str,
+    at: str = "",
+    *,
+    hint: str = "",
+    fix: str = "correct the key",
+) -> None:
+    """Refuse keys of a file that it has no field for.
+
+    Parameters
+    ----------
+    where, at
+        The file, or the part of it, for messages; what stands before the key there.
+    hint
+        What is said of a key instead of the nearest one.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the first, and the nearest that there is.
+    """
+    for key in keys:
+        if key not in known:
+            raise ConfigurationError(
+                f"There is no field `{at}{key}` in {where}.{hint or suggest(str(key), known)}",
+                expected=f"some of: {', '.join(known)}",
+                fix=fix,
+            )

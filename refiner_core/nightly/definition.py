@@ -41,6 +41,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
+from refiner_core.contract.shipped import refuse_unknown
 from refiner_core.contract.steering_config import Alarm, is_place
 
 #: Version of the rows of a history.
@@ -561,13 +562,7 @@ def _mapping(value: Any, where: str, what: str, known: Sequence[str]) -> Mapping
             fix=f"correct `{where}`",
         )
     values = {str(k): v for k, v in value.items()}
-    for key in values:
-        if key not in known:
-            raise ConfigurationError(
-                f"There is no field {key!r} in {where}.{suggest(key, known)}",
-                expected="one of: " + ", ".join(known),
-                fix="correct the key",
-            )
+    refuse_unknown(values, known, where)
     return values
 
 
