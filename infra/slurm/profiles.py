@@ -220,7 +220,7 @@ def load_profile(name: str | None = None) -> Profile:
         secret; the message names what would fit.
     """
     path = find_file(name or DEFAULT_PROFILE, "Slurm profile", shipped_files(PROFILE_PACKAGE))
-    values = yaml_fields(path, f"Profile {path}", "partition: gpu")
+    values = yaml_fields(path, f"Profile {path}", "partition: gpu", may_be_empty=True)
     profile: Profile = _section(Profile, {"name": path.stem, **values}, "", path)
     _check_values(profile, path)
     return profile

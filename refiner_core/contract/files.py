@@ -54,7 +54,9 @@ def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
         return yaml.safe_load(_text(source))
 
 
-def yaml_node(source: Path | str, what: str, example: str) -> DictConfig:
+def yaml_node(
+    source: Path | str, what: str, example: str, *, may_be_empty: bool = False
+) -> DictConfig:
     """The fields of a YAML file, or of the text of one, with interpolations. No key stands twice,
     ``1e-4`` is a number, and a date is text.
 
@@ -66,7 +68,7 @@ def yaml_node(source: Path | str, what: str, example: str) -> DictConfig:
     Raises
     ------
     ConfigurationError
-        It cannot be read, or is no mapping.
+        It cannot be read, is no mapping, or says nothing.
     """
     from omegaconf import DictConfig, OmegaConf
 
@@ -75,22 +77,29 @@ def yaml_node(source: Path | str, what: str, example: str) -> DictConfig:
             node: Any = OmegaConf.create(_text(source))
     except AssertionError:  # OmegaConf's answer to a lone number
         node = None
-    if isinstance(node, DictConfig):
+    if isinstance(node, DictConfig) and (node or may_be_empty):
         return node
+    kind = "a value" if node is None else "a list"
+    is_ = "is empty" if node == {} else f"holds {kind}, not a mapping of fields"
     raise ConfigurationError(
-        f"{what} holds {'a value' if node is None else 'a list'}, not a mapping of fields.",
+        f"{what} {is_}.",
         expected=f"`key: value` lines such as `{example}`",
         fix="see a shipped one for the form",
     )
 
 
 def yaml_fields(
-    source: Path | str, what: str, example: str, *, resolve: bool = True
+    source: Path | str,
+    what: str,
+    example: str,
+    *,
+    resolve: bool = True,
+    may_be_empty: bool = False,
 ) -> dict[str, Any]:
     """The same as plain values; errors as of :func:`yaml_node`."""
     from omegaconf import OmegaConf
 
-    node = yaml_node(source, what, example)
+    node = yaml_node(source, what, example, may_be_empty=may_be_empty)
     with readable(source, what):
         values: Any = OmegaConf.to_container(node, resolve=resolve)
     return {str(key): value for key, value in values.items()}

@@ -216,7 +216,7 @@ def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
             expected="includes without a circle",
             fix="remove one of the `include:` entries",
         )
-    node = _read(path)
+    node = yaml_node(path, f"Recipe {path}", "include: tiny")
     files: list[RecipeFile] = []
     for name in _includes(node.pop("include", None), path):
         nested = path.parent / name
@@ -247,17 +247,6 @@ def _included(name: str, path: Path) -> Path:
             + ", ".join(shipped_recipes()),
             fix=f"correct `include` in {path}",
         ) from error
-
-
-def _read(path: Path) -> Any:
-    node = yaml_node(path, f"Recipe {path}", "seed: 42")
-    if not node:
-        raise ConfigurationError(
-            f"Recipe {path} is empty.",
-            expected="`key: value` lines such as `include: tiny`",
-            fix="see a shipped recipe for the form",
-        )
-    return node
 
 
 # ---------------------------------------------------------------- settling

@@ -190,7 +190,7 @@ def test_names_that_yaml_takes_for_numbers_are_names() -> None:
     [
         ("recipe: [tiny", r"cannot be read"),
         ("- recipe", r"not a mapping of fields"),
-        ("", r"`recipe` of sweep file is missing"),
+        ("", r"sweep file is empty"),
         ("42", r"not a mapping of fields"),
         ("recipe: " + "{a: " * 500 + "1" + "}" * 500, r"nested too deeply"),
         ("recipe: tiny\nseeds: 1\nseeds: 2", r"cannot be read.*seeds"),
