@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.history import ModelSize, failures_of, model_size, suggest_save_freq, times_of
+from infra.disk.history import failures_of, size_of_model, suggest_save_freq, times_of
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
@@ -377,18 +377,6 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
         may_go = sum(c.bytes for c in keeper.candidates(None))
         room = room._replace(reclaimable_bytes=may_go)
     return room
-
-
-def size_of_model(config: RecipeConfig) -> ModelSize:
-    """Number of parameters of a recipe's model, as far as this machine can tell."""
-    from refiner_core.generation.load import resolve_ref
-
-    name = config.model.name_or_path
-    try:
-        path: Path | None = Path(resolve_ref(name))
-    except RefinerError:
-        path = None
-    return model_size(path, name)
 
 
 def propose_fit(plans: Sequence[Plan], room: PlannedRoom) -> Change | None:

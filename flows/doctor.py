@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor.check import Check, Finding, Look, absent, doubtful, gib
+from infra.doctor.check import Check, Finding, Look, absent, doubtful, fine, found, gib
 from infra.doctor.runner import AREAS, all_checks, run_checks
 from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.store.provenance import read_certificate
@@ -147,9 +147,9 @@ def _recipe_checks(plan: Plan | None, refusal: RefinerError | None, look: Look) 
             limit_s=_JUDGE_S,
             needed=lambda x: x.recipe and asks_judge(x.config) and x.config.judge.kind == "openai",
             hung="curl --max-time 10 JUDGE/models",
-        )
+        ),
+        Check("gpu", "certificate", _certificate, limit_s=20),
     ]
-    checks.append(Check("gpu", "certificate", _certificate, limit_s=20))
     if look.recipe:
         checks.append(
             Check("recipe", "plan", lambda _: _plan(plan, refusal, look), needed=lambda _: True)
@@ -169,7 +169,7 @@ def _certificate(look: Look) -> Iterator[Finding]:
     if made is None:
         if look.gpus or shutil.which("nvidia-smi"):
             what = "this node has none: what its GPUs do was not tried"
-            yield Finding("gpu", "certificate", "missing", what, mend=mend, why="trust in numbers")
+            yield found("missing", what, mend, "trust in numbers")
         return
     counts = ", ".join(f"{made.count(v)} {v}" for v in ("pass", "fail", "absent"))
     what = f"certified on {made.made_at[:10]}: {counts}"
@@ -178,46 +178,39 @@ def _certificate(look: Look) -> Iterator[Finding]:
     if changed or failed:
         what += "".join(f"; now {one}" for one in changed)
         what += f"; failed: {', '.join(failed)}" * bool(failed)
-        yield Finding("gpu", "certificate", "warning", what, mend=mend, why="it is of other days")
+        yield found("warning", what, mend, "it is of other days")
         return
-    yield Finding("gpu", "certificate", "ok", what)
+    yield fine(what)
 
 
 def _plan(plan: Plan | None, refusal: RefinerError | None, look: Look) -> Iterator[Finding]:
     if refusal is not None:
         proposed = _SETTING.search(refusal.fix)  # the first `key=value`
         mend = f"refiner doctor {look.recipe}" + (f" {proposed[0]}" if proposed else "")
-        yield Finding(*("recipe", "plan", "broken", refusal.what), mend=mend, why=refusal.fix)
+        yield found("broken", refusal.what, mend, refusal.fix)
         return
     assert plan is not None
     from flows.checking.resources import planning_notes
 
     names = ", ".join(s.name for s in plan.stages)
-    yield Finding("recipe", "plan", "ok", f"{plan.recipe}: {len(plan.stages)} stages ({names})")
+    yield fine(f"{plan.recipe}: {len(plan.stages)} stages ({names})")
     for note in planning_notes(plan):
-        yield Finding("recipe", "note", "warning", note, mend=f"refiner plan {look.recipe}")
+        yield found("warning", note, f"refiner plan {look.recipe}", name="note")
 
 
-def _forecast(plan: Plan, look: Look) -> Iterator[Finding]:
+def _forecast(plan: Plan, look: Look) -> Finding:
     from flows.disk import planned_room
 
     room = planned_room([plan])
     needed, free = room.forecast.needed_bytes, room.free_bytes
-    unknown = f"; of {', '.join(room.forecast.unknown)} nothing is known" if (
-        room.forecast.unknown) else ""  # fmt: skip
-    what = (
-        f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free{unknown}"
-    )
+    what = f"takes up to {gib(needed)}, {room.forecast.inodes:,} files; {gib(free)} are free"
+    if room.forecast.unknown:
+        what += f"; of {', '.join(room.forecast.unknown)} nothing is known"
     if not room.forecast.stages:
         what = f"nothing is left to write; {gib(free)} are free"
-    if room.fits:
-        yield Finding("workspace", "forecast", "ok", what)
-        return
-    yield Finding(
-        *("workspace", "forecast", "warning", what),
-        mend=f"refiner plan {look.recipe} --fit",
-        why="the run pauses when the disk is full, and goes on when there is room",
-    )
+    why = "the run pauses when the disk is full, and goes on when there is room"
+    mend = f"refiner plan {look.recipe} --fit"
+    return fine(what) if room.fits else found("warning", what, mend, why)
 
 
 # ---------------------------------------------------------------- the judge
@@ -229,29 +222,29 @@ def _judge(look: Look) -> Iterator[Finding]:
     if look.recipe and not asks_judge(look.config):
         return
     if judge.kind == "lexical":
-        yield Finding("judge", "judge", "ok", f"{judge.model}: word overlap, needs no server")
+        yield fine(f"{judge.model}: word overlap, needs no server")
         return
     if judge.base_url or judge.base_urls:
-        yield from _key(judge)
+        yield _key(judge)
         yield _answer(look, judge)
     elif serves(judge):
         served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
-        yield Finding("judge", "judge", "ok", f"{served}; its environment stands under vllm")
+        yield fine(f"{served}; its environment stands under vllm")
     else:
-        yield Finding(
-            *("judge", "judge", absent(look.recipe), f"nothing says where {judge.model} answers"),
-            mend=f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
-            why="rubrics and citations are scored by it",
+        yield found(
+            absent(look.recipe),
+            f"nothing says where {judge.model} answers",
+            f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
+            "rubrics and citations are scored by it",
         )
 
 
-def _key(judge: JudgeConfig) -> Iterator[Finding]:
+def _key(judge: JudgeConfig) -> Finding:
     name = judge.api_key_env
-    set_ = bool(os.environ.get(name))
-    what = f"{name} is {'set' if set_ else 'not set: the server is asked without a key'}"
-    yield Finding("judge", "key", "ok" if set_ else "missing", what,
-                  mend="" if set_ else f"export {name}=KEY", why="" if set_ else
-                  "only where the server asks for one")  # fmt: skip
+    if os.environ.get(name):
+        return fine(f"{name} is set", name="key")
+    what, why = "not set: the server is asked without a key", "only where the server asks for one"
+    return found("missing", f"{name} is {what}", f"export {name}=KEY", why, name="key")
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
@@ -266,17 +259,15 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         kinds = KINDS[:1] if look.config.environment.name else KINDS
         asked = ask_examples(workspace, judge, kinds)
     except RefinerError as error:
-        return Finding(
-            *("judge", "judge", doubtful(look.recipe), error.what), mend=mend, why=error.fix
-        )
+        return found(doubtful(look.recipe), error.what, mend, error.fix)
     what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"
     if asked.judgement.status == "scored":
-        return Finding("judge", "judge", "ok", what)
-    return Finding(
-        *("judge", "judge", doubtful(look.recipe)),
+        return fine(what)
+    return found(
+        doubtful(look.recipe),
         f"{what}, but gave no score to {asked.request.kind}: {asked.judgement.detail}",
-        mend=mend,
-        why="a judgement without a score takes its rollout out of the loss",
+        mend,
+        "a judgement without a score takes its rollout out of the loss",
     )
 
 

@@ -30,14 +30,12 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.files import readable, yaml_fields
 from refiner_core.contract.loading import (
     leaves,
     read_overrides,
@@ -47,6 +45,7 @@ from refiner_core.contract.loading import (
 )
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
+from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
 #: Of an arm or sweep; begins with a letter or digit, so that it is no option and no hidden file.
@@ -138,7 +137,8 @@ class Reader:
 
     def read(self, name: str) -> SweepFile:
         """The whole file, each part checked."""
-        _known_keys(self.values, KEYS, "", self.where)
+        alien = next((str(key) for key in self.values if key not in KEYS), "")
+        refuse_unknown(self.values, KEYS, self.where, hint=_belongs_elsewhere(alien))
         if not self.values.get("recipe"):
             raise self._wrong("recipe", self.values.get("recipe"), "a recipe's name or file")
         varied = (*self._factors(), *self._zips())
@@ -325,7 +325,7 @@ class Reader:
 
     def _limits(self) -> Limits:
         found = self._mapping("limits")
-        _known_keys(found, [f.name for f in fields(Limits)], "limits: ", self.where)
+        refuse_unknown(found, [f.name for f in fields(Limits)], self.where, "limits: ")
         for key, value in found.items():
             whole = key in ("concurrency", "judge_calls")
             right = _is_int(value) or (isinstance(value, float) and not whole and value < 1e308)
@@ -340,7 +340,7 @@ class Reader:
         if isinstance(found, str):
             return Question(text=found)
         found = self._mapping("question")
-        _known_keys(found, [f.name for f in fields(Question)], "question: ", self.where)
+        refuse_unknown(found, [f.name for f in fields(Question)], self.where, "question: ")
         for key, value in found.items():
             if key != "smallest_effect" and not isinstance(value, str):
                 raise self._wrong(f"question: {key}", value, "text")
@@ -424,17 +424,6 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
 
-def _known_keys(found: Mapping[str, Any], known: Sequence[str], at: str, where: str) -> None:
-    for key in found:
-        if key not in known:
-            hint = "" if at else _belongs_elsewhere(str(key))
-            raise ConfigurationError(
-                f"There is no key `{at}{key}` in {where}.{hint or suggest(str(key), known)}",
-                expected=f"some of: {', '.join(known)}",
-                fix="correct the key",
-            )
-
-
 def _belongs_elsewhere(key: str) -> str:
     """Hint for a key of a recipe that stands in a sweep file."""
     known = {part for path, _ in walk(RecipeConfig) for part in (path, path.split(".")[0])}
@@ -443,8 +432,7 @@ def _belongs_elsewhere(key: str) -> str:
 
 def shipped_sweeps() -> dict[str, Path]:
     """Names and files of the sweeps that come with refiner."""
-    folder = Path(str(resources.files("sweeps")))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"), key=lambda p: p.stem)}
+    return shipped_files("sweeps")
 
 
 def load_sweep(name_or_path: str) -> SweepFile:
@@ -456,41 +444,16 @@ def load_sweep(name_or_path: str) -> SweepFile:
         There is none of that name, or its form is wrong; says what would fit.
     """
     path = find_sweep(name_or_path)
-    try:
+    with readable(path, f"Sweep {path}"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ConfigurationError(
-            f"Sweep {path} cannot be read: {why}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the file",
-        ) from error
     return parse_sweep(text, path.stem, str(path))
 
 
 def find_sweep(name_or_path: str) -> Path:
     """The file of a sweep given by shipped name or path."""
-    shipped = shipped_sweeps()
-    if name_or_path in shipped:
-        return shipped[name_or_path]
-    path = Path(name_or_path).expanduser()
-    if path.is_file():
-        return path.absolute()
-    known = ", ".join(shipped)
-    if "/" in name_or_path or path.suffix in (".yaml", ".yml"):
-        raise ConfigurationError(
-            f"There is no sweep file {name_or_path}.",
-            expected=f"the path of a YAML file, or a shipped name: {known}",
-            fix="check the path (it is taken from the current folder)",
-        )
-    hint = ""
-    if name_or_path in shipped_recipes():
-        hint = " That is a recipe; `refiner run` carries it out."
-    raise ConfigurationError(
-        f"There is no sweep {name_or_path!r}.{hint or suggest(name_or_path, shipped)}",
-        expected=f"a shipped name ({known}) or the path of a YAML file",
-        fix="name one of these",
-    )
+    is_recipe = name_or_path in shipped_recipes()
+    hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
+    return find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
 
 
 def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "") -> SweepFile:
@@ -510,34 +473,6 @@ def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "
     """
     text = source if isinstance(source, str) else ""
     where = f"sweep {Path(origin).name if origin else name or 'file'}"
-    return Reader(_read_yaml(source, where), where, origin, text).read(name)
-
-
-def _read_yaml(source: str | Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keys and values, with dots in keys left alone."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    if not isinstance(source, str):
-        return dict(source)
-    try:
-        node = OmegaConf.create(source)
-        found: Any = OmegaConf.to_container(node, resolve=False)
-    except AssertionError:  # OmegaConf's answer to a lone number
-        found = None
-    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        why = "it is nested too deeply" if deep else yaml_reason(error)
-        raise ConfigurationError(
-            f"The text of {where} cannot be read: {why}.",
-            expected="YAML",
-            fix="correct the nesting" if deep else "correct the place named above",
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(
-            f"The text of {where} is no mapping of keys.",
-            expected=f"`key: value` lines with keys among {', '.join(KEYS)}",
-            fix="see a shipped sweep for the form",
-        )
-    return {str(k): v for k, v in found.items()}
+    if isinstance(source, str):
+        source = yaml_fields(source, f"The text of {where}", "recipe: tiny", resolve=False)
+    return Reader(source, where, origin, text).read(name)

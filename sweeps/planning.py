@@ -27,9 +27,10 @@ from refiner_core.contract.fields import replace_fields, suggest
 from refiner_core.contract.loading import override_text
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlanMemo
+from refiner_core.contract.records import ArmRecord
 from sweeps.checks import check_fields, check_trials
 from sweeps.definition import MOST, join, value_text
-from sweeps.values import Arm, SweepFile, SweepPlan, Trial
+from sweeps.values import SweepFile, SweepPlan, Trial
 
 #: The factor that named arms are levels of, in `exclude`, `baseline` and an arm's levels.
 ARM = "arm"
@@ -45,7 +46,7 @@ class _Level(NamedTuple):
     changes: Mapping[str, Any]
 
 
-def make_arms(sweep: SweepFile) -> tuple[Arm, ...]:
+def make_arms(sweep: SweepFile) -> tuple[ArmRecord, ...]:
     """All arms, in the order of the levels in the file.
 
     Raises
@@ -69,7 +70,7 @@ def make_arms(sweep: SweepFile) -> tuple[Arm, ...]:
         if any(all(labels.get(f) == text for f, text in rule.items()) for rule in rules):
             continue
         changes = {field: value for level in levels for field, value in level.changes.items()}
-        arms.append(Arm(join([level.part for level in levels]) or ONLY, labels, changes))
+        arms.append(ArmRecord(join([level.part for level in levels]) or ONLY, labels, changes))
     if not arms:
         raise ConfigurationError(
             f"`exclude` of sweep {sweep.name} leaves none of its {count} arms.",
@@ -80,7 +81,7 @@ def make_arms(sweep: SweepFile) -> tuple[Arm, ...]:
     return tuple(arms)
 
 
-def find_baseline(sweep: SweepFile, arms: tuple[Arm, ...]) -> str:
+def find_baseline(sweep: SweepFile, arms: tuple[ArmRecord, ...]) -> str:
     """Name of the arm that the others are held against.
 
     Raises
@@ -190,7 +191,7 @@ def _same(value: Any, wanted: Any) -> bool:
     return bool(value == wanted) and isinstance(value, bool) == isinstance(wanted, bool)
 
 
-def _unique(sweep: SweepFile, arms: Iterable[Arm]) -> None:
+def _unique(sweep: SweepFile, arms: Iterable[ArmRecord]) -> None:
     counts = Counter(arm.name for arm in arms)
     folded = Counter(name.casefold() for name in counts)
     if twice := [n for n in counts if counts[n] > 1 or folded[n.casefold()] > 1]:
@@ -255,9 +256,9 @@ class Planner:
         self.sources, self.memo = sources, PlanMemo()
         self._sections: dict[tuple[Any, ...], Any] = {}
         self._texts: dict[tuple[str, str], str] = {}
-        self._arm: tuple[Arm | None, RecipeConfig, Mapping[str, str]] = (None, base, {})
+        self._arm: tuple[ArmRecord | None, RecipeConfig, Mapping[str, str]] = (None, base, {})
 
-    def plan(self, arm: Arm, seed: int) -> Plan:
+    def plan(self, arm: ArmRecord, seed: int) -> Plan:
         """The plan of one trial."""
         if self.follow is not None:
             config = self._config(arm, {**arm.changes, "seed": seed})
@@ -272,7 +273,7 @@ class Planner:
         """The plan of a configuration that is no trial's, to compare with."""
         return make_plan(config, self.sources(config), self.memo)
 
-    def texts(self, arm: Arm, seed: int) -> tuple[str, ...]:
+    def texts(self, arm: ArmRecord, seed: int) -> tuple[str, ...]:
         """Overrides that one types behind ``refiner run RECIPE`` to get the same run."""
         changed = [self._text(field, value) for field, value in arm.changes.items()]
         return (*self.sweep.overrides, *changed, f"seed={seed}")
@@ -283,7 +284,7 @@ class Planner:
             self._texts[key] = override_text(field, value)
         return self._texts[key]
 
-    def _config(self, arm: Arm, changes: Mapping[str, Any]) -> RecipeConfig:
+    def _config(self, arm: ArmRecord, changes: Mapping[str, Any]) -> RecipeConfig:
         """The recipe as an arm has it, checked; equal sections are one object."""
         if self.follow is not None:
             changes = {**self.follow(changes), **changes}

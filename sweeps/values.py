@@ -1,6 +1,6 @@
 """The values that rooms exchange about sweeps. Data only.
 
-:class:`SweepFile` is what a person has written, checked for form; :class:`Arm` and :class:`Trial`
+:class:`SweepFile` is what a person has written, checked for form; arms and :class:`Trial` values
 are what it stands for; :class:`SweepPlan` is all of it with the stages, each known by fingerprint.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import ArmRecord
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,6 @@ class SweepFile:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One setting of all factors.
-
-    ``name`` is for people, commands and paths (letters, digits, ``.=+_-``); ``levels`` maps factors
-    to labels; ``changes`` maps dotted fields to values.
-    """
-
-    name: str
-    levels: Mapping[str, str]
-    changes: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class Trial:
     """One arm with one seed: a run of the recipe with these ``overrides``."""
 
@@ -145,7 +133,7 @@ class SweepPlan:
     that a sweep that ends early can still be compared in pairs."""
 
     sweep: SweepFile
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmRecord, ...]
     baseline: str
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()

@@ -13,12 +13,12 @@ import functools
 import json
 import os
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infra.foreign.checkpoints import safetensors_header
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 from refiner_core.contract.kinds import KINDS, kinds_of
@@ -26,7 +26,6 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 _INDEX = "model.safetensors.index.json"
-_LONGEST_HEADER = 100 << 20
 #: Up to here a tokenizer is parsed; of a larger one the ids are looked for, ten times as fast.
 _PARSED_BYTES = 1 << 20
 _MODEL = re.compile(rb'"model"\s*:\s*\{')
@@ -72,21 +71,21 @@ class ModelFiles:
     @property
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
-        for path, header in self._headers():
-            ends = [v["data_offsets"][1] for v in header.values() if "data_offsets" in v]
-            if ends and path.stat().st_size < header[""]["begin"] + max(ends):
+        for path, begin, header in self._headers():
+            ends = [v["data_offsets"][1] for v in header.values()]
+            if ends and path.stat().st_size < begin + max(ends):
                 return path.name
         return None
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors in safetensors files, by name."""
-        tensors = (item for _, header in self._headers() for item in header.items())
-        return {name: tuple(v["shape"]) for name, v in tensors if "shape" in v}
+        tensors = (item for *_, header in self._headers() for item in header.items())
+        return {name: tuple(v["shape"]) for name, v in tensors}
 
-    def _headers(self) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    def _headers(self) -> Iterator[tuple[Path, int, Mapping[str, Any]]]:
         for path in sorted(self.folder.glob("*.safetensors")):
-            yield path, _header(path, _state_of(path))
+            yield path, *_header(path, _state_of(path))
 
     @property
     def has_weights(self) -> bool:
@@ -165,20 +164,12 @@ def _json(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _header(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
-    """A safetensors header, and under ``""`` where the data begins; empty where it is none."""
+def _header(path: Path, state: tuple[int, int]) -> tuple[int, Mapping[str, Any]]:
+    """Where the data of a safetensors file begins, and its header; empty where it has none."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _LONGEST_HEADER:
-                return {}
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            for value in header.values():
-                value["shape"], value["data_offsets"][1]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
-        return {}
-    return {**header, "": {"begin": 8 + length}}
+        return safetensors_header(path)
+    except (OSError, ValueError):
+        return 0, {}
 
 
 @functools.lru_cache(maxsize=16)

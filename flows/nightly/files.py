@@ -11,21 +11,21 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 
 from infra.store.nightly_records import NightlyRecords, nightly_names
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.files import readable
 from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.shipped import find_file, is_file_name, shipped_files
 from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
 
 
 def shipped_nightlies() -> dict[str, Path]:
     """Names and files of the nightly evaluations that come with refiner."""
-    folder = Path(str(resources.files("flows.nightly")))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+    return shipped_files("flows.nightly")
 
 
 def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
@@ -43,22 +43,10 @@ def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
         There is no such file, or what it says cannot be meant.
     """
     shipped = shipped_nightlies()
-    path = shipped.get(file) or Path(file).expanduser().absolute()
+    path = find_file(file, "nightly evaluation", shipped).absolute()
     folder = Path.cwd() if file in shipped else path.parent
-    if not path.is_file():
-        raise ConfigurationError(
-            f"There is no nightly file {file}.{suggest(file, shipped)}",
-            expected="a YAML file, or a shipped name: " + ", ".join(shipped),
-            fix="correct the path",
-        )
-    try:
+    with readable(path, f"The nightly file {path}"):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"The nightly file {path} cannot be read: {error}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the file, or its permissions",
-        ) from error
     nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
     return with_overrides(nightly, overrides)
 
@@ -104,8 +92,7 @@ def find_nightly(wanted: str, overrides: Sequence[str] = ()) -> Nightly:
     ConfigurationError
         It is neither.
     """
-    looks_like_file = "/" in wanted or wanted.endswith((".yaml", ".yml"))
-    if not looks_like_file and wanted not in shipped_nightlies():
+    if not is_file_name(wanted) and wanted not in shipped_nightlies():
         roots = [o.partition("=")[2] for o in overrides if o.startswith("workspace=")]
         workspace = Workspace.read_only(Path(roots[-1] if roots else "runs").absolute())
         found = recorded_nightly(wanted, workspace)

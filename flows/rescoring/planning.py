@@ -30,7 +30,7 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import LEXICAL_MODELS, JudgeConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.loading import apply_overrides, parse_config
 from refiner_core.contract.marks import walk
@@ -216,22 +216,8 @@ def _name_given(given: Mapping[str, str]) -> str:
 
 
 def _from_file(path: Path) -> JudgeConfig:
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigurationError(
-            f"The judge {path} cannot be read: {yaml_reason(error, path)}",
-            expected="a YAML file with a section `judge`",
-            fix="correct the path or the file",
-        ) from error
-    if not isinstance(values, Mapping):
-        raise ConfigurationError(
-            f"The judge {path} holds no fields.",
-            expected="a section `judge`, e.g. `judge: {kind: openai, model: NAME, base_url: URL}`",
-            fix="write one",
-        )
+    example = "judge: {kind: openai, model: NAME, base_url: URL}"
+    values = yaml_fields(path, f"The judge {path}", example, resolve=False)
     from omegaconf import OmegaConf
 
     node = settled(OmegaConf.create({"judge": values.get("judge", values)}), path.parent)

@@ -39,7 +39,7 @@ from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.services import is_service
-from sweeps.forecast import SweepForecast
+from sweeps.forecast import Passed, SweepForecast
 from sweeps.history import CanaryMeasure
 from sweeps.values import SweepPlan, Trial
 
@@ -62,7 +62,7 @@ class Outlook:
     corrected
         Makes another forecast by what the canary has shown.
     passed
-        The limits that a forecast passes, in words.
+        The limits that a forecast passes.
     past_canary
         Release the others whatever the canary shows.
     """
@@ -70,7 +70,7 @@ class Outlook:
     canary: Canary | None
     forecast: SweepForecast | None
     corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
-    passed: Callable[[SweepForecast], Sequence[str]]
+    passed: Callable[[SweepForecast], Sequence[Passed]]
     past_canary: bool = False
 
 
@@ -309,8 +309,8 @@ class Admission:
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
         self.tell(canary_line(name, measured, forecast))
-        known = {t.partition(" ")[0] for t in self.outlook.passed(before)} if before else set()
-        new = [t for t in self.outlook.passed(forecast) if t.partition(" ")[0] not in known]
+        known = {p.field for p in self.outlook.passed(before)} if before else set()
+        new = [p.text for p in self.outlook.passed(forecast) if p.field not in known]
         if new and not self.outlook.past_canary and self._waiting:
             self._hold(
                 f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "

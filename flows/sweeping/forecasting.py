@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flows.disk import size_of_model
 from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk
+from infra.disk.history import size_of_model
 from infra.orchestrator.timeline import devices_of, rough, size_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError

@@ -61,7 +61,6 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import (
     RECORD_VERSION,
     SWEEP_VERSION,
-    ArmRecord,
     RunRecord,
     SweepRecord,
     TrialRecord,
@@ -103,7 +102,7 @@ def record_version(
             recipe=sweep.recipe,
             folder=str(Path.cwd()),
             text=sweep.text,
-            arms=tuple(ArmRecord(a.name, dict(a.levels), dict(a.changes)) for a in plan.arms),
+            arms=plan.arms,
             baseline=plan.baseline,
             seeds=tuple(sweep.seeds),
             trials=tuple(
@@ -365,7 +364,7 @@ def admission_of(
             canary=None if finished else find_canary(plan, workspace),
             forecast=None if finished else forecast_of(plan, workspace),
             corrected=lambda canary: forecast_of(plan, workspace, canary),
-            passed=lambda forecast: [p.text for p in passed_by(forecast, plan, workspace)],
+            passed=lambda forecast: passed_by(forecast, plan, workspace),
             past_canary=launch.past_canary,
         ),
         concurrency=concurrency_of(plan),

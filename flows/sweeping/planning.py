@@ -37,7 +37,7 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, what_follows, whole_paths
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import ArmRecord, to_json
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
@@ -45,7 +45,7 @@ from sweeps.definition import KEYS, load_sweep, shipped_sweeps
 from sweeps.forecast import Passed, SweepForecast, held_out_prompts
 from sweeps.planning import plan_sweep
 from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable, evaluation_of
-from sweeps.values import Arm, SweepFile, SweepPlan
+from sweeps.values import SweepFile, SweepPlan
 
 
 def make_sweep_plan(name_or_path: str, overrides: Sequence[str] = ()) -> SweepPlan:
@@ -333,7 +333,7 @@ def _arm_rows(look: SweepLook) -> list[tuple[str, ...]]:
     return rows
 
 
-def _changes(plan: SweepPlan, arm: Arm) -> str:
+def _changes(plan: SweepPlan, arm: ArmRecord) -> str:
     """Settings of an arm, as overrides; the recipe as it is says so."""
     found = next(t.overrides for t in plan.trials if t.arm == arm.name)
     own = found[len(plan.sweep.overrides) : -1]  # the last one is the seed

@@ -11,24 +11,23 @@ import json
 import logging
 import math
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from infra.disk.usage import size_of
-from infra.foreign.checkpoints import recorded_checkpoints
+from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.store.checkpoints import CheckpointStore
 from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import StageRecord
 
 #: What a checkpoint takes per parameter: weights, two float32 moments, float32 masters if need be.
 STATE_BYTES = {"float32": 12, "bfloat16": 14}
 _NAMED = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.IGNORECASE)
-_LONGEST_HEADER = 100 << 20
 
 
 class ModelSize(NamedTuple):
@@ -53,21 +52,25 @@ def model_size(folder: Path | None, name: str) -> ModelSize:
     return ModelSize(None, f"nothing says how large {name} is")
 
 
+def size_of_model(config: RecipeConfig) -> ModelSize:
+    """Number of parameters of a recipe's model, as far as this machine can tell."""
+    from refiner_core.generation.load import resolve_ref
+
+    name = config.model.name_or_path
+    try:
+        path: Path | None = Path(resolve_ref(name))
+    except RefinerError:
+        path = None
+    return model_size(path, name)
+
+
 def _by_headers(folder: Path) -> int:
-    """Numbers in all safetensors files, by their headers (8 bytes of length, then JSON)."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                if length > _LONGEST_HEADER:
-                    return 0
-                header = json.loads(file.read(length))
-            shapes = [v["shape"] for k, v in header.items() if k != "__metadata__"]
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
-            return 0
-        total += sum(math.prod(shape) for shape in shapes)
-    return total
+    """Numbers in all safetensors files, by their headers."""
+    try:
+        headers = [safetensors_header(path)[1] for path in folder.glob("*.safetensors")]
+        return sum(math.prod(entry["shape"]) for of in headers for entry in of.values())
+    except (OSError, ValueError, TypeError):
+        return 0
 
 
 def _by_config(path: Path) -> int:

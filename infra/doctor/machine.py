@@ -17,14 +17,12 @@ from pathlib import Path
 
 import psutil
 
-from infra.disk.history import model_size
+from infra.disk.history import size_of_model
 from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
 from infra.doctor.slurm import slurm_settings
 from infra.host.secrets import masked
 from infra.hub.target import endpoint_now
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import RefinerError
-from refiner_core.generation.load import resolve_ref
 
 #: Files and connections that a worker has open besides its calls of a judge.
 _OWN_FILES = 256
@@ -110,12 +108,7 @@ def _shared_memory(look: Look) -> Finding | None:
 
 def weight_bytes(config: RecipeConfig) -> int:
     """Bytes that the model's weights take in its own type; 0 where its size is not known."""
-    name = config.model.name_or_path
-    try:
-        path: Path | None = Path(resolve_ref(name))
-    except RefinerError:
-        path = None
-    return (model_size(path, name).parameters or 0) * _WEIGHT_BYTES[config.model.dtype]
+    return (size_of_model(config).parameters or 0) * _WEIGHT_BYTES[config.model.dtype]
 
 
 # ---------------------------------------------------------------- clocks

@@ -28,11 +28,10 @@ import json
 import logging
 import os
 import re
-import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.host.files import sync_file_system
 from infra.store import atomic
@@ -48,6 +47,8 @@ _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LEGACY_PICKLE = b"\x80"
 
 log = logging.getLogger(__name__)
+#: Number, size and newest change of files.
+Signature = tuple[int, int, int]
 #: A file of tensors is cut short where it has less than this share of its siblings' bytes.
 _SIZE_SHARE = 0.9
 #: Files of which each process writes one: another number of processes is no damage.
@@ -107,22 +108,43 @@ def file_damage(path: Path) -> str | None:
     return None
 
 
+def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a safetensors file begins, and what its header says of each tensor: at
+    least a ``shape`` and ``data_offsets``.
+
+    Raises
+    ------
+    ValueError
+        It has no header, or not all of it.
+    OSError
+        It cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        begin = 8 + length
+        if path.stat().st_size < 8 or length > _HEADER_LIMIT:
+            raise ValueError("no safetensors header")
+        header = file.read(length)
+    if len(header) < length:
+        raise ValueError("cut short in its header")
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        entries.pop("__metadata__", None)
+        for entry in entries.values():
+            entry["shape"], entry["data_offsets"][1]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError("no safetensors header") from error
+    return begin, entries
+
+
 def _safetensors_damage(path: Path, size: int) -> str | None:
     if size < 8:
         return f"cut short: {size} bytes"
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _HEADER_LIMIT:
-            return "no safetensors header"
-        header = file.read(length)
-    if len(header) < length:
-        return f"cut short in its header: {size} bytes"
     try:
-        entries = json.loads(header)
-        ends = [e["data_offsets"][1] for k, e in entries.items() if k != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return "no safetensors header"
+        begin, entries = safetensors_header(path)
+    except ValueError as error:
+        return str(error)
+    expected = begin + max((e["data_offsets"][1] for e in entries.values()), default=0)
     if size != expected:
         return f"cut short: {size} of {expected} bytes" if size < expected else "bytes at its end"
     return None
@@ -167,17 +189,27 @@ class ForeignCheckpoint(NamedTuple):
     certain: bool = False
 
 
-def find_checkpoints(folder: Path, command: CommandConfig) -> list[ForeignCheckpoint]:
-    """All checkpoints below ``folder``, oldest step first (by number, not by name); ``command``
-    says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``."""
-    found = []
+def find_checkpoints(
+    folder: Path, command: CommandConfig, whole: dict[Path, Signature] | None = None
+) -> list[ForeignCheckpoint]:
+    """All checkpoints below ``folder``, oldest step first (by number, not by name).
+
+    Parameters
+    ----------
+    command
+        Says how they look: by ``checkpoints``, ``step_pattern`` and ``complete``.
+    whole
+        Those whose files were whole, and as which; who looks again keeps it, so that none is read
+        twice that has not changed.
+    """
+    found, whole = [], {} if whole is None else whole
     for path in folder.glob(command.checkpoints) if folder.is_dir() else ():
         match = re.search(command.step_pattern, path.name)
         if match is None or path.name.startswith(atomic.TEMPORARY):
             continue
         number = next((g for g in match.groups() if g), "")
         if number.isdigit():
-            found.append(_checked(int(number), path, command.complete))
+            found.append(_checked(int(number), path, command.complete, whole))
     found.sort(key=lambda c: (c.step, c.path.name))
     return _beside_siblings(found) if command.complete == "weights" else found
 
@@ -234,7 +266,7 @@ def size_of(path: Path) -> int:
     return sum(_size(file) for file in files_below(path))
 
 
-def signature(path: Path) -> tuple[int, int, int]:
+def signature(path: Path) -> Signature:
     """Number, size and newest change of a file, or of all below a folder: differs once one is
     written."""
     count = total = newest = 0
@@ -246,11 +278,15 @@ def signature(path: Path) -> tuple[int, int, int]:
     return count, total, newest
 
 
-def _checked(step: int, path: Path, complete: str) -> ForeignCheckpoint:
+def _checked(
+    step: int, path: Path, complete: str, whole: dict[Path, Signature]
+) -> ForeignCheckpoint:
     rule, _, value = complete.partition(":")
-    wrong = damage(path, need_weights=rule == "weights")
-    if wrong:
-        return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
+    now = signature(path)
+    if whole.get(path) != now:
+        if wrong := damage(path, need_weights=rule == "weights"):
+            return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
+        whole[path] = now
     if rule == "file" and not ((path / value).is_file() and _size(path / value)):
         return ForeignCheckpoint(step, path, f"{value} is not there")
     if rule == "quiet" and (age := _age_s(path)) < float(value):

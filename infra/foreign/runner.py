@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from infra.foreign.checkpoints import (
     ForeignCheckpoint,
     PassedOver,
+    Signature,
     find_checkpoints,
     is_half,
     newest_complete,
@@ -94,10 +95,11 @@ class TrainerJob:
     grace_s: float = 60.0
     watch_s: float = 30.0
     ours: Path | None = None
+    _whole: dict[Path, Signature] = field(default_factory=dict)
 
     def checkpoints(self) -> list[ForeignCheckpoint]:
         """Its checkpoints now."""
-        return find_checkpoints(self.call.output, self.command)
+        return find_checkpoints(self.call.output, self.command, self._whole)
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class _AtWork:
         self._last_redraw = float("-inf")
         self._signature = signature(job.call.output)
         self._names: frozenset[Path] = frozenset()
-        self._signatures: dict[Path, tuple[int, int, int]] = {}
+        self._signatures: dict[Path, Signature] = {}
         self._due = dict.fromkeys(("fence", "files", "saves", "room"), time.monotonic() + 1.0)
 
     @property

@@ -21,14 +21,13 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
-from infra.foreign.checkpoints import damage, files_below, size_of
+from infra.foreign.checkpoints import damage, files_below, safetensors_header, size_of
 from refiner_core.contract.errors import ConfigurationError
 
 #: safetensors' name of a type -> unsigned integers of its width, and the largest of them, without
@@ -80,18 +79,15 @@ def contents_damage(path: Path) -> str | None:
         return None
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            if _is_empty(file, 8 + length):
+            start, header = safetensors_header(path)
+            if _is_empty(file, start):
                 return "is empty in its second half, as where a file was cut off"
-            file.seek(8 + length)
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                file.seek(8 + length + begin)
+                file.seek(start + begin)
                 if wrong := _tensor_damage(file, entry["dtype"], entry["shape"], end - begin):
                     return f"{name} {wrong}"
-    except (ValueError, TypeError, KeyError, AttributeError, struct.error):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return "no safetensors header"
     return None
 

@@ -46,7 +46,7 @@ from infra.orchestrator.reconcile import (
     reconcile,
 )
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Backoff, Keeper, ProbingKeeper, Rooms, Trouble
+from infra.orchestrator.waiting import Backoff, Keeper, Rooms, Trouble
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
@@ -178,7 +178,7 @@ class Orchestrator:
     config
         What they have in common: its ``dispatch`` and ``disk``.
     keeper
-        What knows of room on the disk and makes it; without one a write is tried.
+        What knows of room on the disk and makes it.
     clock
         Seconds, monotonic.
     """
@@ -190,7 +190,7 @@ class Orchestrator:
         router: Router,
         config: RecipeConfig,
         *,
-        keeper: Keeper | None = None,
+        keeper: Keeper,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.source, self.workspace, self.router = source, workspace, router
@@ -200,7 +200,7 @@ class Orchestrator:
         self._settings, self._clock = config.dispatch, clock
         patience = Patience(self._settings.heartbeat_timeout_s, self._settings.hung_after_s)
         self._observer = Observer(workspace, router, patience, clock=clock)
-        self._keeper = keeper or ProbingKeeper(workspace)
+        self._keeper = keeper
         self._rooms = Rooms(workspace, self._keeper, config.disk, clock, self._note_of_room)
         # The member that begins a stage, and in whose log that is told: the first that has it.
         self._homes: dict[str, Member] = {}

@@ -21,7 +21,7 @@ from infra.jobs.failures import CLASSES, is_outage, outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
 from infra.orchestrator.reconcile import SILENT, CloseAttempt
 from infra.orchestrator.timeline import first_line
-from infra.store.atomic import has_room, out_of_inodes
+from infra.store.atomic import out_of_inodes
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import NoSpaceError
@@ -159,34 +159,6 @@ class Keeper(Protocol):
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
         """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
-
-
-class ProbingKeeper:
-    """Knows only whether a write goes through; reclaims nothing."""
-
-    @dataclass(frozen=True)
-    class Nothing:
-        """Nothing was reclaimed."""
-
-        bytes: int = 0
-        items: tuple[str, ...] = ()
-
-    def __init__(self, workspace: Workspace) -> None:
-        self._workspace = workspace
-
-    def need_of(self, stage_id: str) -> int:
-        """A small file's worth."""
-        return SMALL_BYTES
-
-    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Nothing | None:
-        """Tell whether ``need_bytes`` can be written, by writing them."""
-        layout = self._workspace.layout
-        fits = has_room(layout.control, SMALL_BYTES) and has_room(layout.data, need_bytes)
-        return self.Nothing() if fits else None
-
-    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """Bytes: a write that fails says no more."""
-        return f"{need_bytes / 2**20:,.1f} MiB"
 
 
 @dataclass

@@ -6,6 +6,9 @@ closes (the worker is gone, by kill -9 or with its node's memory) everything tha
 started is killed. When the command ends, what it left running is given a moment and then killed;
 after a request to stop, as long as it takes to save.
 
+``python -P minder.py --sweep FOLDER`` runs nothing: once the pipe is closed, the folder is gone,
+with the shared memory of servers that it lists: memory that nobody would give back after a kill -9.
+
 Nothing of ours is imported: it runs from its file, whatever the program's environment is.
 """
 
@@ -15,11 +18,15 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
 
+#: Where a system keeps shared memory (``shm_open``), and the name of the list of it, a path a line.
+MEMORY, SHARED = "/dev/shm", "shared-memory"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds that background processes get when the command has ended by itself.
@@ -47,6 +54,57 @@ def main(command: str) -> int:
         if overdue or _is_closed(sys.stdin.fileno()):
             _kill_all()
             return 137 if code is None else code
+
+
+def sweep(folder: str) -> int:
+    """Wait for the end of the owner, then remove the folder; returns 0."""
+    for number in _STOP_SIGNALS:  # what is meant for the owner is not meant for us
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+    remove(folder)
+    return 0
+
+
+def remove(folder: str) -> None:
+    """Remove a folder of our own, and before it the files that its list names.
+
+    In memory everybody may make folders and files, of any name: nothing is done for one that
+    another user has made or could have written into, and no list deletes anything but shared
+    memory of our own.
+    """
+    if not is_private(folder):
+        return
+    with contextlib.suppress(OSError), open(os.path.join(folder, SHARED)) as file:  # noqa: PTH118, PTH123
+        for line in file:
+            path = line.rstrip("\n")
+            with contextlib.suppress(OSError):
+                if os.path.dirname(path) == MEMORY and is_own_file(path):  # noqa: PTH120
+                    os.unlink(path)  # noqa: PTH108
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_private(folder: str) -> bool:
+    """True if this is a folder of this user, and of nobody else."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not found.st_mode & 0o077
+
+
+def is_own_file(path: str) -> bool:
+    """True if this is a regular file of this user, and no link to one.
+
+    Raises
+    ------
+    OSError
+        There is none.
+    """
+    found = os.lstat(path)
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def die_with_parent() -> None:
@@ -115,4 +173,4 @@ def _descendants(root: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(sweep(sys.argv[2]) if sys.argv[1] == "--sweep" else main(sys.argv[1]))

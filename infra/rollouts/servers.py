@@ -7,7 +7,7 @@ that change weights, and with a middleware of ours that asks for the key on all 
 in the environment alone, because command lines can be read by everybody on a node.
 
 Their folder in memory (``/dev/shm``) does not outlive this process: it is removed at the end of
-its ``with`` block; by a process beside (:mod:`infra.rollouts.sweeper`) when this one is killed;
+its ``with`` block; by a process beside (:mod:`infra.process.minder`) when this one is killed;
 and by the next one that comes to this node when all of them were killed at once.
 """
 
@@ -33,9 +33,9 @@ from typing import Any, Literal
 import psutil
 
 from infra.host.processes import ProcessId, host_name
+from infra.process import minder
 from infra.process.child import kill_leftovers
 from infra.ranks.protocol import JOB_GPUS, VISIBLE, visible
-from infra.rollouts import sweeper
 from infra.services.process import (
     Listening,
     NotReady,
@@ -171,14 +171,14 @@ def memory_folder(parent: Path) -> Iterator[Path]:
             fix="set grpo.rollout_server.weights_dir",
         ) from error
     watcher = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(sweeper.__file__)), str(folder)],
+        [sys.executable, "-I", "-S", str(Path(minder.__file__)), "--sweep", str(folder)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
     try:
         yield folder
     finally:
-        sweeper.remove(str(folder))
+        minder.remove(str(folder))
         assert watcher.stdin is not None
         watcher.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -189,14 +189,14 @@ def remove_leftovers(parent: Path) -> None:
     """Remove folders of processes of this user on this machine that are no more."""
     for folder in parent.glob(f"{_PREFIX}-{_where()}-*"):
         found = _NAME.fullmatch(folder.name)
-        if found is None or not sweeper.is_private(str(folder)):
+        if found is None or not minder.is_private(str(folder)):
             continue
         # Ticks since this boot, which memory does not outlive; older versions wrote a time.
         boot = "" if "." in found["started"] else ProcessId.of().boot
         owner = ProcessId(host_name(), int(found["pid"]), float(found["started"]), boot)
         if not owner.alive:
             log.warning("removing %s, which a process that is gone has left", folder)
-            sweeper.remove(str(folder))
+            minder.remove(str(folder))
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
@@ -209,20 +209,20 @@ def shared_memory(processes: Iterable[psutil.Process]) -> set[Path]:
         with contextlib.suppress(OSError):  # gone, or another system than Linux
             for line in Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines():
                 fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith(f"{sweeper.MEMORY}/"):
+                if len(fields) == 6 and fields[5].startswith(f"{minder.MEMORY}/"):
                     numbers.add(int(fields[4]))
     found: set[Path] = set()
     if numbers:
-        for path in Path(sweeper.MEMORY).iterdir():
+        for path in Path(minder.MEMORY).iterdir():
             with contextlib.suppress(OSError):
-                if path.lstat().st_ino in numbers and sweeper.is_own_file(str(path)):
+                if path.lstat().st_ino in numbers and minder.is_own_file(str(path)):
                     found.add(path)
     return found
 
 
 def note_shared(folder: Path, paths: Iterable[Path]) -> None:
     """See that these files go with the folder, whoever removes it."""
-    with (folder / sweeper.SHARED).open("a") as file:
+    with (folder / minder.SHARED).open("a") as file:
         file.writelines(f"{path}\n" for path in paths)
 
 

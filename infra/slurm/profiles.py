@@ -13,7 +13,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources as package_files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,9 @@ from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fields import suggest, typed
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of who names none.
@@ -199,12 +199,6 @@ class Profile(Place):
 # ---------------------------------------------------------------- reading
 
 
-def shipped_profiles() -> dict[str, Path]:
-    """Names and files of the profiles that come with refiner."""
-    folder = Path(str(package_files.files(PROFILE_PACKAGE)))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
-
-
 def list_profiles() -> dict[str, str]:
     """Every shipped Slurm profile, by name, and what it is for.
 
@@ -213,7 +207,7 @@ def list_profiles() -> dict[str, str]:
     ConfigurationError
         One of them is damaged: the installation is.
     """
-    return {name: load_profile(name).description for name in shipped_profiles()}
+    return {name: load_profile(name).description for name in shipped_files(PROFILE_PACKAGE)}
 
 
 def load_profile(name: str | None = None) -> Profile:
@@ -225,51 +219,18 @@ def load_profile(name: str | None = None) -> Profile:
         There is none, a key is unknown, a value is of the wrong type, or a setting looks like a
         secret; the message names what would fit.
     """
-    name, shipped = name or DEFAULT_PROFILE, shipped_profiles()
-    path = shipped.get(name) or Path(name).expanduser()
-    if not path.is_file():
-        raise ConfigurationError(
-            f"There is no Slurm profile {name!r}.{suggest(name, shipped)}",
-            expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
-            fix="set dispatch.profile=NAME",
-        )
-    profile: Profile = _section(Profile, {"name": path.stem, **_read(path)}, "", path)
+    path = find_file(name or DEFAULT_PROFILE, "Slurm profile", shipped_files(PROFILE_PACKAGE))
+    values = yaml_fields(path, f"Profile {path}", "partition: gpu", may_be_empty=True)
+    profile: Profile = _section(Profile, {"name": path.stem, **values}, "", path)
     _check_values(profile, path)
     return profile
 
 
-def _read(path: Path) -> dict[str, Any]:
-    from omegaconf import DictConfig, OmegaConf
-
-    try:
-        node = OmegaConf.load(path)
-        values = OmegaConf.to_container(node, resolve=True)
-    except Exception as error:  # yaml and OmegaConf raise families of their own; OSError
-        raise ConfigurationError(
-            f"Profile {path} cannot be read: {yaml_reason(error, path)}",
-            expected="a YAML file in UTF-8",
-            fix="correct the place named above",
-        ) from error
-    if not isinstance(node, DictConfig) or not isinstance(values, dict):
-        raise ConfigurationError(
-            f"Profile {path} holds {type(values).__name__}, not a mapping of fields",
-            expected="`key: value` lines such as `partition: gpu`",
-            fix="see a shipped profile for the form",
-        )
-    return {str(k): v for k, v in values.items()}
-
-
 def _section(kind: type, values: Mapping[str, Any], prefix: str, path: Path) -> Any:
     hints = typing.get_type_hints(kind)
-    built = {}
-    for key, value in values.items():
-        if key not in hints:
-            raise ConfigurationError(
-                f"Profile {path} has no field `{prefix}{key}`.{suggest(str(key), hints)}",
-                expected="one of: " + ", ".join(hints),
-                fix="correct the key (any other option of sbatch goes below `sbatch:`)",
-            )
-        built[key] = _typed(hints[key], value, f"{prefix}{key}", path)
+    fix = "correct the key (any other option of sbatch goes below `sbatch:`)"
+    refuse_unknown(values, hints, f"profile {path}", prefix, fix=fix)
+    built = {k: _typed(hints[k], v, f"{prefix}{k}", path) for k, v in values.items()}
     return kind(**built)
 
 

@@ -1,8 +1,8 @@
-"""Files that appear whole, and reasons why one is no YAML.
+"""Files that appear whole, and YAML files that people write.
 
 In: a path. Out: an open file that becomes it, written beside its place, synced, then renamed; for
 what a stage leaves in its own output folder. Control files, which several processes may write, are
-the business of ``infra``.
+the business of ``infra``. Or what a YAML file says, or why it cannot be read, and in which line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from refiner_core.contract.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 
 @contextmanager
@@ -28,13 +33,124 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     part.replace(path)
 
 
-def yaml_reason(error: BaseException, path: Path | None = None) -> str:
+def read_yaml(source: Path | str, what: str, fix: str = "") -> Any:
+    """Content of a YAML file, or of the text of one.
+
+    Parameters
+    ----------
+    what
+        What messages call it: ``Recipe mine.yaml``.
+    fix
+        How to mend what cannot be read, where there is more to say than its place.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be read; says in which line.
+    """
+    import yaml
+
+    with readable(source, what, fix):
+        return yaml.safe_load(_text(source))
+
+
+def yaml_node(
+    source: Path | str, what: str, example: str, *, may_be_empty: bool = False
+) -> DictConfig:
+    """The fields of a YAML file, or of the text of one, with interpolations. No key stands twice,
+    ``1e-4`` is a number, and a date is text.
+
+    Parameters
+    ----------
+    example
+        A line as it might stand there.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be read, is no mapping, or says nothing.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        with readable(source, what):
+            node: Any = OmegaConf.create(_text(source))
+    except AssertionError:  # OmegaConf's answer to a lone number
+        node = None
+    if isinstance(node, DictConfig) and (node or may_be_empty):
+        return node
+    kind = "a value" if node is None else "a list"
+    is_ = "is empty" if node == {} else f"holds {kind}, not a mapping of fields"
+    raise ConfigurationError(
+        f"{what} {is_}.",
+        expected=f"`key: value` lines such as `{example}`",
+        fix="see a shipped one for the form",
+    )
+
+
+def yaml_fields(
+    source: Path | str,
+    what: str,
+    example: str,
+    *,
+    resolve: bool = True,
+    may_be_empty: bool = False,
+) -> dict[str, Any]:
+    """The same as plain values; errors as of :func:`yaml_node`."""
+    from omegaconf import OmegaConf
+
+    node = yaml_node(source, what, example, may_be_empty=may_be_empty)
+    with readable(source, what):
+        values: Any = OmegaConf.to_container(node, resolve=resolve)
+    return {str(key): value for key, value in values.items()}
+
+
+def keys_twice(root: Any) -> Iterator[tuple[int, str]]:
+    """Line and name of keys below a composed node that their mapping already has. With aliases a
+    node stands in several places, in itself even; it is looked at once."""
+    waiting, looked_at = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node.id == "scalar" or id(node) in looked_at:
+            continue
+        looked_at.add(id(node))
+        if node.id == "sequence":
+            waiting += node.value
+            continue
+        seen = set[str]()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in seen:
+                yield key.start_mark.line + 1, name
+            seen.add(name)
+            waiting.append(value)
+
+
+@contextmanager
+def readable(source: Path | str, what: str, fix: str = "") -> Iterator[None]:
+    """Refuse what goes wrong within as a file, or a text, that cannot be read."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:  # yaml raises its own family, omegaconf another
+        why, mend = _reason(error, source), "correct the place named above"
+        if isinstance(error, RecursionError):
+            why, mend = "it is nested too deeply", "correct the nesting"
+        elif isinstance(error, OSError):
+            why, mend = error.strerror or str(error), "correct the path, or its permissions"
+        raise ConfigurationError(
+            f"{what} cannot be read: {why}.", expected="a YAML file in UTF-8", fix=fix or mend
+        ) from error
+
+
+def _reason(error: BaseException, source: Path | str) -> str:
     """``line 3, column 9: did not find expected ',' or ']'``; other errors as they are."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return " ".join(str(error).split())
     where = f"line {mark.line + 1}, column {mark.column + 1}"
-    if _character(path, mark.line, mark.column) == "\t":
+    if _character(source, mark.line, mark.column) == "\t":
         return f"{where}: a tab stands there, and YAML indents by spaces alone"
     words = " ".join(str(problem).split())
     context, begin = getattr(error, "context", None), getattr(error, "context_mark", None)
@@ -45,10 +161,12 @@ def yaml_reason(error: BaseException, path: Path | None = None) -> str:
     return f"{where}: {words}"
 
 
-def _character(path: Path | None, line: int, column: int) -> str:
-    if path is None:
-        return ""
+def _character(source: Path | str, line: int, column: int) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()[line][column]
+        return _text(source).splitlines()[line][column]
     except (OSError, UnicodeDecodeError, IndexError):
         return ""
+
+
+def _text(source: Path | str) -> str:
+    return source if isinstance(source, str) else source.read_text(encoding="utf-8-sig")

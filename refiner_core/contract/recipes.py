@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import json
 import typing
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import hints, suggest
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.fields import hints
+from refiner_core.contract.files import yaml_fields, yaml_node
 from refiner_core.contract.marks import is_section
 from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
+from refiner_core.contract.shipped import find_file, shipped_files
 
 #: Fields that name a file or folder, or something shipped. A relative path is taken from the
 #: folder of the recipe that names it, else (and in overrides) from the current one; jobs get the
@@ -92,8 +92,7 @@ PROTOCOL_PACKAGE = "flows.protocols"
 
 def shipped_protocols() -> dict[str, Path]:
     """Names and files of the protocols that come with refiner."""
-    folder = Path(str(resources.files(PROTOCOL_PACKAGE)))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml"))}
+    return shipped_files(PROTOCOL_PACKAGE)
 
 
 def load_protocol(name: str, folder: Path | None = None) -> ProtocolFile:
@@ -109,30 +108,12 @@ def load_protocol(name: str, folder: Path | None = None) -> ProtocolFile:
 
 def find_protocol(name: str, folder: Path | None = None) -> Path:
     """The file of a protocol given by shipped name or path; errors as of :func:`load_protocol`."""
-    shipped = shipped_protocols()
-    if name in shipped:
-        return shipped[name]
-    given = Path(name).expanduser()
-    for path in ((folder or Path.cwd()) / given, Path.cwd() / given):
-        if path.is_file():
-            return path.resolve()
-    if "/" in name or given.suffix:
-        raise ConfigurationError(
-            f"There is no protocol file {name}.",
-            expected="the path of a YAML file, relative to the file that names it, or a shipped "
-            f"name: {', '.join(shipped)}",
-            fix="check the path",
-        )
-    raise ConfigurationError(
-        f"There is no protocol {name!r}.{suggest(name, shipped)}",
-        expected=f"a shipped name ({', '.join(shipped)}) or the path of a YAML file",
-        fix="name one of these; `refiner protocols list` says what they are",
-    )
+    return find_file(name, "protocol", shipped_protocols(), folder).resolve()
 
 
 def description_of(path: Path) -> str:
     """Give what a protocol file says of itself."""
-    return " ".join(str(_mapping(path).get("description") or "").split())
+    return " ".join(str(_fields(path).get("description") or "").split())
 
 
 def embedded(value: Any, folder: Path) -> str:
@@ -153,7 +134,7 @@ def embedded(value: Any, folder: Path) -> str:
 
 def _read_protocol(path: Path) -> ProtocolFile:
     protocol, shipped = (
-        _settled_protocol(_mapping(path), path.parent, path.name),
+        _settled_protocol(_fields(path), path.parent, path.name),
         shipped_protocols(),
     )
     known = shipped.get(protocol.name)
@@ -166,24 +147,8 @@ def _read_protocol(path: Path) -> ProtocolFile:
     return protocol
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except Exception as error:  # yaml raises its own family; OSError for unreadable files
-        raise ConfigurationError(
-            f"Protocol {path} cannot be read: {yaml_reason(error, path)}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the place named above",
-        ) from error
-    if not isinstance(values, dict) or not values:
-        raise ConfigurationError(
-            f"Protocol {path} holds no fields.",
-            expected="`name:` and sections such as `judge:` with fields",
-            fix="see `refiner protocols show held-out-greedy-v1` for the form",
-        )
-    return {str(key): value for key, value in values.items()}
+def _fields(path: Path) -> dict[str, Any]:
+    return yaml_fields(path, f"Protocol {path}", "name: held-out-mine-v1")
 
 
 def _settled_protocol(values: dict[str, Any], folder: Path, origin: str) -> ProtocolFile:
@@ -202,43 +167,26 @@ RECIPE_PACKAGE = "flows.recipes"
 
 def shipped_recipes() -> dict[str, Path]:
     """Names and files of the recipes that come with refiner."""
-    folder = Path(str(resources.files(RECIPE_PACKAGE)))
-    return {p.stem: p for p in sorted(folder.glob("*.yaml")) if not p.stem.startswith("_")}
+    return shipped_files(RECIPE_PACKAGE)
 
 
 def find_recipe(recipe: str) -> Path:
     """The file of a recipe given by shipped name or path."""
-    shipped = shipped_recipes()
-    if recipe in shipped:
-        return shipped[recipe]
-    path = Path(recipe).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir() and recipe:
+    shipped, path = shipped_recipes(), Path(recipe).expanduser()
+    if recipe and recipe not in shipped and path.is_dir():
         there = ", ".join(sorted(p.name for p in path.glob("*.y*ml"))[:8])
         raise ConfigurationError(
             f"{recipe} is a folder, not a recipe." + (f" It holds {there}." if there else ""),
             expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
             fix="name a file in it, or a shipped recipe",
         )
-    if "=" in recipe and "/" not in recipe.partition("=")[0]:
+    if "=" in recipe and "/" not in recipe.partition("=")[0] and not path.is_file():
         raise ConfigurationError(
             f"{recipe!r} stands where the recipe should.",
             expected="the recipe first, then key=value overrides",
             fix=f"write e.g. `refiner plan tiny {recipe}`",
         )
-    looks_like_path = "/" in recipe or recipe.endswith((".yaml", ".yml"))
-    if looks_like_path:
-        raise ConfigurationError(
-            f"There is no recipe file {recipe}.",
-            expected="the path of a YAML file, or a shipped name: " + ", ".join(shipped),
-            fix="check the path (it is taken from the current folder)",
-        )
-    raise ConfigurationError(
-        f"There is no recipe {recipe!r}.{suggest(recipe, shipped)}",
-        expected="a shipped name (" + ", ".join(shipped) + ") or the path of a YAML file",
-        fix="name one of these",
-    )
+    return find_file(recipe, "recipe", shipped)
 
 
 # ---------------------------------------------------------------- reading
@@ -268,7 +216,7 @@ def recipe_files(path: Path, chain: tuple[Path, ...] = ()) -> list[RecipeFile]:
             expected="includes without a circle",
             fix="remove one of the `include:` entries",
         )
-    node = _read(path)
+    node = yaml_node(path, f"Recipe {path}", "include: tiny")
     files: list[RecipeFile] = []
     for name in _includes(node.pop("include", None), path):
         nested = path.parent / name
@@ -299,38 +247,6 @@ def _included(name: str, path: Path) -> Path:
             + ", ".join(shipped_recipes()),
             fix=f"correct `include` in {path}",
         ) from error
-
-
-def _read(path: Path) -> Any:
-    from omegaconf import DictConfig, OmegaConf
-
-    try:
-        node = OmegaConf.load(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"Recipe {path} cannot be read: {error.strerror or error}.",
-            expected="a file that you may read, with a mapping of fields in YAML",
-            fix="correct its permissions, or write `key: value` lines into it",
-        ) from error
-    except Exception as error:  # yaml raises its own family, omegaconf another
-        raise ConfigurationError(
-            f"Recipe {path} cannot be read: {yaml_reason(error, path)}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the place named above",
-        ) from error
-    if not isinstance(node, DictConfig):
-        raise ConfigurationError(
-            f"Recipe {path} holds a list, not a mapping of fields.",
-            expected="`key: value` lines such as `seed: 42`",
-            fix="see a shipped recipe for the form",
-        )
-    if not node:
-        raise ConfigurationError(
-            f"Recipe {path} is empty.",
-            expected="`key: value` lines such as `include: tiny`",
-            fix="see a shipped recipe for the form",
-        )
-    return node
 
 
 # ---------------------------------------------------------------- settling

@@ -275,7 +275,11 @@ SWEEP_VERSION = 1
 
 @dataclass(frozen=True)
 class ArmRecord:
-    """One setting of all factors: labels and values, by dotted field."""
+    """One setting of all factors.
+
+    ``name`` is for people, commands and paths (letters, digits, ``.=+_-``); ``levels`` maps factors
+    to labels; ``changes`` maps dotted fields to values.
+    """
 
     name: str
     levels: Mapping[str, str]

@@ -39,8 +39,9 @@ from cronsim import CronSim, CronSimError
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
+from refiner_core.contract.shipped import refuse_unknown
 from refiner_core.contract.steering_config import Alarm, is_place
 
 #: Version of the rows of a history.
@@ -348,7 +349,15 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     ConfigurationError
         Names the field, what it is, what was expected.
     """
-    values = _mapping(_yaml(text, origin), origin, "the file", _FIELDS)
+    values = _mapping(read_yaml(text, origin), origin, "the file", _FIELDS)
+    if twice := [
+        f"`{key}` (line {line})" for line, key in keys_twice(yaml.compose(text, yaml.SafeLoader))
+    ]:
+        raise ConfigurationError(
+            f"{origin} has {', '.join(twice)} twice.",
+            expected="each key once: else one value would hide the other",
+            fix="remove one of the two",
+        )
     nightly = Nightly(
         name=_name(values.get("name", stem), "name"),
         schedule=_text(values, "schedule", origin),
@@ -366,40 +375,6 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     _unique(nightly)
     Schedule(nightly.schedule, nightly.timezone)
     return nightly
-
-
-def _yaml(text: str, origin: str) -> Any:
-    try:
-        if twice := _keys_twice(yaml.compose(text, yaml.SafeLoader)):
-            raise ConfigurationError(
-                f"{origin} has {', '.join(twice)} twice.",
-                expected="each key once: else one value would hide the other",
-                fix="remove one of the two",
-            )
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        why = "it is nested too deeply" if deep else yaml_reason(error)
-        raise ConfigurationError(
-            f"{origin} is not YAML: {why}.",
-            expected="`key: value` lines",
-            fix="correct the nesting" if deep else "correct the place named above",
-        ) from error
-
-
-def _keys_twice(node: Any) -> list[str]:
-    """Keys that a mapping of the document has twice, with their lines."""
-    if node is None or node.id == "scalar":
-        return []
-    pairs = node.value if node.id == "mapping" else [(None, item) for item in node.value]
-    seen, found = set(), []
-    for key, value in pairs:
-        if key is not None and key.id == "scalar":
-            if key.value in seen:
-                found.append(f"`{key.value}` (line {key.start_mark.line + 1})")
-            seen.add(key.value)
-        found += _keys_twice(value)
-    return found
 
 
 def _canary(value: Any, origin: str) -> Checkpoint:
@@ -587,13 +562,7 @@ def _mapping(value: Any, where: str, what: str, known: Sequence[str]) -> Mapping
             fix=f"correct `{where}`",
         )
     values = {str(k): v for k, v in value.items()}
-    for key in values:
-        if key not in known:
-            raise ConfigurationError(
-                f"There is no field {key!r} in {where}.{suggest(key, known)}",
-                expected="one of: " + ", ".join(known),
-                fix="correct the key",
-            )
+    refuse_unknown(values, known, where)
     return values
 
 

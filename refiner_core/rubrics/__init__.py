@@ -18,11 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.files import yaml_reason
+from refiner_core.contract.files import read_yaml
 from refiner_core.rubrics.rows import Rubric as Rubric
 from refiner_core.rubrics.rows import RubricSet as RubricSet
 from refiner_core.rubrics.rows import normalise_rubrics as normalise_rubrics
@@ -135,14 +133,7 @@ def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
 
 @functools.lru_cache(maxsize=32)
 def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigurationError(
-            f"The rubric set {path} cannot be read: {yaml_reason(error, path)}",
-            expected="YAML in UTF-8",
-            fix=_FIX,
-        ) from error
+    content = read_yaml(path, f"The rubric set {path}", _FIX)
     rubrics, faults = read_set(content, path.stem)
     if rubrics is None:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""

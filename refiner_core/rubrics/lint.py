@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.files import keys_twice
 from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
 from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import (
@@ -343,7 +344,7 @@ def _check_set(name: str, path: Path) -> Checked:
         checked.add(mark.line + 1 if mark else 1, "unreadable", f"it is not YAML in UTF-8: {what}")
         return checked
     lines = _lines_of_entries(root)
-    for line, key in _keys_twice(root):
+    for line, key in keys_twice(root):
         checked.add(line, "duplicate-key", f"the key {key!r} stands there twice")
     rubrics, faults = read_set(content, path.stem)
     for fault in faults:
@@ -383,27 +384,6 @@ def _lines_of_entries(root: yaml.Node | None) -> list[int]:
     if not lists or not isinstance(lists[-1], yaml.SequenceNode):
         return []
     return [node.start_mark.line + 1 for node in lists[-1].value]
-
-
-def _keys_twice(node: yaml.Node | None) -> Iterator[tuple[int, str]]:
-    """Line and name of keys that their mapping already has. With aliases a node stands in several
-    places, in itself even; it is looked at once."""
-    waiting, looked_at = [node], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) in looked_at:
-            continue
-        looked_at.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            waiting += node.value
-        if isinstance(node, yaml.MappingNode):
-            seen = set()
-            for key, value in node.value:
-                name = str(key.value)
-                if name in seen:
-                    yield key.start_mark.line + 1, name
-                seen.add(name)
-                waiting.append(value)
 
 
 # ---------------------------------------------------------------- rows

@@ -4,9 +4,9 @@ In: prepared rows, a model folder and a :class:`~refiner_core.contract.types.Sta
 Out: an exported model folder and a JSON-ready report.
 
 The loops are ``sft`` and ``grpo``; ``export`` makes a model folder of a checkpoint, ``support``
-says what this machine lacks, ``ranks`` are the processes that train together, ``sealed`` how they
-know each other's words. Rooms, each of which uses those before it: ``batches`` (rows to tensors),
-``model`` (tensors to log-probabilities, gradients to weights), ``state`` (state out and in),
-``engines`` (plain torch or DeepSpeed, with one interface), ``steps`` (around a step), ``rollouts``
-(prompts to rewarded samples), ``updates`` (these to weights).
+says what this machine lacks, ``ranks`` are the processes that train together. Rooms, each of which
+uses those before it: ``batches`` (rows to tensors), ``model`` (tensors to log-probabilities,
+gradients to weights), ``state`` (state out and in), ``engines`` (plain torch or DeepSpeed, with one
+interface), ``steps`` (around a step), ``rollouts`` (prompts to rewarded samples), ``updates``
+(these to weights).
 """

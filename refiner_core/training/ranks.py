@@ -6,22 +6,29 @@ two ranks can take different turns: under ZeRO-3 they would wait for each other 
 
 Gradients do not travel here; that is the engine's business. What does travel goes over gloo, in a
 group of its own that waits for days: rank 0 may be waiting for a judge. torch is imported where
-there is more than one process.
+there is more than one process. Objects are sealed: gloo takes a connection of anybody who is fast
+enough, and torch's own object collectives unpickle whatever comes over it; here a message without
+the seal of the key that all ranks have in their environment is an error.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import hmac
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError, StageFailed
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -33,6 +40,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: What refiner sets: the key of what ranks say to each other, and where those of one node find each
 #: other (``file://…``); without that they ask torchrun's store.
 TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
+_SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class Ranks:
@@ -140,12 +148,22 @@ class TorchRanks(Ranks):
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on all of them."""
-        said: T = self._objects.broadcast(value)
+        first = self.rank == 0
+        sent = self._sealed(value if first else None)
+        size = self._torch.tensor([len(sent)])
+        self._dist.broadcast(size, src=0, group=self._said)
+        if not first:
+            sent = self._torch.empty(int(size), dtype=self._torch.uint8)
+        self._dist.broadcast(sent, src=0, group=self._said)
+        said: T = value if first else self._opened(sent)  # type: ignore[assignment]
         return said
 
     def gather(self, value: T) -> list[T] | None:
         """Everybody's values in order of rank, on rank 0; None elsewhere."""
-        return self._objects.gather(value)
+        mine, sizes, parts = self._padded(value)
+        first = self.rank == 0
+        self._dist.gather(mine, parts if first else None, dst=0, group=self._said)
+        return self._all_opened(parts, sizes) if first else None
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in double precision, taken in order of rank."""
@@ -161,7 +179,9 @@ class TorchRanks(Ranks):
 
     def all_or_none(self, error: BaseException | None) -> None:
         """Wait for all; raise on every rank if any of them has an error."""
-        errors = self._objects.all_gather(None if error is None else portable(error))
+        mine, sizes, parts = self._padded(None if error is None else portable(error))
+        self._dist.all_gather(parts, mine, group=self._said)
+        errors = self._all_opened(parts, sizes)
         if error is not None:
             raise error
         for rank, other in enumerate(errors):
@@ -176,10 +196,37 @@ class TorchRanks(Ranks):
         return other
 
     def _take_a_line(self) -> None:
-        from refiner_core.training.sealed import SealedGroup
-
         self._said = self._dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._objects = SealedGroup(self._said, self._key)
+
+    # ------------------------------------------------------------ objects, sealed
+
+    def _padded(self, value: Any) -> tuple[Tensor, list[int], list[Tensor]]:
+        """This rank's message, as long as the longest; all lengths; room for all messages."""
+        torch, mine = self._torch, self._sealed(value)
+        told = [torch.empty(1, dtype=torch.int64) for _ in range(self.world)]
+        self._dist.all_gather(told, torch.tensor([len(mine)]), group=self._said)
+        sizes = [int(size) for size in told]
+        mine = torch.nn.functional.pad(mine, (0, max(sizes) - len(mine)))
+        return mine, sizes, [torch.empty_like(mine) for _ in range(self.world)]
+
+    def _all_opened(self, parts: list[Tensor], sizes: list[int]) -> list[Any]:
+        return [self._opened(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+    def _sealed(self, value: Any) -> Tensor:
+        data = pickle.dumps(value)
+        seal = hmac.digest(self._key, data, "sha256")
+        return self._torch.frombuffer(bytearray(seal + data), dtype=self._torch.uint8)
+
+    def _opened(self, message: Tensor) -> Any:
+        raw = message.numpy().tobytes()
+        seal, data = raw[:_SEAL_BYTES], raw[_SEAL_BYTES:]
+        if not hmac.compare_digest(seal, hmac.digest(self._key, data, "sha256")):
+            raise StageFailed(
+                "A message between training processes was not from a rank of this stage",
+                expected="the seal of the key that all ranks of a stage have",
+                fix="see who else is on this machine or network; then run the same command again",
+            )
+        return pickle.loads(data)
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from flows.sweeping.forecasting import forecast_of
 from flows.sweeping.planning import look_before
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import Outcome
+from refiner_core.contract.records import ArmRecord, Outcome
 from refiner_core.data.copier import random_copier
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.judges import build_judge
 from refiner_core.rewards import RewardInput, compute_rewards
-from sweeps.values import Arm, Limits, Question, SweepFile, SweepPlan, Trial
+from sweeps.values import Limits, Question, SweepFile, SweepPlan, Trial
 from tests.support.recorded_run import (
     PROMPTS,
     SMALL,
@@ -46,7 +46,7 @@ def _plan(root: Path, arms: dict[str, tuple[str, ...]], seeds: tuple[int, ...]) 
         for name, own in arms.items()
     ]
     settings = tuple(
-        Arm(name, {}, {o.partition("=")[0]: o.partition("=")[2] for o in own})
+        ArmRecord(name, {}, {o.partition("=")[0]: o.partition("=")[2] for o in own})
         for name, own in arms.items()
     )
     sweep = SweepFile("s", "tiny", question=Question(metric="rubric_score"))

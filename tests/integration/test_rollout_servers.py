@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from infra.host.processes import free_port
+from infra.process import minder
 from infra.process.child import mark_of
 from infra.ranks.protocol import JOB_GPUS
-from infra.rollouts import sweeper
 from infra.rollouts.servers import (
     EXTENSION,
     MIDDLEWARE,
@@ -348,12 +348,12 @@ def test_a_folder_that_another_user_has_planted_deletes_nothing() -> None:
             planted = parent / f"{where}-{_pid_of_nobody()}-1000.00"
             run_as(STRANGER, plant, str(planted), [str(segment), str(mine)])
             remove_leftovers(parent)
-            sweeper.remove(str(planted))
+            minder.remove(str(planted))
             assert (planted / "kept").exists(), "it is not ours to remove"
             assert segment.exists()
             link = parent / f"{where}-{_pid_of_nobody()}-1000.01"
             link.symlink_to(planted)
-            sweeper.remove(str(link))
+            minder.remove(str(link))
             assert (planted / "kept").exists()
             own = parent / f"{where}-{_pid_of_nobody()}-1000.02"
             own.mkdir(mode=0o700)

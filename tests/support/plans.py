@@ -20,6 +20,7 @@ from refiner_core.contract.config import (
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
+from tests.support.probing import ProbingKeeper
 
 SOURCES = {"data.sft": "rows-1", "data.rl": "rows-2", "model": "weights-1"}
 OWNER = "elsewhere:1:1.00"
@@ -77,4 +78,5 @@ def orchestrator_on(
 ) -> Orchestrator:
     """What works on a single run."""
     source = Given([Member(plan, run, workspace)])
+    more.setdefault("keeper", ProbingKeeper(workspace))
     return Orchestrator(source, workspace, router, plan.config, **more)

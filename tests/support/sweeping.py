@@ -23,17 +23,17 @@ from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.orchestrator.waiting import ProbingKeeper
 from infra.store import atomic
 from infra.store.checkpoints import MARKER, step_name
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageResult
-from sweeps.forecast import SweepForecast
+from sweeps.forecast import Passed, SweepForecast
 from sweeps.planning import plan_sweep
 from sweeps.values import Limits, SweepFile, SweepPlan
 from tests.support.plans import SOURCES, small_config
+from tests.support.probing import ProbingKeeper
 
 TRAINED = ("step", "step", "save", "done")
 
@@ -193,7 +193,7 @@ def bench(
     script: Mapping[str, Sequence[str]] | None = None,
     *,
     forecast: Callable[[], SweepForecast] | None = None,
-    passed: Callable[[SweepForecast], Sequence[str]] = lambda _: (),
+    passed: Callable[[SweepForecast], Sequence[Passed]] = lambda _: (),
     past_canary: bool = False,
     jobs: Jobs | None = None,
     clock: Callable[[], float] = time.monotonic,

@@ -17,7 +17,6 @@ from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
 from infra.orchestrator.orchestrator import Orchestrator, view_of
 from infra.orchestrator.reconcile import Launch
-from infra.orchestrator.waiting import ProbingKeeper
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.config import DiskConfig, PublishConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -33,6 +32,7 @@ from tests.support.plans import (
     small_config,
     small_plan,
 )
+from tests.support.probing import ProbingKeeper
 from tests.support.recorded_run import RecordedRun
 
 

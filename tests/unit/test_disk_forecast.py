@@ -16,9 +16,16 @@ from click.testing import CliRunner
 from flows.cli.disk import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
-from flows.disk import planned_room, propose_fit, size_of_model, suggested_intervals
+from flows.disk import planned_room, propose_fit, suggested_intervals
 from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
-from infra.disk.history import STATE_BYTES, ModelSize, failures_of, model_size, suggest_save_freq
+from infra.disk.history import (
+    STATE_BYTES,
+    ModelSize,
+    failures_of,
+    model_size,
+    size_of_model,
+    suggest_save_freq,
+)
 from infra.judgements.store import WorkspaceStore
 from infra.store import atomic
 from infra.store.workspace import Workspace

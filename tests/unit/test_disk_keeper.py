@@ -32,7 +32,7 @@ from infra.disk.reaper import carry_out, plan_reclaim
 from infra.disk.usage import Item, Size, by_run_and_kind, find_caches, measure, size_of, take_stock
 from infra.jobs.protocol import AttemptRef
 from infra.judgements.store import WorkspaceStore
-from infra.orchestrator.waiting import ProbingKeeper, Rooms
+from infra.orchestrator.waiting import Rooms
 from infra.store import atomic
 from infra.store.checkpoints import (
     CheckpointStore,
@@ -50,6 +50,7 @@ from refiner_core.contract.records import Outcome, from_json, to_json
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, published, save, weights_go
 from tests.support.plans import SOURCES, claim, run_record, small_config, small_plan
+from tests.support.probing import ProbingKeeper
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FULL = Outcome("disk_full", "resume")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from infra.foreign.checkpoints import (
     damage,
+    file_damage,
     find_checkpoints,
     newest_complete,
     remove_older,
@@ -44,6 +45,7 @@ from infra.foreign.process import (
     error_of,
     kernel_oom_kills,
 )
+from infra.foreign.runner import TrainerJob
 from infra.foreign.sightings import choose, sight
 from infra.jobs.failures import classify
 from infra.process.child import MARK, kill_leftovers
@@ -125,6 +127,29 @@ def test_a_shard_that_an_index_names_has_to_be_there(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- checkpoints
+
+
+def test_a_whole_checkpoint_is_read_again_only_once_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def noted(path: Path) -> str | None:
+        read.append(path.parent.name)
+        return file_damage(path)
+
+    monkeypatch.setattr("infra.foreign.checkpoints.file_damage", noted)
+    for step in (10, 20):
+        checkpoint(tmp_path, step)
+    checkpoint(tmp_path, 30, data=tensors()[:-1])
+    job = TrainerJob(RULE, call(tmp_path))
+    assert [c.damage for c in job.checkpoints()][:2] == ["", ""]
+    assert sorted(read) == ["checkpoint-10", "checkpoint-20", "checkpoint-30"]
+    read.clear()
+    checkpoint_20 = tmp_path / "checkpoint-20" / "model.safetensors"
+    checkpoint_20.write_bytes(tensors()[:-1])
+    assert [bool(c.damage) for c in job.checkpoints()] == [False, True, True]
+    assert sorted(read) == ["checkpoint-20", "checkpoint-30"]
 
 
 def test_checkpoints_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:

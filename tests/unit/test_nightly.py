@@ -232,7 +232,7 @@ def test_former_channels_of_a_file_still_work_or_are_left_out_with_a_word(
         ("timezone: UTC", "timezone: Mars/Base", "no time zone"),
         ("name: model,", "name: canary,", "Two checkpoints are called canary"),
         ("metrics: [oracle]", "metrics: [orcale]", "Did you mean 'oracle'"),
-        ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field 'xfolder'"),
+        ("canary: {folder", "canary: {newest: {recipe: tiny}, xfolder", "no field `xfolder`"),
         ("recipe: tiny", "recipe: tinny", "Did you mean 'tiny'"),
         ("catch_up: 3", "catch_up: -1", "catch_up"),
         ("catch_up: 3", "catch_up: 3\ncatch_up: 4", "has `catch_up` .line [0-9]+. twice"),

@@ -26,7 +26,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.records import RunRecord, StageRecord, SweepRecord
-from sweeps.forecast import SweepForecast, forecast_sweep
+from sweeps.forecast import Passed, SweepForecast, forecast_sweep
 from sweeps.history import History
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
@@ -329,8 +329,8 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     """Its work is saved, and the same command goes on once somebody has decided."""
     plan = small_sweep()
 
-    def passed(forecast: SweepForecast) -> list[str]:
-        return ["needs 310 GPU-hours, limit 200"] if forecast.canary else []
+    def passed(forecast: SweepForecast) -> list[Passed]:
+        return [Passed("gpu_hours", "GPU-hours", 200, 310, False, 0, "")] if forecast.canary else []
 
     script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "wait", "done")}
     told = bench(workspace, plan, script, passed=passed)
@@ -341,6 +341,22 @@ def test_a_forecast_that_passes_a_limit_by_what_the_canary_has_shown_holds_the_s
     assert "needs 310 GPU-hours" in told.admission.held
     again = bench(workspace, plan, SCRIPT, passed=passed)
     assert set(again.run().values()) == {"done"}, "it is measured now, and was agreed to"
+
+
+def test_a_limit_that_is_newly_passed_holds_the_sweep_though_another_was_passed_before(
+    workspace: Workspace,
+) -> None:
+    disk = Passed("disk_gb", "GiB", 5, 9, False, None, "")
+    time_ = Passed("gpu_hours", "GPU-hours", 200, 310, False, 0, "")
+
+    def passed(forecast: SweepForecast) -> list[Passed]:
+        return [disk, time_] if forecast.canary else [disk]
+
+    script = {**SCRIPT, "grpo": ("step", "step", "save", "wait", "wait", "done")}
+    told = bench(workspace, small_sweep(), script, passed=passed)
+    told.run()
+    assert "310 GPU-hours" in told.admission.held
+    assert "GiB" not in told.admission.held
 
 
 # ---------------------------------------------------------------- limits
