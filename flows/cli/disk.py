@@ -12,6 +12,7 @@ import click
 from flows.cli.options import json_option, say, say_next, show, split_workspace, table_lines
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report
@@ -237,17 +238,11 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
 
 def _synced_json(done: Synced) -> dict[str, Any]:
     return {
-        "version": 1,
-        "offline": len(done.runs),
-        "new": len(done.new),
-        "sent": done.sent,
+        **{"version": 1, "offline": len(done.runs), "new": len(done.new), "sent": done.sent},
         "runs": [
             {
-                "stage_id": run.stage_id,
-                "attempt": run.attempt,
-                "folder": str(run.folder),
-                "bytes": run.bytes,
-                "new": run.is_new,
+                **picked(run, "stage_id", "attempt", "bytes"),
+                **{"folder": str(run.folder), "new": run.is_new},
             }
             for run in done.runs
         ],

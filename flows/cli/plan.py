@@ -17,6 +17,7 @@ from flows.cli.options import (
     say_next,
     show,
 )
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
@@ -100,23 +101,13 @@ def _disk_json(room: PlannedRoom) -> dict[str, Any]:
     """A forecast for scripts."""
     found = room.forecast
     return {
-        "fits": room.fits,
-        "needed_bytes": found.needed_bytes,
-        "peak_bytes": found.peak_bytes,
-        "final_bytes": found.final_bytes,
+        **picked(found, "needed_bytes", "peak_bytes", "final_bytes", "inodes"),
+        **picked(room, "fits", "free_bytes", "reclaimable_bytes", "source"),
         "judgements_bytes": found.judgements,
-        "inodes": found.inodes,
-        "free_bytes": room.free_bytes,
-        "reclaimable_bytes": room.reclaimable_bytes,
-        "source": room.source,
         "stages": [
             {
-                "stage": s.stage.name,
-                "peak_bytes": s.peak,
-                "final_bytes": s.final,
-                "inodes": s.inodes,
-                "by": s.basis,
-                "known": s.known,
+                **{"stage": s.stage.name, "peak_bytes": s.peak, "final_bytes": s.final},
+                **{"inodes": s.inodes, "by": s.basis, "known": s.known},
             }
             for s in found.stages
         ],
@@ -187,13 +178,9 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
     stages = [
         {
             "stage": entry.stage.kind,
-            "name": entry.stage.name,
-            "fingerprint": entry.stage.fingerprint,
-            "action": entry.action,
-            "reason": entry.reason,
-            "differences": list(differences),
-            "inputs": dict(entry.stage.inputs),
-            "config": dict(entry.stage.identity),
+            **picked(entry.stage, "name", "fingerprint", "inputs"),
+            **picked(entry, "action", "reason"),
+            **{"differences": list(differences), "config": dict(entry.stage.identity)},
         }
         for entry, differences in found
     ]

@@ -24,6 +24,7 @@ from flows.cli.options import (
 )
 from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
@@ -116,11 +117,8 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
 
     checked = check_card(target, evidence, template=template)
     value = {
-        "version": 1,
-        "card": checked.name,
-        "evidence": checked.has_evidence,
-        "errors": checked.errors,
-        "warnings": checked.warnings,
+        **{"version": 1, "card": checked.name, "evidence": checked.has_evidence},
+        **picked(checked, "errors", "warnings"),
         "findings": [f.to_json() for f in checked.findings],
     }
     show(as_json, lambda: value, lambda: _checked_lines(checked))
@@ -166,7 +164,7 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     shown = show_card(rest, where)
     with until_nobody_reads():
         if as_json:
-            value = {"run": shown.run, "stage": shown.stage, "card": shown.card}
+            value = picked(shown, "run", "stage", "card")
             print_json({"version": 1, **value, "as_published": not shown.differs})
         else:
             click.echo(shown.card, nl=False)

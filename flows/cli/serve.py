@@ -23,6 +23,7 @@ from flows.cli.options import (
     split_overrides,
     table_lines,
 )
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.nightly.history import Reading
@@ -256,8 +257,8 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
                 yield f"With the key, for you alone: {link}"
         yield f"log: {status.log}"
 
-    value = {"state": status.state, "url": url, "folder": status.folder, "log": status.log}
-    show(as_json, lambda: {"version": 1, **value}, lines)
+    value = {"version": 1, "url": url, **picked(status, "state", "folder", "log")}
+    show(as_json, lambda: value, lines)
 
 
 @click.group("notify")

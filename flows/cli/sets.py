@@ -13,6 +13,7 @@ import click
 
 from flows.cli.options import (
     json_option,
+    overrides_argument,
     print_lines,
     say,
     say_next,
@@ -20,6 +21,7 @@ from flows.cli.options import (
     show_listing,
     table_lines,
 )
+from refiner_core.contract.records import picked, to_json
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
@@ -31,7 +33,6 @@ _WRONG = 3
 _SHOWN_FINDINGS = 3  # findings of each kind that are printed; the JSON has all
 _SHOWN_TASKS = 20
 _WIDTH = 98
-_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
 def _group(name: str, text: str, epilog: str) -> click.Group:
@@ -141,21 +142,10 @@ def _count(rubrics: RubricSet, polarity: str) -> int:
 def _set_json(rubrics: RubricSet) -> dict[str, Any]:
     parts = zip(rubrics.rubrics, rubrics.origins, rubrics.accepted, strict=True)
     return {
-        "name": rubrics.name,
-        "version": rubrics.version,
+        **picked(rubrics, "name", "version", "description", "source", "license"),
         "digest": rubrics.digest(),
-        "description": rubrics.description,
-        "source": rubrics.source,
-        "license": rubrics.license,
         "rubrics": [
-            {
-                "title": rubric.title,
-                "description": rubric.description,
-                "polarity": rubric.polarity,
-                "weight": rubric.weight,
-                "source": origin,
-                "accept": dict(accepted),
-            }
+            {**to_json(rubric), "source": origin, "accept": dict(accepted)}
             for rubric, origin, accepted in parts
         ],
     }
@@ -163,14 +153,8 @@ def _set_json(rubrics: RubricSet) -> dict[str, Any]:
 
 def _checked_json(checked: Checked) -> dict[str, Any]:
     return {
-        "version": 1,
-        "file": checked.name,
-        "form": checked.form,
-        "rubrics": checked.rubrics,
-        "rows": checked.rows,
-        "rows_without_rubrics": checked.rows_without,
-        "errors": checked.errors,
-        "warnings": checked.warnings,
+        **{"version": 1, "file": checked.name, "rows_without_rubrics": checked.rows_without},
+        **picked(checked, "form", "rubrics", "rows", "errors", "warnings"),
         "counts": {rule: len(found) for rule, found in checked.by_rule().items()},
         "findings": [f.to_json() for f in checked.findings],
         "accepted": [{**f.to_json(), "reason": reason} for f, reason in checked.accepted],
@@ -288,22 +272,12 @@ def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
 def protocol_fields_command(as_json: bool) -> None:
     """List the fields that a protocol may fix, with their defaults."""
     from flows.checking.sets import protocol_fields
-    from refiner_core.contract.records import to_json
 
-    known = protocol_fields()
     fields = [
-        {
-            "field": path,
-            "default": to_json(info.default),
-            "identity": info.mark == "identity",
-            "doc": info.doc,
-        }
-        for path, info in known.items()
+        {"field": path, "identity": info.mark == "identity", **picked(info, "default", "doc")}
+        for path, info in protocol_fields().items()
     ]
-    rows = [
-        (path, json.dumps(to_json(info.default)), textwrap.shorten(info.doc, 56))
-        for path, info in known.items()
-    ]
+    rows = [(f["field"], json.dumps(f["default"]), textwrap.shorten(f["doc"], 56)) for f in fields]
     show(
         as_json,
         lambda: {"version": 1, "fields": fields},
@@ -341,7 +315,7 @@ def list_environments_command(as_json: bool) -> None:
 @click.argument("name", metavar="NAME")
 @click.option("--tasks", "with_tasks", is_flag=True, help="list every task, too")
 @json_option
-@_overrides
+@overrides_argument
 def show_environment_command(
     name: str, overrides: Sequence[str], with_tasks: bool, as_json: bool
 ) -> None:
@@ -362,7 +336,7 @@ def show_environment_command(
 @click.argument("name", metavar="NAME")
 @click.option("--most", type=click.IntRange(1), help="try at most this many tasks of each split")
 @json_option
-@_overrides
+@overrides_argument
 def check_environment_command(
     name: str, overrides: Sequence[str], most: int | None, as_json: bool
 ) -> int:
@@ -381,8 +355,8 @@ def check_environment_command(
         expert = "" if solved is None else f"; the expert solves {solved}"
         yield f"{len(checked.errors)} errors; tasks tried: {tried}{expert}"
 
+    values = picked(checked, "tasks", "expert_solved")
     findings = [finding._asdict() for finding in checked.findings]
-    values = {"tasks": checked.tasks, "expert_solved": checked.expert_solved}
     show(as_json, lambda: {"version": 1, **values, "findings": findings}, lines)
     return _WRONG if checked.errors else 0
 
@@ -391,7 +365,7 @@ def check_environment_command(
 @click.argument("name", metavar="NAME")
 @click.option("--task", "task_id", help="id of the task; the first one by default")
 @click.option("--seed", type=int, default=0, show_default=True)
-@_overrides
+@overrides_argument
 def play_environment_command(
     name: str, overrides: Sequence[str], task_id: str | None, seed: int
 ) -> int:
@@ -466,7 +440,7 @@ def _environment_json(
             for domain in environment.domains()
         },
         "tasks": {
-            split: [{"id": t.id, "domain": t.domain, "summary": t.summary} for t in found]
+            split: [picked(task, "id", "domain", "summary") for task in found]
             for split, found in tasks.items()
         },
     }

@@ -27,7 +27,7 @@ from infra.store.orchestrators import Standing, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import RunRecord, from_json
+from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
 
@@ -204,28 +204,20 @@ def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[st
     WorkspaceError
         A record is damaged.
     """
-    workspace = workspace or Workspace.read_only(outcome.plan.config.workspace)
+    plan = outcome.plan
+    workspace = workspace or Workspace.read_only(plan.config.workspace)
+    ids = {stage.name: stage.id for stage in plan.stages}
     return {
-        "version": 1,
-        "run": outcome.run,
-        "recipe": outcome.plan.recipe,
-        "workspace": str(Path(outcome.plan.config.workspace)),
-        "exit_code": outcome.exit_code,
+        **{"version": 1, "run": outcome.run, "recipe": plan.recipe},
+        **{"workspace": str(Path(plan.config.workspace)), "exit_code": outcome.exit_code},
         "stages": [
             {
-                "stage": view.kind,
-                "name": view.name,
-                "id": outcome.plan.by_name[view.name].id,
-                "fingerprint": view.fingerprint,
-                "state": view.state,
-                "seconds": round(view.seconds, 3),
-                "attempt": view.attempt,
-                "message": view.message,
-                "log": view.log,
+                **{"stage": view.kind, "id": ids[view.name], "seconds": round(view.seconds, 3)},
+                **picked(view, "name", "fingerprint", "state", "attempt", "message", "log"),
                 **({"target": str(view.report["target"])} if "target" in view.report else {}),
-                "output": str(workspace.output_dir(outcome.plan.by_name[view.name].id) or ""),
+                "output": str(workspace.output_dir(ids[view.name]) or ""),
             }
             for view in outcome.views.values()
         ],
-        "evaluations": evaluations_of(outcome.plan, workspace),
+        "evaluations": evaluations_of(plan, workspace),
     }

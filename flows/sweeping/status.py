@@ -34,7 +34,14 @@ from infra.store.sweep_records import (
 )
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord, to_json, trial_of
+from refiner_core.contract.records import (
+    RunRecord,
+    SweepRecord,
+    TrialRecord,
+    picked,
+    to_json,
+    trial_of,
+)
 from refiner_core.contract.services import is_service
 from refiner_core.report.sweep.document import TrialState
 
@@ -414,20 +421,11 @@ def status_json(status: SweepStatus) -> dict[str, Any]:
     """All that is known."""
     record = status.record
     return {
-        "version": STATUS_VERSION,
-        "sweep": record.name,
-        "number": record.number,
-        "recipe": record.recipe,
-        "baseline": record.baseline,
+        **{"version": STATUS_VERSION, "sweep": record.name},
+        **picked(record, "number", "recipe", "baseline", "seeds", "started_at"),
         "arms": [arm.name for arm in record.arms],
-        "seeds": list(record.seeds),
-        "started_at": record.started_at,
-        "finished": status.finished,
         "orchestrator": {"works": status.orchestrator.works, **to_json(status.orchestrator)},
-        "cancel_asked": status.cancel_asked,
-        "counts": status.counts,
-        "use": to_json(status.use),
-        "limits": to_json(record.limits),
-        "forecast": to_json(record.forecast),
+        **picked(status, "finished", "cancel_asked", "counts", "use"),
+        **picked(record, "limits", "forecast"),
         "trials": [{"trial": t.name, **to_json(t), "progress": t.progress} for t in status.trials],
     }
