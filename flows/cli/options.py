@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import json
 import os
@@ -12,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -27,14 +28,27 @@ json_option = click.option("--json", "as_json", is_flag=True, help="print JSON o
 
 
 def working_options(command: F) -> F:
-    """Options of a command that works on a run or a sweep to its end."""
+    """Options of a command that works on a run or a sweep to its end; those that say how come as
+    one ``launch``."""
+
+    @functools.wraps(command)
+    def working(*args: Any, no_server: bool, quiet: bool, **options: Any) -> Any:
+        from flows.running.background import Launch
+
+        how = {n: options.pop(n) for n in ("past_canary", "take_over") if n in options}
+        return command(*args, launch=Launch(not no_server, quiet, **how), **options)
+
+    whole: Any = working
     for option in (
         click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only"),
         click.option("--no-server", is_flag=True, help="no Prefect server, no flow run"),
         json_option,
-    ):
-        command = option(command)
-    return command
+        click.option("--detach", is_flag=False, flag_value="process",
+                     type=click.Choice(["process", "job"]), help="leave it to a process in the "
+                     "background, or with --detach=job to a small Slurm job"),
+    ):  # fmt: skip
+        whole = option(whole)
+    return cast("F", whole)
 
 
 def print_json(value: Any) -> None:
@@ -153,6 +167,13 @@ def at_most_one(names: Sequence[str], what: str, *, expected: str, fix: str) -> 
         what = what.format(count=len(names), names=" ".join(names))
         raise ConfigurationError(what, expected=expected, fix=fix)
     return names[0] if names else None
+
+
+def word_of(command: str, names: Sequence[str], noun: str, *, default: str, fix: str) -> str | None:
+    """The run or other ``noun`` that a command was given, if it was; errors as of
+    :func:`at_most_one`."""
+    what = f"{command} was given {{count}} {noun}s: {{names}}."
+    return at_most_one(names, what, expected=f"one {noun}, or none{default}", fix=fix)
 
 
 #: Wide enough to say what something is for, where the terminal does not say how wide it is.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
-    at_most_one,
     json_option,
     overrides_argument,
     print_json,
@@ -20,14 +19,16 @@ from flows.cli.options import (
     split_workspace,
     table_lines,
     until_nobody_reads,
+    word_of,
     working_options,
 )
-from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
+from flows.cli.run import finish, leave_to, stop_on_signals
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
+    from flows.running.background import Launch
     from infra.adopting import How
 
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 @click.option("--step", "steps", type=int, multiple=True, help="a saved step; may be repeated")
 @click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
-@detach_option
 @working_options
 def publish_command(
     words: tuple[str, ...],
@@ -45,8 +45,7 @@ def publish_command(
     dry_run: bool,
     detach: str | None,
     as_json: bool,
-    no_server: bool,
-    quiet: bool,
+    launch: Launch,
 ) -> int:
     """Publish the last checkpoint of RUN (default: the newest that trains), or those of --step.
 
@@ -61,22 +60,18 @@ def publish_command(
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)
-    run = at_most_one(
-        runs,
-        "publish was given {count} runs: {names}.",
-        expected="one run, or none for the newest that trains",
-        fix="publish them one by one",
-    )
+    default, fix = " for the newest that trains", "publish them one by one"
+    run = word_of("publish", runs, "run", default=default, fix=fix)
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
         show_made_plan(plan_publication(run, where, **asked), as_json)
         return 0
     plan, workspace, record = begin_publication(run, where, **asked)
     if detach is not None:
-        return leave_to(detach, workspace, record, as_json, use_server=not no_server)
+        return leave_to(detach, workspace, record, as_json, launch)
     stop_on_signals()
-    outcome = publish_run(plan, workspace, record, use_server=not no_server, quiet=quiet)
-    return finish(outcome, as_json)
+    how = picked(launch, "use_server", "quiet")
+    return finish(publish_run(plan, workspace, record, **how), as_json)
 
 
 #: Exit code of a card that is wrong: bad data.

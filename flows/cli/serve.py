@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from flows.cli.options import (
-    at_most_one,
     json_option,
     overrides_argument,
     say,
@@ -22,6 +21,7 @@ from flows.cli.options import (
     show,
     split_overrides,
     table_lines,
+    word_of,
 )
 from refiner_core.contract.records import picked
 
@@ -279,13 +279,8 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     from flows.notifying.delivery import notify_settings, try_channels
 
     names, overrides = split_overrides(words)
-    recipe = at_most_one(
-        names,
-        "notify test was given {count} recipes: {names}.",
-        expected="one recipe, or none",
-        fix="try them one by one",
-    )
-    recipe = recipe or "tiny"
+    fix = "try them one by one"
+    recipe = word_of("notify test", names, "recipe", default="", fix=fix) or "tiny"
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
     worked = not any(t.why for t in tried)

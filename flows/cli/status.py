@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import click
 
 from flows.cli.options import (
-    at_most_one,
     json_option,
     print_json,
     print_lines,
@@ -21,6 +20,7 @@ from flows.cli.options import (
     show,
     split_workspace,
     table_lines,
+    word_of,
 )
 from infra.host.terminal import printable, raw
 
@@ -64,12 +64,8 @@ def status_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(
-        rest,
-        "status was given {count} runs: {names}.",
-        expected="one run, or none for the newest",
-        fix="name one of them, or `refiner status --all`",
-    )
+    fix = "name one of them, or `refiner status --all`"
+    word = word_of("status", rest, "run", default=" for the newest", fix=fix)
     workspace = Workspace.read_only(folder or where)
     if every:
         _list_runs(workspace, as_json)

@@ -60,6 +60,29 @@ class Detached:
         return bool(self.exit_code)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """Manner in which a run or a sweep is worked on.
+
+    Attributes
+    ----------
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+    past_canary
+        Of a sweep: release the other trials whatever the first one shows.
+    take_over
+        Though a process on another host says that it works on it.
+    resumed
+        It was begun by an earlier call: what was cancelled goes on.
+    """
+
+    use_server: bool = True
+    quiet: bool = False
+    past_canary: bool = False
+    take_over: bool = False
+    resumed: bool = False
+
+
 def detach_run(
     run: RunRecord,
     workspace: str | Path = RecipeConfig.workspace,
@@ -98,9 +121,8 @@ def detach_run(
         Another process works on the run.
     """
     room = Workspace.open(workspace)
-    dispatch = dict(run.config.get("dispatch") or {})
-    code = run.code
-    return leave(room, run.run, code, where, dispatch, use_server=use_server, take_over=take_over)
+    dispatch, launch = run.config.get("dispatch") or {}, Launch(use_server, take_over=take_over)
+    return leave(room, run.run, run.code, where, dispatch, launch)
 
 
 def leave(
@@ -109,16 +131,13 @@ def leave(
     code: str,
     where: Where,
     dispatch: Mapping[str, Any],
-    *,
-    use_server: bool,
-    take_over: bool,
-    past_canary: bool = False,
+    launch: Launch,
 ) -> Detached:
     """As :func:`detach_run`, of any call: its id, the id of the snapshot that it is worked on with,
     and how jobs of it are submitted."""
-    require_idle(room, call, regardless=take_over)
-    options = ["--no-server"] * (not use_server) + ["--take-over"] * take_over
-    options += ["--past-canary"] * past_canary
+    require_idle(room, call, regardless=launch.take_over)
+    options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
+    options += ["--past-canary"] * launch.past_canary
     if where == "process":
         return detach(room, call, code, *options)
     from infra.slurm.profiles import load_profile

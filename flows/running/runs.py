@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.evaluations import evaluations_of
+from flows.running.background import Launch
 from flows.running.calls import (
     RunOutcome,
-    Showing,
     begin_run,
     check_supported,
     in_folder_of,
@@ -76,7 +76,7 @@ def run_recipe(
     """
     plan, workspace, run = begin_run(recipe, overrides)
     command = ["refiner", "run", recipe, *overrides]
-    return work_on(plan, workspace, run, Showing(use_server, quiet, command))
+    return work_on(plan, workspace, run, Launch(use_server, quiet), command)
 
 
 def resume_run(
@@ -119,14 +119,9 @@ def resume_run(
     with in_folder_of(run):
         plan = plan_of_run(room, run)
         check_supported(plan.config)
-        showing = Showing(
-            use_server,
-            quiet,
-            ["refiner", "resume", run.run, f"workspace={room.root}"],
-            take_over=take_over,
-            resumed=True,
-        )
-        return work_on(plan, room, run, showing)
+        launch = Launch(use_server, quiet, take_over=take_over, resumed=True)
+        command = ["refiner", "resume", run.run, f"workspace={room.root}"]
+        return work_on(plan, room, run, launch, command)
 
 
 def publish_run(
@@ -153,7 +148,7 @@ def publish_run(
     """
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
     with in_folder_of(run):
-        return work_on(plan, workspace, run, Showing(use_server, quiet, command))
+        return work_on(plan, workspace, run, Launch(use_server, quiet), command)
 
 
 def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:

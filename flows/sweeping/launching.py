@@ -20,7 +20,7 @@ from typing import Any
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.watching import SweepWatching, hears_of
-from flows.running.background import Detached, Where, attach, leave
+from flows.running.background import Detached, Launch, Where, attach, leave
 from flows.running.calls import (
     Pinned,
     check_hub_access,
@@ -209,29 +209,6 @@ def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
 log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
 MANY = 256
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Manner in which a sweep is worked on.
-
-    Attributes
-    ----------
-    use_server, quiet
-        As for a run.
-    past_canary
-        Release the other trials whatever the first one shows.
-    take_over
-        Though a process on another host says that it works on it.
-    resumed
-        It was begun by an earlier call: what was cancelled goes on.
-    """
-
-    use_server: bool = True
-    quiet: bool = False
-    past_canary: bool = False
-    take_over: bool = False
-    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -541,9 +518,7 @@ def detach_sweep(
         pin_for(room, record.name).code,
         where,
         dispatch_of(room, record) if where == "job" else {},
-        use_server=launch.use_server,
-        take_over=launch.take_over,
-        past_canary=launch.past_canary,
+        launch,
     )
 
 
