@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, say, say_next, show, split_workspace, table_lines
+from flows.cli.options import (
+    command_line,
+    json_option,
+    say,
+    say_next,
+    show,
+    split_workspace,
+    table_lines,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
@@ -78,7 +86,7 @@ def disk_command(
         again.append("--dry-run")
     if not as_json and (dry_run or not reclaim):
         place = [] if where == RecipeConfig.workspace else [f"workspace={where}"]
-        say_next(shlex.join(["refiner", "disk", *place, *again]))
+        say_next(command_line("disk", *place, *again))
 
 
 def _reclaimed_json(done: Reclaimed, dry_run: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,12 +64,27 @@ def print_lines(lines: Iterable[str]) -> None:
         click.echo(line)
 
 
-def show(as_json: bool, value: Callable[[], Any], lines: Callable[[], Iterable[str]]) -> None:
-    """Print a result, for scripts or for people, as far as somebody reads it."""
+def show(
+    as_json: bool,
+    value: Callable[[], Any],
+    lines: Callable[[], Iterable[str]],
+    following: Sequence[str] = (),
+    *,
+    gap: bool = False,
+) -> None:
+    """Print a result, for scripts, or for people with the commands that follow, as far as somebody
+    reads it."""
     made = value() if as_json else list(lines())
     with until_nobody_reads():
         (print_json if as_json else print_lines)(made)
         sys.stdout.flush()
+    if following and not as_json:
+        say_next(*following, gap=gap)
+
+
+def command_line(*words: str) -> str:
+    """A command of ours, to be typed."""
+    return shlex.join(["refiner", *words])
 
 
 def say(text: str) -> None:
@@ -193,9 +209,23 @@ def show_listing(
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
     cut = [(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows]
-    show(as_json, value, lambda: table_lines(cut, header))
-    if not as_json:
-        say_next(*following, gap=True)
+    show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
+
+
+#: The JSON, rows, their header, and the commands that follow.
+Listing = tuple[Any, Sequence[Sequence[str]], Sequence[str], Sequence[str]]
+
+
+def listing(make: Callable[[], Listing]) -> Callable[[bool], None]:
+    """What a command does that shows a listing."""
+
+    @json_option
+    @functools.wraps(make)
+    def shown(as_json: bool) -> None:
+        value, rows, header, following = make()
+        show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
+
+    return shown
 
 
 def in_a_line(text: str, width: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
+    command_line,
     json_option,
     overrides_argument,
     print_json,
@@ -66,11 +66,11 @@ def plan_command(
     if with_fit and not room.fits:
         if change is not None:
             click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
-            say_next(shlex.join(["refiner", "run", recipe, *overrides, *change.overrides]))
+            say_next(command_line("run", recipe, *overrides, *change.overrides))
         else:
             click.echo("No change of how it is carried out makes it fit.")
             where = [w for w in overrides if w.startswith("workspace=")]
-            say_next(shlex.join(["refiner", "disk", *where, "--reclaim", "--dry-run"]))
+            say_next(command_line("disk", *where, "--reclaim", "--dry-run"))
 
 
 def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
@@ -124,8 +124,8 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
         return
     for note in (*planning_notes(plan), *time_notes(plan)):
         click.echo(f"\nnote: {note}")
-    command = shlex.join(["refiner", "run", recipe, *overrides])
-    explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])
+    command = command_line("run", recipe, *overrides)
+    explain = command_line("explain", plan.stages[-1].name, recipe, *overrides)
     say_next(command, explain, gap=True)
 
 

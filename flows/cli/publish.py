@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    command_line,
     json_option,
     overrides_argument,
     print_json,
@@ -119,7 +120,7 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
     show(as_json, lambda: value, lambda: _checked_lines(checked))
     if checked.errors and not as_json:
         option = ["--evidence", str(evidence)] if evidence else []
-        again = shlex.join(["refiner", "card", "check", target, *option])
+        again = command_line("card", "check", target, *option)
         say(f"Next: mend what is named above, then\n  {again}")
     return _WRONG if checked.errors else 0
 

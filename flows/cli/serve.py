@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import csv
 import io
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from flows.cli.options import (
+    command_line,
     json_option,
     overrides_argument,
     say,
@@ -115,7 +115,7 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     if not as_json:
         for warning in warnings:
             say(f"note: {warning}")
-        say_next(shlex.join(["refiner", "nightly", "run", file, *overrides]))
+        say_next(command_line("nightly", "run", file, *overrides))
     return 0
 
 
@@ -137,9 +137,8 @@ def run_command(
 
     stop_on_signals()
     outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_say)
-    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome))
-    if not as_json:
-        say_next(shlex.join(["refiner", "nightly", "status", file, *overrides]))
+    following = [command_line("nightly", "status", file, *overrides)]
+    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome), following)
     return outcome.exit_code
 
 
@@ -292,5 +291,5 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
         lambda: table_lines(rows, ("channel", "took", "what came of it")),
     )
     following = ["run"] if worked else ["notify", "test"]
-    say_next(shlex.join(["refiner", *following, recipe, *overrides]))
+    say_next(command_line(*following, recipe, *overrides))
     return 0 if worked else 1

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    Listing,
+    command_line,
     json_option,
+    listing,
     overrides_argument,
     print_lines,
     say,
-    say_next,
     show,
-    show_listing,
     table_lines,
 )
 from refiner_core.contract.records import picked, to_json
@@ -64,8 +65,8 @@ rubrics_command = _group(
 
 
 @rubrics_command.command("list")
-@json_option
-def list_rubrics(as_json: bool) -> None:
+@listing
+def list_rubrics() -> Listing:
     """List the rubric sets that come with refiner."""
     from flows.checking.sets import list_rubric_sets
 
@@ -75,13 +76,9 @@ def list_rubrics(as_json: bool) -> None:
          s.digest()[:12], s.description)
         for s in sets
     ]  # fmt: skip
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "sets": [_set_json(s) for s in sets]},
-        rows,
-        ("name", "version", "rubrics (+ -)", "digest", "for"),
-        ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME"),
-    )
+    header = ("name", "version", "rubrics (+ -)", "digest", "for")
+    following = ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME")
+    return {"sets": [_set_json(s) for s in sets]}, rows, header, following
 
 
 @rubrics_command.command("show")
@@ -130,7 +127,7 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
     wrong = bool(checked.errors or (strict and checked.warnings))
     show(as_json, lambda: _checked_json(checked), lambda: _checked_lines(checked, show_all))
     if wrong and not as_json:
-        again = shlex.join(["refiner", "rubrics", "check", file, *["--strict"] * strict])
+        again = command_line("rubrics", "check", file, *["--strict"] * strict)
         say(f"Next: mend what is named above, then\n  {again}")
     return _WRONG if wrong else 0
 
@@ -198,22 +195,19 @@ protocols_command = _group(
 
 
 @protocols_command.command("list")
-@json_option
-def list_protocols_command(as_json: bool) -> None:
+@listing
+def list_protocols_command() -> Listing:
     """List the protocols that come with refiner."""
     from flows.checking.sets import list_protocols
 
     found = list_protocols()
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "protocols": [known.as_json() for known in found]},
-        [
-            (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
-            for k in found
-        ],
-        ("name", "fingerprint", "fixes", "for"),
-        ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]"),
-    )
+    rows = [
+        (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
+        for k in found
+    ]
+    following = ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]")
+    value = {"protocols": [known.as_json() for known in found]}
+    return value, rows, ("name", "fingerprint", "fixes", "for"), following
 
 
 @protocols_command.command("show")
@@ -258,13 +252,10 @@ def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
     from flows.checking.sets import check_protocol
 
     known = check_protocol(file, recipe)
-    show(
-        as_json,
-        lambda: {"version": 1, "ok": True, **known.as_json()},
-        lambda: [f"{known.protocol.name} is a protocol, fingerprint {known.fingerprint}"],
-    )
+    said = f"{known.protocol.name} is a protocol, fingerprint {known.fingerprint}"
+    show(as_json, lambda: {"version": 1, "ok": True, **known.as_json()}, lambda: [said])
     if not as_json:
-        say(f"Next: {shlex.join(['refiner', 'plan', recipe, f'evaluate.protocols=[{file}]'])}")
+        say(f"Next: {command_line('plan', recipe, f'evaluate.protocols=[{file}]')}")
 
 
 @protocols_command.command("fields")
@@ -296,19 +287,14 @@ environments_command = _group(
 
 
 @environments_command.command("list")
-@json_option
-def list_environments_command(as_json: bool) -> None:
+@listing
+def list_environments_command() -> Listing:
     """List the environments that a recipe may name in environment.name."""
     from flows.checking.sets import list_environments
 
     known = dict(list_environments())
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "environments": known},
-        list(known.items()),
-        ("name", "for"),
-        ("refiner environments show desk", "refiner plan tiny-tools"),
-    )
+    following = ("refiner environments show desk", "refiner plan tiny-tools")
+    return {"environments": known}, list(known.items()), ("name", "for"), following
 
 
 @environments_command.command("show")
@@ -327,9 +313,8 @@ def show_environment_command(
         as_json,
         lambda: _environment_json(environment, tasks),
         lambda: _environment_lines(environment, tasks, with_tasks),
+        [command_line("environments", "play", name, *overrides)],
     )
-    if not as_json:
-        say_next(shlex.join(["refiner", "environments", "play", name, *overrides]))
 
 
 @environments_command.command("check")

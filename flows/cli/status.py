@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import click
 
 from flows.cli.options import (
+    command_line,
     json_option,
     print_json,
     print_lines,
@@ -114,15 +114,15 @@ def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
 
 
 def _show(status: RunStatus, workspace: Workspace) -> None:
-    click.echo(f"{status.run}: {shlex.join(['refiner', *status.command[1:]])}")
+    click.echo(f"{status.run}: {command_line(*status.command[1:])}")
     print_table([cells(stage) for stage in status.stages], _HEADER)
     click.echo("")
     print_lines(closing_lines(status, workspace))
     where = f"workspace={workspace.root}"
     if status.finished:
-        say_next(shlex.join(["refiner", "report", status.run, where]))
+        say_next(command_line("report", status.run, where))
     elif status.orchestrator.works:
-        say_next(shlex.join(["refiner", "status", status.run, "--watch", where]))
+        say_next(command_line("status", status.run, "--watch", where))
 
 
 def _show_incidents(status: RunStatus) -> None:
@@ -187,7 +187,7 @@ def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str
         yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
     said = orchestrator_text(who, status.finished)
     if who.standing not in ("running", "elsewhere") and not status.finished:
-        said += f". Next: {shlex.join(['refiner', 'resume', status.run, where])}"
+        said += f". Next: {command_line('resume', status.run, where)}"
     yield said
     if status.outage:
         yield f"it waits, and goes on by itself: {status.outage}"

@@ -16,7 +16,6 @@ import click
 from flows.cli.options import (
     at_most_one,
     say,
-    say_next,
     show,
     split_workspace,
     table_lines,
@@ -219,9 +218,8 @@ def _list(where: str, as_json: bool) -> None:
         for name, s in found.items()
     ]
     names = [one.name for one in shipped]
-    show(as_json, lambda: {"version": 1, "shipped": names, "recorded": recorded}, lines)
-    if not as_json:
-        say_next("refiner sweep SWEEP --dry-run")
+    value = {"version": 1, "shipped": names, "recorded": recorded}
+    show(as_json, lambda: value, lines, ["refiner sweep SWEEP --dry-run"])
 
 
 @click.command("resume")
