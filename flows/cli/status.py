@@ -150,10 +150,11 @@ def cells(stage: StageStatus) -> tuple[str, ...]:
 
 
 def _progress(stage: StageStatus) -> str:
+    from flows.running.status import progress_text
+
     if stage.state in ("done", "waiting", "blocked", "idle") or stage.step is None:
         return ""
-    count = f"{stage.step}/{stage.total}" if stage.total else str(stage.step or "")
-    return ", ".join(filter(None, [f"{stage.phase} {count}".strip(), stage.metric]))
+    return progress_text(stage.phase, stage.step, stage.total, stage.metric)
 
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
@@ -180,11 +181,10 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    from flows.running.status import orchestrator_text
+    from flows.running.status import cancel_lines, orchestrator_text
 
     who, where = status.orchestrator, f"workspace={workspace.root}"
-    if status.cancel_asked:
-        yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
+    yield from cancel_lines(status.cancel_asked)
     said = orchestrator_text(who, status.finished)
     if who.standing not in ("running", "elsewhere") and not status.finished:
         said += f". Next: {command_line('resume', status.run, where)}"

@@ -561,16 +561,10 @@ def cancel_sweep(
     begun = (trial for trial in reversed(record.trials) if trial.name in runs)
     names = {i: f"{t.name}/{n}" for t in begun for n, i in t.stages.items()}
     config = next((room.read_run(run).config for run in runs.values()), {})
+    stages = {name: i for i, name in names.items()}
     call = RunRecord(
-        version=RECORD_VERSION,
-        run=sweep_call(sweep),
-        recipe=record.recipe,
-        overrides=(),
-        command=(),
-        config=config,
-        stages={name: i for i, name in names.items()},
-        code=record.code,
-        started_at=record.started_at,
+        *(RECORD_VERSION, sweep_call(sweep), record.recipe, (), (), config, stages),
+        *(record.code, record.started_at),
     )
     outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
     return replace(outcome, run=sweep, stages=())
