@@ -54,16 +54,8 @@ from refiner_core.nightly.page import Trends, open_alerts, trend_page
 def page_text(reading: Reading) -> str:
     """The trend page as HTML."""
     nightly = reading.nightly
-    return trend_page(
-        Trends(
-            name=nightly.name,
-            schedule=f"{nightly.schedule} ({nightly.timezone})",
-            series=reading.series,
-            alerts=reading.alerts,
-            missed=reading.missed,
-            made_at=now_text(),
-        )
-    )
+    schedule, seen = f"{nightly.schedule} ({nightly.timezone})", (reading.series, reading.alerts)
+    return trend_page(Trends(nightly.name, schedule, *seen, reading.missed, now_text()))
 
 
 NightState = Literal["done", "incomplete", "busy", "missed"]

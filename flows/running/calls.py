@@ -81,11 +81,16 @@ def pin_code(workspace: Workspace) -> Pinned:
 
 
 def record_run(
-    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned | None = None,
+    **more: object,
 ) -> RunRecord:
-    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
-    provenance. It is not written yet."""
-    pinned = pin_code(workspace)
+    """The record of a call on ``plan``, with the code as it is now, or was ``pinned``; ``more``
+    goes into its provenance. It is not written yet."""
+    pinned = pinned or pin_code(workspace)
     run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
     if pinned.diff:
         atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
