@@ -125,11 +125,8 @@ def _adopt_ours(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     if not request.dry_run:
         adopt_stages(stages, workspace)
     return {
-        "version": OUTPUT_VERSION,
-        "kind": "refiner",
-        "source": str(folder),
-        "workspace": str(workspace.root),
-        "dry_run": request.dry_run,
+        **{"version": OUTPUT_VERSION, "kind": "refiner", "source": str(folder)},
+        **{"workspace": str(workspace.root), "dry_run": request.dry_run},
         "stages": [
             {**picked(s.spec, "name", "kind"), **picked(s, "id", "step", "fate", "notes")}
             for s in stages
@@ -164,18 +161,12 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
         else choose(found, request.step)
     )
     report: dict[str, Any] = {
-        "version": OUTPUT_VERSION,
-        "kind": "checkpoints",
-        "source": str(folder),
+        **{"version": OUTPUT_VERSION, "kind": "checkpoints", "source": str(folder)},
         "workspace": str(Path(request.workspace).expanduser().absolute()),
         "dry_run": request.dry_run,
         "how": HOW_IN_WORDS[request.how],
         "checkpoints": [_listed(s, folder) for s in found],
-        "adopted": None,
-        "step": None,
-        "recipe": None,
-        "notes": [],
-        "next": [],
+        **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
     }
     if chosen is None:
         report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]

@@ -95,9 +95,7 @@ def disk_report(
     rows = by_run_and_kind([*stock.items, *stock.caches], runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
-        "version": 1,
-        "workspace": str(room.root),
-        "data": str(room.layout.data),
+        **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
         "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
         "status": keeper.status_line(),
         "reservations": [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -98,17 +98,13 @@ def show_command(
         return command_line("show", name, *[recipe] * bool(recipe), *overrides)
 
     if not (field or every or search):
-        known = sections()
+        listed: list[dict[str, Any]] = [
+            {"section": n, "doc": doc, "fields": fields_below(n)} for n, doc in sections().items()
+        ]
         show_listing(
             as_json,
-            lambda: {
-                "version": 1,
-                "sections": [
-                    {"section": name, "doc": doc, "fields": fields_below(name)}
-                    for name, doc in known.items()
-                ],
-            },
-            [(name, str(len(fields_below(name))), doc) for name, doc in known.items()],
+            lambda: {"version": 1, "sections": listed},
+            [(s["section"], str(len(s["fields"])), s["doc"]) for s in listed],
             ("section", "fields", "what it is"),
             ("refiner show SECTION", "refiner show FIELD RECIPE", "refiner show --search WORD"),
         )
