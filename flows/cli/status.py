@@ -74,14 +74,17 @@ def status_command(
     if word is None:
         sweep = newest_sweep(workspace, run)
     watching = watch and not as_json
+    look: Callable[[], Any]
+    page: Callable[..., Page]
     if sweep is not None:
         look, page = watch_sweep(sweep, workspace.root).look, _sweep_page
     elif run is not None:
         wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
         look, page = watch_run(run.run, workspace.root, wait_s=wait_s).look, _run_page
     else:
-        nothing, said = {"version": 1, "run": None, "stages": []}, "No run is recorded in"
-        show(as_json, lambda: nothing, lambda: [f"{said} {workspace.root}."], ["refiner run tiny"])
+        said = f"No run is recorded in {workspace.root}."
+        nothing: dict[str, object] = {"version": 1, "run": None, "stages": []}
+        show(as_json, lambda: nothing, lambda: [said], ["refiner run tiny"])
         return
     made = partial(page, workspace=workspace)
     status = _watched(look, made, "run" if sweep is None else "sweep") if watching else look()

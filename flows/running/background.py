@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from infra.host.processes import environment
+from infra.host.processes import environment, start_apart
 from infra.jobs.protocol import job_settings, tail_of
 from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of, require_idle
@@ -167,15 +166,9 @@ def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detache
     before = orchestrator_of(workspace, call).turn
     with paths.log.open("ab") as output:
         begins_at = output.tell()
-        process = subprocess.Popen(
-            _resume_command(workspace, call, code, *options),
-            # Less what is about a flow run that starts the process: it is no part of that.
-            env={k: v for k, v in environment().items() if not k.startswith("PREFECT__")},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        # Less what is about a flow run that starts the process: it is no part of that.
+        env = {k: v for k, v in environment().items() if not k.startswith("PREFECT__")}
+        process = start_apart(_resume_command(workspace, call, code, *options), output, env)
     deadline = time.monotonic() + _BEGIN_WAIT_S
     while time.monotonic() < deadline:
         ended = process.poll()
@@ -226,16 +219,9 @@ def attach(workspace: Workspace, call: str, console: Shows, stream: TextIO | Non
         log = _log_of(call)
         read, write = os.pipe()
         with log.open("ab") as output:
-            command = [sys.executable, "-P", "-m", "flows.attach"]
-            subprocess.Popen(
-                [*command, str(write), str(workspace.root), call],
-                env=_attached_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(write,),
-                start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
-            )
+            command = [sys.executable, "-P", "-m", "flows.attach", str(write)]
+            words = [*command, str(workspace.root), call]
+            start_apart(words, output, _attached_environment(), pass_fds=(write,))
         os.close(write)
     except (OSError, RefinerError) as error:
         console.warn(f"The run is not shown in Prefect: {error}. Work goes on without it.")
