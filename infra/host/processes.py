@@ -17,11 +17,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import psutil
 
@@ -51,12 +51,22 @@ def own_python() -> dict[str, str]:
 
 
 def start_apart(
-    command: Sequence[str], output: IO[bytes], env: Mapping[str, str], **more: Any
+    command: Sequence[str],
+    output: IO[bytes],
+    env: Mapping[str, str],
+    pass_fds: Collection[int] = (),
 ) -> subprocess.Popen[bytes]:
     """A process in a session of its own, without a terminal: neither Ctrl-C there nor its end
     reaches it."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-    return subprocess.Popen(command, env=env, start_new_session=True, **streams, **more)
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 @dataclass(frozen=True)
