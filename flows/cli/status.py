@@ -87,6 +87,7 @@ def status_command(
         show(as_json, lambda: nothing, lambda: [said], ["refiner run tiny"])
         return
     made = partial(page, workspace=workspace)
+    status: Any
     status = _watched(look, made, "run" if sweep is None else "sweep") if watching else look()
     if status is None:
         return
