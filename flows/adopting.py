@@ -29,6 +29,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.recipes import find_recipe
+from refiner_core.contract.records import picked
 
 #: Version of the JSON that `adopt --json` prints.
 OUTPUT_VERSION = 1
@@ -124,20 +125,10 @@ def _adopt_ours(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     if not request.dry_run:
         adopt_stages(stages, workspace)
     return {
-        "version": OUTPUT_VERSION,
-        "kind": "refiner",
-        "source": str(folder),
-        "workspace": str(workspace.root),
-        "dry_run": request.dry_run,
+        **{"version": OUTPUT_VERSION, "kind": "refiner", "source": str(folder)},
+        **{"workspace": str(workspace.root), "dry_run": request.dry_run},
         "stages": [
-            {
-                "name": s.spec.name,
-                "id": s.id,
-                "kind": s.spec.kind,
-                "step": s.step,
-                "fate": s.fate,
-                "notes": list(s.notes),
-            }
+            {**picked(s.spec, "name", "kind"), **picked(s, "id", "step", "fate", "notes")}
             for s in stages
         ],
         "next": _same_recipe(folder, stages, workspace),
@@ -170,18 +161,12 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
         else choose(found, request.step)
     )
     report: dict[str, Any] = {
-        "version": OUTPUT_VERSION,
-        "kind": "checkpoints",
-        "source": str(folder),
+        **{"version": OUTPUT_VERSION, "kind": "checkpoints", "source": str(folder)},
         "workspace": str(Path(request.workspace).expanduser().absolute()),
         "dry_run": request.dry_run,
         "how": HOW_IN_WORDS[request.how],
         "checkpoints": [_listed(s, folder) for s in found],
-        "adopted": None,
-        "step": None,
-        "recipe": None,
-        "notes": [],
-        "next": [],
+        **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
     }
     if chosen is None:
         report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
@@ -207,7 +192,7 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
         "id": adopted.stage_id,
         "new": adopted.new,
         "model": str(adopted.model),
-        "files": [{"path": f.path, "bytes": f.bytes, "sha256": f.sha256} for f in adopted.files],
+        "files": [picked(file, "path", "bytes", "sha256") for file in adopted.files],
     }
     write_recipe(recipe, adopted, _recipe_fields(request, workspace, adopted.model, recipe))
     return report
@@ -221,15 +206,8 @@ def _workspace(request: AdoptRequest) -> Workspace:
 
 def _listed(sighting: Sighting, folder: Path) -> dict[str, Any]:
     inside = sighting.path.relative_to(folder).as_posix()
-    return {
-        "step": sighting.step,
-        "path": inside,
-        "layout": sighting.layout,
-        "bytes": sighting.bytes,
-        "complete": not sighting.damage,
-        "usable": sighting.usable,
-        "note": sighting.note,
-    }
+    said = picked(sighting, "step", "layout", "bytes", "usable", "note")
+    return {**said, "path": inside, "complete": not sighting.damage}
 
 
 def _notes(chosen: Sighting, request: AdoptRequest) -> list[str]:

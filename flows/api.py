@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.planning import plan_rescoring
     from flows.rescoring.results import Rescored, rescore
-    from flows.running.background import detach_run
+    from flows.running.background import Launch, detach_run
     from flows.running.calls import (
         RunOutcome,
         begin_run,
@@ -127,7 +127,6 @@ if TYPE_CHECKING:
     from flows.starting.folder import Begun, init_folder
     from flows.sweeping.evidence import rescore_share
     from flows.sweeping.launching import (
-        Launch,
         SweepOutcome,
         begin_sweep,
         cancel_sweep,

@@ -24,7 +24,7 @@ from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import from_json, to_json
+from refiner_core.contract.records import from_json, picked, to_json
 
 #: Assumed where a workspace has not seen a failure yet: one in two days, for a node with GPUs.
 _ASSUMED_MTBF_S = 48 * 3600.0
@@ -95,29 +95,19 @@ def disk_report(
     rows = by_run_and_kind([*stock.items, *stock.caches], runs)
     left, reserved = keeper.room(fresh=True), keeper.ledger.others()
     value = {
-        "version": 1,
-        "workspace": str(room.root),
-        "data": str(room.layout.data),
+        **{"version": 1, "workspace": str(room.root), "data": str(room.layout.data)},
         "room": {key: value for key, value in to_json(left).items() if key != "knows_quota"},
         "status": keeper.status_line(),
         "reservations": [
             {
-                "workspace": str(r.workspace),
-                "stage_id": r.ref.stage_id,
-                "attempt": r.ref.number,
-                "bytes": r.need.bytes,
-                "written_bytes": r.written,
+                **{"workspace": str(r.workspace), "stage_id": r.ref.stage_id},
+                **{"attempt": r.ref.number, "bytes": r.need.bytes, "written_bytes": r.written},
             }
             for r in reserved
         ],
         "pins": sorted(pins(room.layout)),
         "use": [
-            {
-                "run": row.run or None,
-                "kind": row.kind,
-                "bytes": row.size.bytes,
-                "inodes": row.size.inodes,
-            }
+            {"run": row.run or None, "kind": row.kind, **picked(row.size, "bytes", "inodes")}
             for row in rows
         ],
         "judgements": _judgements(room),
@@ -132,27 +122,16 @@ def disk_report(
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """One thing that may be deleted."""
-    return {
-        "kind": candidate.rank.name.lower(),
-        "stage_id": candidate.stage_id,
-        "path": str(candidate.path),
-        "bytes": candidate.bytes,
-        "inodes": candidate.inodes,
-        "why": candidate.why,
-    }
+    said = picked(candidate, "stage_id", "bytes", "inodes", "why")
+    return {"kind": candidate.rank.name.lower(), "path": str(candidate.path), **said}
 
 
 def _judgements(workspace: Workspace) -> dict[str, Any]:
     """The store of judgements, and what it has saved: by the writers whose files are there."""
     store = summarise(workspace.layout.judgements)
-    return {
-        "bytes": store.bytes,
-        "files": store.files,
-        "judgements": store.judgements,
-        "saved_judgements": store.saved.judgements,
-        "saved_prompt_tokens": store.saved.prompt_tokens,
-        "saved_completion_tokens": store.saved.completion_tokens,
-    }
+    saved = picked(store.saved, "judgements", "prompt_tokens", "completion_tokens")
+    found = picked(store, "bytes", "files", "judgements")
+    return found | {f"saved_{name}": count for name, count in saved.items()}
 
 
 def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
@@ -163,20 +142,12 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
         here = facts.weights if facts is not None else None
         for copy in copies:
             away = None if here is None else copy.is_elsewhere(here.folder)
+            gone = reclaimed_text(workspace.layout.stage(stage_id)) if here is None else None
             found.append(
                 {
-                    "stage_id": stage_id,
-                    "by": copy.by,
-                    "where": copy.where,
-                    "target": copy.target,
-                    "revision": copy.revision,
-                    "commit": copy.commit,
-                    "files": len(copy.names),
-                    "elsewhere": away,
-                    "here_bytes": 0 if here is None else here.gain,
-                    "reclaimed": reclaimed_text(workspace.layout.stage(stage_id))
-                    if here is None
-                    else None,
+                    **picked(copy, "by", "where", "target", "revision", "commit"),
+                    **{"stage_id": stage_id, "files": len(copy.names), "elsewhere": away},
+                    **{"here_bytes": 0 if here is None else here.gain, "reclaimed": gone},
                 }
             )
     return found
@@ -185,14 +156,8 @@ def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:
 def hold_json(hold: Hold, stock: Stock) -> dict[str, Any]:
     """A checkpoint that a stage waits for, and whether it does so in vain."""
     sizes = [i.size.bytes for i in stock.items if (i.stage_id, i.step) == hold[1:3]]
-    return {
-        "stage_id": hold.stage_id,
-        "step": hold.step,
-        "waiting": hold.waiting,
-        "runs": list(hold.runs),
-        "idle": hold.idle or None,
-        "bytes": sum(sizes),
-    }
+    said = picked(hold, "stage_id", "step", "waiting", "runs")
+    return {**said, "idle": hold.idle or None, "bytes": sum(sizes)}
 
 
 def _idle_exports(stock: Stock) -> list[dict[str, Any]]:

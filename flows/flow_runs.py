@@ -41,7 +41,7 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
-from flows.running.background import Detached
+from flows.running.background import Detached, Launch, detach_run
 from flows.running.following import Follower, SweepFollower, inputs_of
 from flows.stage_tasks import Views, flow_run_state, stage_task, warned
 from infra.host.processes import ProcessId, host_name
@@ -88,6 +88,35 @@ class Call:
     id: str
     follower: Follower | SweepFollower
 
+    @property
+    def noun(self) -> str:
+        """``run`` or ``sweep``."""
+        return "sweep" if is_sweep(self.id) else "run"
+
+    def start(self) -> Detached:
+        """Leave it to a process in the background."""
+        if is_sweep(self.id):
+            from flows.sweeping.launching import detach_sweep
+
+            return detach_sweep(self.name, self.room.root, launch=Launch(use_server=False))
+        return detach_run(self.room.read_run(self.id), self.room.root, use_server=False)
+
+    def end(self, how: Literal["cancel", "suspend"]) -> None:
+        """End it, or keep it from beginning more."""
+        from flows.running.cancelling import cancel_run, waiting_stages
+        from flows.sweeping.launching import cancel_sweep, suspend_sweep
+
+        room, name = self.room, self.name
+        if is_sweep(self.id):
+            if how == "cancel":
+                cancel_sweep(name, room.root, wait_s=0)
+            else:
+                suspend_sweep(room, name)
+            return
+        stages = waiting_stages(room, room.read_run(name)) if how == "suspend" else []
+        if stages or how == "cancel":
+            cancel_run(name, stages, room.root, wait_s=0)
+
     @staticmethod
     def of_run(room: Workspace, run: str) -> Call:
         """A recorded run."""
@@ -101,15 +130,6 @@ class Call:
         return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
 
 
-@dataclass(frozen=True)
-class Doors:
-    """Ways to begin a call, to work on it, to end it, or keep it from beginning more."""
-
-    begin: Callable[[], Call]
-    start: Callable[[Call], Detached]
-    end: Callable[[Call, Literal["cancel", "suspend"]], None]
-
-
 @contextlib.contextmanager
 def begun_in_terminal() -> Iterator[None]:
     """Flow runs inside follow a call that a terminal works on: they start no orchestrator."""
@@ -120,7 +140,7 @@ def begun_in_terminal() -> Iterator[None]:
         _begun_in_terminal.reset(token)
 
 
-def carry_out(title: str, folder: str, noun: str, doors: Doors) -> State[Any]:
+def carry_out(title: str, folder: str, begin: Callable[[], Call]) -> State[Any]:
     """Begin or find the call, let somebody work on it, and follow it to its end.
 
     Parameters
@@ -129,37 +149,37 @@ def carry_out(title: str, folder: str, noun: str, doors: Doors) -> State[Any]:
         The recipe or the sweep, for the flow run's name.
     folder
         Where relative paths begin.
-    noun
-        ``run`` or ``sweep``.
+    begin
+        Records the call, or finds it.
     """
     try:
         with contextlib.chdir(Path(folder).expanduser()):
-            call = doors.begin()
-            _name_run(title, call, noun)
-            _start(call, doors)
+            call = begin()
+            _name_run(title, call)
+            _start(call)
     except (RefinerError, OSError) as error:
         return Failed(message=str(error))
-    return _Follow(call, doors, noun).to_the_end()
+    return _Follow(call).to_the_end()
 
 
-def _name_run(title: str, call: Call, noun: str) -> None:
+def _name_run(title: str, call: Call) -> None:
     """The call's id becomes a parameter of the flow run, so that a retry goes on with it; its label
     names this process, so that others can tell whether anybody follows it."""
-    tags = {*this_run.tags, f"{noun}:{call.name}"}
+    tags = {*this_run.tags, f"{call.noun}:{call.name}"}
     parameters = {**this_run.parameters, "run": call.name, "workspace": str(call.room.root)}
     with get_client(sync_client=True) as client:
-        name = f"{Path(title).stem} {call.name}" if noun == "run" else call.name
+        name = f"{Path(title).stem} {call.name}" if call.noun == "run" else call.name
         run_id = UUID(str(this_run.id))
         client.update_flow_run(run_id, parameters=parameters, name=name, tags=sorted(tags))
         client.update_flow_run_labels(run_id, {FOLLOWER: str(ProcessId.of())})
 
 
-def _start(call: Call, doors: Doors) -> None:
+def _start(call: Call) -> None:
     """Let somebody work on the call: whoever does already, or a process of its own."""
     if _begun_in_terminal.get() or orchestrator_of(call.room, call.id).works:
         return
     try:
-        left = doors.start(call)
+        left = call.start()
     except RefinerError:
         if not orchestrator_of(call.room, call.id).works:
             raise
@@ -175,8 +195,8 @@ def _start(call: Call, doors: Doors) -> None:
 class _Follow:
     """One flow run that follows one call."""
 
-    def __init__(self, call: Call, doors: Doors, noun: str) -> None:
-        self._call, self._doors, self._noun = call, doors, noun
+    def __init__(self, call: Call) -> None:
+        self._call, self._noun = call, call.noun
         self._follower = call.follower
         self._shared = Views()
         self._futures: dict[str, PrefectFuture[Any]] = {}
@@ -251,7 +271,7 @@ class _Follow:
             return
         before, self._ends = self._ends, what
         try:
-            self._doors.end(self._call, what)
+            self._call.end(what)
         except (RefinerError, OSError) as error:
             self._ends = before
             self._log.warning("The wish to %s could not be recorded: %s", what, error)

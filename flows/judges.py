@@ -29,6 +29,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
+from refiner_core.contract.records import picked
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
 from refiner_core.judge_report.build import Options, Report, judge_report
 from refiner_core.judge_report.material import Material, run_material, shipped_material
@@ -220,11 +221,8 @@ class Asked:
         """JSON-ready."""
         return {
             "version": 1,
-            "judge": self.judge,
-            "request": asdict(self.request),
             **asdict(self.judgement),
-            "seconds": self.seconds,
-            "schema": self.schema,
+            **picked(self, "judge", "request", "seconds", "schema"),
             "usage": None if self.usage is None else usage_to_json(self.usage),
         }
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from prefect.states import State
 from pydantic import Field
 
-from flows.flow_runs import Call, Doors, carry_out, shown_flow
-from flows.running.background import Detached
+from flows.flow_runs import Call, carry_out, shown_flow
 from infra.store.workspace import Workspace
 
 #: Names a recipe or a folder.
@@ -63,17 +62,4 @@ def pipeline(
         _, room, record = begin_run(recipe, [*fields, *overrides])
         return Call.of_run(room, record.run)
 
-    def start(call: Call) -> Detached:
-        from flows.running.background import detach_run
-
-        return detach_run(call.room.read_run(call.id), call.room.root, use_server=False)
-
-    def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.running.cancelling import cancel_run, waiting_stages
-
-        room = call.room
-        stages = waiting_stages(room, room.read_run(call.id)) if how == "suspend" else []
-        if stages or how == "cancel":
-            cancel_run(call.id, stages, room.root, wait_s=0)
-
-    return carry_out(recipe, folder, "run", Doors(begin, start, end))
+    return carry_out(recipe, folder, begin)

@@ -15,7 +15,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.recipes import shipped_recipes
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import picked, to_json
 
 #: Version of the JSON that `plan --json` and `run --json` print.
 OUTPUT_VERSION = 1
@@ -69,14 +69,9 @@ def plan_json(plan: Plan, forecasts: Sequence[StageForecast]) -> dict[str, Any]:
         "stages": [
             {
                 "stage": f.stage.kind,
-                "name": f.stage.name,
-                "id": f.stage.id,
-                "fingerprint": f.stage.fingerprint,
-                "action": f.action,
-                "reason": f.reason,
-                "inputs": dict(f.stage.inputs),
-                "needs_network": f.stage.needs_network,
-                "resources": to_json(f.stage.resources),
+                **picked(f.stage, "name", "id", "fingerprint"),
+                **picked(f, "action", "reason"),
+                **picked(f.stage, "inputs", "needs_network", "resources"),
                 "config": dict(f.stage.identity),
             }
             for f in forecasts

@@ -7,13 +7,12 @@ run with a task run for each trial; see :mod:`flows.flow_runs` for who does what
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from prefect.states import State
 from pydantic import Field
 
-from flows.flow_runs import Call, Doors, carry_out, shown_flow
-from flows.running.background import Detached
+from flows.flow_runs import Call, carry_out, shown_flow
 from infra.store.workspace import Workspace
 
 #: Names a sweep or a folder.
@@ -54,17 +53,4 @@ def sweep(
         record = begin_sweep(plan, [f"workspace={workspace}", *overrides])
         return Call.of_sweep(workspace_of(plan, to_write=True), record.name)
 
-    def start(call: Call) -> Detached:
-        from flows.sweeping.launching import Launch, detach_sweep
-
-        return detach_sweep(call.name, call.room.root, launch=Launch(use_server=False))
-
-    def end(call: Call, how: Literal["cancel", "suspend"]) -> None:
-        from flows.sweeping.launching import cancel_sweep, suspend_sweep
-
-        if how == "cancel":
-            cancel_sweep(call.name, call.room.root, wait_s=0)
-        else:
-            suspend_sweep(call.room, call.name)
-
-    return carry_out(sweep, folder, "sweep", Doors(begin, start, end))
+    return carry_out(sweep, folder, begin)

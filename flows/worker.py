@@ -85,17 +85,9 @@ def work_of(attempt: AttemptRun) -> StageWork:
     """All that the attempt's stage may use."""
     from flows.stages.work import StageWork
 
-    return StageWork(
-        spec=attempt.spec,
-        config=attempt.config,
-        inputs=attempt.inputs,
-        input_stages=attempt.input_stages,
-        output_dir=attempt.output_dir,
-        io=attempt.io,
-        stage_id=attempt.stage_id,
-        workspace=attempt.workspace,
-        attempt=attempt.number,
-    )
+    names = ("spec", "config", "inputs", "input_stages", "output_dir", "io", "stage_id")
+    given = {name: getattr(attempt, name) for name in (*names, "workspace")}
+    return StageWork(**given, attempt=attempt.number)
 
 
 if __name__ == "__main__":

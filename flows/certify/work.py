@@ -26,21 +26,20 @@ from refiner_core.contract.steering_config import Resources
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size"),
+)
 #: Shapes to measure with: the built-in model's, and those of Qwen3.
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 256,
-             "vocab_size": 779},
-    "0.6B": {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
-             "vocab_size": 151_936},
-    "1.7B": {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 6144,
-             "vocab_size": 151_936},
-    "4B": {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728,
-           "vocab_size": 151_936},
-}  # fmt: skip
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "tiny": (128, 4, 4, 4, 64, 256, 779),
+        "0.6B": (1024, 28, 16, 8, 128, 3072, 151_936),
+        "1.7B": (2048, 28, 16, 8, 128, 6144, 151_936),
+        "4B": (2560, 36, 32, 8, 128, 9728, 151_936),
+    }.items()
+}
 #: Optimiser steps that are measured, behind one that warms up.
 STEPS = 3
 

@@ -31,6 +31,7 @@ from refiner_core.contract.placement import (
 )
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.proofs import Certificate
+from refiner_core.contract.records import picked, to_json
 from refiner_core.contract.services import asks_judge, engine_of, serves
 from refiner_core.environments.registry import environment_notes
 
@@ -50,14 +51,9 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
     """The estimates for scripts."""
     return [
         {
-            "stage": need.stage,
-            "processes": need.processes,
-            "gpu_bytes": need.gpu_bytes,
-            "host_bytes": need.host_bytes,
+            **picked(need, "stage", "processes", "gpu_bytes", "host_bytes"),
             "asked_bytes": _asked(plan.config, need),
-            "on_gpu": dict(need.on_gpu),
-            "on_host": dict(need.on_host),
-            "shared": dict(need.shared),
+            **picked(need, "on_gpu", "on_host", "shared"),
         }
         for need in memory_needs(plan)
     ]
@@ -155,9 +151,7 @@ def time_forecasts(plan: Plan) -> list[TimeForecast]:
 
 def time_json(plan: Plan) -> list[Mapping[str, Any]]:
     """The forecasts for scripts."""
-    return [
-        {"stage": f.stage, "seconds": round(f.seconds), "by": f.by} for f in time_forecasts(plan)
-    ]
+    return [{**to_json(f), "seconds": round(f.seconds)} for f in time_forecasts(plan)]
 
 
 def time_notes(plan: Plan) -> list[str]:

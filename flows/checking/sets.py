@@ -31,6 +31,7 @@ from refiner_core.contract.recipes import (
     load_protocol,
     shipped_protocols,
 )
+from refiner_core.contract.records import picked
 from refiner_core.environments import checking
 from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
 from refiner_core.environments.registry import open_environment
@@ -186,13 +187,9 @@ class ProtocolFacts:
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
         return {
-            "name": self.protocol.name,
-            "file": str(self.path),
-            "fingerprint": self.fingerprint,
-            "description": self.description,
-            "sections": list(self.protocol.sections),
-            "fixed": self.protocol.values(),
-            "text": self.protocol.text,
+            **picked(self.protocol, "name", "sections", "text"),
+            **picked(self, "fingerprint", "description"),
+            **{"file": str(self.path), "fixed": self.protocol.values()},
         }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import asdict
 from typing import Any
 
+import shlex
+from dataclasses import asdict
 import click
 
-from flows.cli.options import json_option, say_next, show, split_workspace
+from flows.cli.options import command_line, json_option, say_next, show, split_workspace
 from refiner_core.contract.errors import ConfigurationError
 
 
@@ -88,7 +88,7 @@ def why_command(
         # How to say which one is meant: the names of the first two.
         others = [w for w in words if w.startswith("workspace=")]
         commands = [
-            shlex.join(["refiner", "why", *said, *others, *of_card])
+            command_line("why", *said, *others, *of_card)
             for figure, said in list(zip(figures, words_apart(figures), strict=True))[:2]
             if figure.kind != "fact"
         ]
@@ -98,6 +98,6 @@ def why_command(
         commands = []
         if sample is None and len(found.counted) > 1:
             other = found.counted[0].name
-            commands = [shlex.join(["refiner", "why", *words, *of_card, "--sample", other])]
+            commands = [command_line("why", *words, *of_card, "--sample", other)]
     if commands and not as_json:
         say_next(*commands, gap=True)

@@ -7,12 +7,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flows.cli.options import json_option, say, say_next, show, split_workspace
+from refiner_core.report.printing import table_lines
 import click
 
-from flows.cli.options import json_option, say, say_next, show, split_workspace
+from flows.cli.options import (
+    command_line,
+    json_option,
+    say,
+    say_next,
+    show,
+    split_workspace,
+)
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.report.printing import table_lines
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report
@@ -78,7 +87,7 @@ def disk_command(
         again.append("--dry-run")
     if not as_json and (dry_run or not reclaim):
         place = [] if where == RecipeConfig.workspace else [f"workspace={where}"]
-        say_next(shlex.join(["refiner", "disk", *place, *again]))
+        say_next(command_line("disk", *place, *again))
 
 
 def _reclaimed_json(done: Reclaimed, dry_run: bool) -> dict[str, Any]:
@@ -238,17 +247,11 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
 
 def _synced_json(done: Synced) -> dict[str, Any]:
     return {
-        "version": 1,
-        "offline": len(done.runs),
-        "new": len(done.new),
-        "sent": done.sent,
+        **{"version": 1, "offline": len(done.runs), "new": len(done.new), "sent": done.sent},
         "runs": [
             {
-                "stage_id": run.stage_id,
-                "attempt": run.attempt,
-                "folder": str(run.folder),
-                "bytes": run.bytes,
-                "new": run.is_new,
+                **picked(run, "stage_id", "attempt", "bytes"),
+                **{"folder": str(run.folder), "new": run.is_new},
             }
             for run in done.runs
         ],

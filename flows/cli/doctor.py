@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import click
 
 from flows.cli.options import (
     at_most_one,
+    command_line,
     json_option,
     overrides_argument,
     print_json,
@@ -111,7 +111,7 @@ def _what_next(
     elif recipe is None:
         yield "Next: with a recipe in mind:\n  refiner doctor tiny"
     else:
-        yield f"Next:\n  {shown_address(shlex.join(['refiner', 'run', *words]))}"
+        yield f"Next:\n  {shown_address(command_line('run', *words))}"
 
 
 _VERDICT_COLOURS = {"pass": "green", "fail": "red", "absent": "yellow"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 from flows.cli.options import (
     LazyGroup,
     at_most_one,
+    command_line,
     json_option,
     output_folder,
     say,
@@ -106,7 +106,7 @@ def report_command(
         say(f"\nWritten: {folder}/report.md, report.json")
     if not against:
         words = (*words, "--against", "judge.model=OTHER")
-        say_next(shlex.join(["refiner", "judge", "report", *words]))
+        say_next(command_line("judge", "report", *words))
 
 
 def _report_lines(made: Made) -> Iterator[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -28,14 +30,27 @@ json_option = click.option("--json", "as_json", is_flag=True, help="print JSON o
 
 
 def working_options(command: F) -> F:
-    """Options of a command that works on a run or a sweep to its end."""
+    """Options of a command that works on a run or a sweep to its end; those that say how come as
+    one ``launch``."""
+
+    @functools.wraps(command)
+    def working(*args: Any, no_server: bool, quiet: bool, **options: Any) -> Any:
+        from flows.running.background import Launch
+
+        how = {n: options.pop(n) for n in ("past_canary", "take_over") if n in options}
+        return command(*args, launch=Launch(not no_server, quiet, **how), **options)
+
+    whole: Any = working
     for option in (
         click.option("--quiet", "-q", is_flag=True, help="no progress; warnings and failures only"),
         click.option("--no-server", is_flag=True, help="no Prefect server, no flow run"),
         json_option,
-    ):
-        command = option(command)
-    return command
+        click.option("--detach", is_flag=False, flag_value="process",
+                     type=click.Choice(["process", "job"]), help="leave it to a process in the "
+                     "background, or with --detach=job to a small Slurm job"),
+    ):  # fmt: skip
+        whole = option(whole)
+    return cast("F", whole)
 
 
 def print_json(value: Any) -> None:
@@ -50,12 +65,27 @@ def print_lines(lines: Iterable[str]) -> None:
         click.echo(line)
 
 
-def show(as_json: bool, value: Callable[[], Any], lines: Callable[[], Iterable[str]]) -> None:
-    """Print a result, for scripts or for people, as far as somebody reads it."""
+def show(
+    as_json: bool,
+    value: Callable[[], Any],
+    lines: Callable[[], Iterable[str]],
+    following: Sequence[str] = (),
+    *,
+    gap: bool = False,
+) -> None:
+    """Print a result, for scripts, or for people with the commands that follow, as far as somebody
+    reads it."""
     made = value() if as_json else list(lines())
     with until_nobody_reads():
         (print_json if as_json else print_lines)(made)
         sys.stdout.flush()
+    if following and not as_json:
+        say_next(*following, gap=gap)
+
+
+def command_line(*words: str) -> str:
+    """A command of ours, to be typed."""
+    return shlex.join(["refiner", *words])
 
 
 def say(text: str) -> None:
@@ -146,6 +176,13 @@ def at_most_one(names: Sequence[str], what: str, *, expected: str, fix: str) -> 
     return names[0] if names else None
 
 
+def word_of(command: str, names: Sequence[str], noun: str, *, default: str, fix: str) -> str | None:
+    """The run or other ``noun`` that a command was given, if it was; errors as of
+    :func:`at_most_one`."""
+    what = f"{command} was given {{count}} {noun}s: {{names}}."
+    return at_most_one(names, what, expected=f"one {noun}, or none{default}", fix=fix)
+
+
 #: Wide enough to say what something is for, where the terminal does not say how wide it is.
 _WIDTH = 100
 _LEAST = 40
@@ -163,9 +200,23 @@ def show_listing(
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
     cut = [(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows]
-    show(as_json, value, lambda: table_lines(cut, header))
-    if not as_json:
-        say_next(*following, gap=True)
+    show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
+
+
+#: The JSON, rows, their header, and the commands that follow.
+Listing = tuple[Any, Sequence[Sequence[str]], Sequence[str], Sequence[str]]
+
+
+def listing(make: Callable[[], Listing]) -> Callable[[bool], None]:
+    """What a command does that shows a listing."""
+
+    @json_option
+    @functools.wraps(make)
+    def shown(as_json: bool) -> None:
+        value, rows, header, following = make()
+        show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
+
+    return shown
 
 
 def in_a_line(text: str, width: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
+    command_line,
     json_option,
     overrides_argument,
     print_json,
@@ -17,6 +17,7 @@ from flows.cli.options import (
     say_next,
     show,
 )
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
@@ -65,11 +66,11 @@ def plan_command(
     if with_fit and not room.fits:
         if change is not None:
             click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")
-            say_next(shlex.join(["refiner", "run", recipe, *overrides, *change.overrides]))
+            say_next(command_line("run", recipe, *overrides, *change.overrides))
         else:
             click.echo("No change of how it is carried out makes it fit.")
             where = [w for w in overrides if w.startswith("workspace=")]
-            say_next(shlex.join(["refiner", "disk", *where, "--reclaim", "--dry-run"]))
+            say_next(command_line("disk", *where, "--reclaim", "--dry-run"))
 
 
 def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
@@ -100,23 +101,13 @@ def _disk_json(room: PlannedRoom) -> dict[str, Any]:
     """A forecast for scripts."""
     found = room.forecast
     return {
-        "fits": room.fits,
-        "needed_bytes": found.needed_bytes,
-        "peak_bytes": found.peak_bytes,
-        "final_bytes": found.final_bytes,
+        **picked(found, "needed_bytes", "peak_bytes", "final_bytes", "inodes"),
+        **picked(room, "fits", "free_bytes", "reclaimable_bytes", "source"),
         "judgements_bytes": found.judgements,
-        "inodes": found.inodes,
-        "free_bytes": room.free_bytes,
-        "reclaimable_bytes": room.reclaimable_bytes,
-        "source": room.source,
         "stages": [
             {
-                "stage": s.stage.name,
-                "peak_bytes": s.peak,
-                "final_bytes": s.final,
-                "inodes": s.inodes,
-                "by": s.basis,
-                "known": s.known,
+                **{"stage": s.stage.name, "peak_bytes": s.peak, "final_bytes": s.final},
+                **{"inodes": s.inodes, "by": s.basis, "known": s.known},
             }
             for s in found.stages
         ],
@@ -133,8 +124,8 @@ def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) 
         return
     for note in (*planning_notes(plan), *time_notes(plan)):
         click.echo(f"\nnote: {note}")
-    command = shlex.join(["refiner", "run", recipe, *overrides])
-    explain = shlex.join(["refiner", "explain", plan.stages[-1].name, recipe, *overrides])
+    command = command_line("run", recipe, *overrides)
+    explain = command_line("explain", plan.stages[-1].name, recipe, *overrides)
     say_next(command, explain, gap=True)
 
 
@@ -187,13 +178,9 @@ def explain_command(stage: str, recipe: str, overrides: tuple[str, ...], as_json
     stages = [
         {
             "stage": entry.stage.kind,
-            "name": entry.stage.name,
-            "fingerprint": entry.stage.fingerprint,
-            "action": entry.action,
-            "reason": entry.reason,
-            "differences": list(differences),
-            "inputs": dict(entry.stage.inputs),
-            "config": dict(entry.stage.identity),
+            **picked(entry.stage, "name", "fingerprint", "inputs"),
+            **picked(entry, "action", "reason"),
+            **{"differences": list(differences), "config": dict(entry.stage.identity)},
         }
         for entry, differences in found
     ]

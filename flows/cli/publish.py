@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
+from infra.disk.keeper import gib
+from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
-    at_most_one,
+    command_line,
     json_option,
     overrides_argument,
     print_json,
@@ -19,15 +22,16 @@ from flows.cli.options import (
     split_overrides,
     split_workspace,
     until_nobody_reads,
+    word_of,
     working_options,
 )
-from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
-from infra.disk.keeper import gib
+from flows.cli.run import finish, leave_to, stop_on_signals
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.report.printing import table_lines
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
+    from flows.running.background import Launch
     from infra.adopting import How
 
 
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
 @click.option("--step", "steps", type=int, multiple=True, help="a saved step; may be repeated")
 @click.option("--no-evaluate", is_flag=True, help="do not wait for evaluations, nor begin any")
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
-@detach_option
 @working_options
 def publish_command(
     words: tuple[str, ...],
@@ -45,8 +48,7 @@ def publish_command(
     dry_run: bool,
     detach: str | None,
     as_json: bool,
-    no_server: bool,
-    quiet: bool,
+    launch: Launch,
 ) -> int:
     """Publish the last checkpoint of RUN (default: the newest that trains), or those of --step.
 
@@ -61,22 +63,18 @@ def publish_command(
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)
-    run = at_most_one(
-        runs,
-        "publish was given {count} runs: {names}.",
-        expected="one run, or none for the newest that trains",
-        fix="publish them one by one",
-    )
+    default, fix = " for the newest that trains", "publish them one by one"
+    run = word_of("publish", runs, "run", default=default, fix=fix)
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
         show_made_plan(plan_publication(run, where, **asked), as_json)
         return 0
     plan, workspace, record = begin_publication(run, where, **asked)
     if detach is not None:
-        return leave_to(detach, workspace, record, as_json, use_server=not no_server)
+        return leave_to(detach, workspace, record, as_json, launch)
     stop_on_signals()
-    outcome = publish_run(plan, workspace, record, use_server=not no_server, quiet=quiet)
-    return finish(outcome, as_json)
+    how = picked(launch, "use_server", "quiet")
+    return finish(publish_run(plan, workspace, record, **how), as_json)
 
 
 #: Exit code of a card that is wrong: bad data.
@@ -117,17 +115,14 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
 
     checked = check_card(target, evidence, template=template)
     value = {
-        "version": 1,
-        "card": checked.name,
-        "evidence": checked.has_evidence,
-        "errors": checked.errors,
-        "warnings": checked.warnings,
+        **{"version": 1, "card": checked.name, "evidence": checked.has_evidence},
+        **picked(checked, "errors", "warnings"),
         "findings": [f.to_json() for f in checked.findings],
     }
     show(as_json, lambda: value, lambda: _checked_lines(checked))
     if checked.errors and not as_json:
         option = ["--evidence", str(evidence)] if evidence else []
-        again = shlex.join(["refiner", "card", "check", target, *option])
+        again = command_line("card", "check", target, *option)
         say(f"Next: mend what is named above, then\n  {again}")
     return _WRONG if checked.errors else 0
 
@@ -167,7 +162,7 @@ def show_command(words: tuple[str, ...], as_json: bool) -> None:
     shown = show_card(rest, where)
     with until_nobody_reads():
         if as_json:
-            value = {"run": shown.run, "stage": shown.stage, "card": shown.card}
+            value = picked(shown, "run", "stage", "card")
             print_json({"version": 1, **value, "as_published": not shown.differs})
         else:
             click.echo(shown.card, nl=False)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from flows.cli.options import json_option, print_json, say_next, show, show_listing, split_overrides
+from flows.cli.options import (
+    Listing,
+    command_line,
+    json_option,
+    listing,
+    print_json,
+    show,
+    show_listing,
+    split_overrides,
+)
 from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -15,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @click.command("recipes")
-@json_option
-def recipes_command(as_json: bool) -> None:
+@listing
+def recipes_command() -> Listing:
     """List the shipped recipes, with the GPUs that their largest stage asks for.
 
     A recipe of your own is a YAML file: `include: NAME`, and the fields that differ
@@ -25,13 +33,10 @@ def recipes_command(as_json: bool) -> None:
     from flows.plans import list_recipes
 
     found = list_recipes()
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "recipes": {name: c.description for name, c in found.items()}},
-        [(name, _gpus(config), config.description) for name, config in found.items()],
-        ("name", "GPUs", "for"),
-        ("refiner plan tiny", "refiner init DIR --help", "refiner show SECTION RECIPE"),
-    )
+    rows = [(name, _gpus(config), config.description) for name, config in found.items()]
+    following = ("refiner plan tiny", "refiner init DIR --help", "refiner show SECTION RECIPE")
+    value = {"recipes": {name: config.description for name, config in found.items()}}
+    return value, rows, ("name", "GPUs", "for"), following
 
 
 def _gpus(config: RecipeConfig) -> str:
@@ -41,8 +46,8 @@ def _gpus(config: RecipeConfig) -> str:
 
 
 @click.command("profiles")
-@json_option
-def profiles_command(as_json: bool) -> None:
+@listing
+def profiles_command() -> Listing:
     """List the shipped Slurm profiles with what each is for.
 
     A profile of your own is a YAML file: dispatch.executor=slurm dispatch.profile=FILE.
@@ -50,13 +55,8 @@ def profiles_command(as_json: bool) -> None:
     from infra.slurm.profiles import list_profiles
 
     found = list_profiles()
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "profiles": found},
-        list(found.items()),
-        ("name", "for"),
-        ("refiner plan RECIPE dispatch.executor=slurm dispatch.profile=NAME",),
-    )
+    following = ("refiner plan RECIPE dispatch.executor=slurm dispatch.profile=NAME",)
+    return {"profiles": found}, list(found.items()), ("name", "for"), following
 
 
 @click.command("show")
@@ -95,20 +95,16 @@ def show_command(
     facts, found = explain_fields(field, recipe, overrides, search=search)
 
     def again(name: str) -> str:
-        return shlex.join(["refiner", "show", name, *[recipe] * bool(recipe), *overrides])
+        return command_line("show", name, *[recipe] * bool(recipe), *overrides)
 
     if not (field or every or search):
-        known = sections()
+        listed: list[dict[str, Any]] = [
+            {"section": n, "doc": doc, "fields": fields_below(n)} for n, doc in sections().items()
+        ]
         show_listing(
             as_json,
-            lambda: {
-                "version": 1,
-                "sections": [
-                    {"section": name, "doc": doc, "fields": fields_below(name)}
-                    for name, doc in known.items()
-                ],
-            },
-            [(name, str(len(fields_below(name))), doc) for name, doc in known.items()],
+            lambda: {"version": 1, "sections": listed},
+            [(s["section"], str(len(s["fields"])), s["doc"]) for s in listed],
             ("section", "fields", "what it is"),
             ("refiner show SECTION", "refiner show FIELD RECIPE", "refiner show --search WORD"),
         )
@@ -124,10 +120,8 @@ def show_command(
         show_listing(as_json, value, rows, header, [again(facts[0].path)])
         return
     path = facts[0].path
-    show(as_json, value, lambda: field_lines(facts[0], found))
     section = path.rpartition(".")[0]
     following = [again(section)] if section else ["refiner show"]
     if not recipe:
-        following = [shlex.join(["refiner", "show", path, "tiny"]), *following]
-    if not as_json:
-        say_next(*following, gap=True)
+        following = [command_line("show", path, "tiny"), *following]
+    show(as_json, value, lambda: field_lines(facts[0], found), following, gap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -76,11 +77,8 @@ def report_command(
     every = every_s if watch else 0
 
     if sweep:
-
-        def make_sweep() -> Written:
-            return report_sweep(name, workspace.root, folder=folder, reload_s=every_s)
-
-        made = _written(make_sweep, lambda w: state_text(w.report), every, "sweep")
+        make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
+        made = _written(make, lambda w: state_text(w.report), every, "sweep")
         logged = log_report(workspace, made) if to_wandb else ""
         document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
@@ -93,9 +91,7 @@ def report_command(
                 say_next(f"refiner report {name} --watch workspace={workspace.root}")
         return
 
-    def make_run() -> WrittenRun:
-        return report_run(name, where, folder=folder, reload_s=every_s)
-
+    make_run = partial(report_run, name, where, folder=folder, reload_s=every_s)
     written = _written(make_run, lambda w: w.report.state_text, every, "run")
     report = written.report
     show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))

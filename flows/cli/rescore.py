@@ -18,6 +18,7 @@ from flows.cli.options import (
 )
 from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.rescoring.planning import Planned
@@ -129,19 +130,15 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
         "dry_run": True,
         "id": planned.short_id,
         "policies": [
-            {"name": p.name, "run": p.run, "rollouts": len(p.rollouts), "steps": p.steps}
+            {**picked(p, "name", "run", "steps"), "rollouts": len(p.rollouts)}
             for p in planned.policies
         ],
         "settings": [setting.name for setting in planned.settings],
         "judging": [
             {
-                "judge": plan.name,
-                "identity": dict(plan.identity),
-                "questions": len(plan.questions),
-                "reused": plan.reused,
-                "stored": plan.kept,
+                **{"judge": plan.name, "questions": len(plan.questions), "stored": plan.kept},
+                **picked(plan, "identity", "reused", "calls"),
                 "unknown": len(plan.unknown) - plan.kept,
-                "calls": plan.calls,
                 "prompt_tokens_about": plan.prompt_tokens,
             }
             for plan in planned.judges.values()

@@ -22,27 +22,19 @@ from flows.cli.options import (
     working_options,
 )
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
-    from flows.running.background import Detached
+    from flows.running.background import Detached, Launch
     from flows.running.calls import RunOutcome
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
-
-detach_option = click.option(
-    "--detach",
-    is_flag=False,
-    flag_value="process",
-    type=click.Choice(["process", "job"]),
-    help="leave it to a process in the background, or with --detach=job to a small Slurm job",
-)
 
 
 @click.command("run")
 @recipe_argument
 @overrides_argument
 @click.option("--dry-run", is_flag=True, help="print the plan and change nothing")
-@detach_option
 @working_options
 def run_command(
     recipe: str,
@@ -50,8 +42,7 @@ def run_command(
     dry_run: bool,
     detach: str | None,
     as_json: bool,
-    no_server: bool,
-    quiet: bool,
+    launch: Launch,
 ) -> int:
     """Carry out RECIPE: a shipped name (see `refiner recipes`) or a YAML file.
 
@@ -68,9 +59,10 @@ def run_command(
         return 0
     if detach is not None:
         _, workspace, run = begin_run(recipe, overrides)
-        return leave_to(detach, workspace, run, as_json, use_server=not no_server)
+        return leave_to(detach, workspace, run, as_json, launch)
     stop_on_signals()
-    return finish(run_recipe(recipe, overrides, use_server=not no_server, quiet=quiet), as_json)
+    how = picked(launch, "use_server", "quiet")
+    return finish(run_recipe(recipe, overrides, **how), as_json)
 
 
 def stop_on_signals() -> None:
@@ -92,19 +84,14 @@ def finish(outcome: RunOutcome, as_json: bool) -> int:
 
 
 def leave_to(
-    where: Any,
-    workspace: Workspace,
-    run: RunRecord,
-    as_json: bool,
-    *,
-    use_server: bool,
-    take_over: bool = False,
+    where: Any, workspace: Workspace, run: RunRecord, as_json: bool, launch: Launch
 ) -> int:
     """Leave a recorded run to the background, and say how to look at it and end it."""
     from flows.running.background import detach_run
     from flows.running.status import stage_names
 
-    left = detach_run(run, workspace.root, where=where, use_server=use_server, take_over=take_over)
+    how = picked(launch, "use_server", "take_over")
+    left = detach_run(run, workspace.root, where=where, **how)
     following = (f"status {run.run}", f"logs -f {stage_names(run)[0]} {run.run}")
     return say_left(left, workspace, "run", run.run, following, as_json)
 

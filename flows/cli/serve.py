@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 import csv
 import io
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
+from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
-    at_most_one,
+    command_line,
     json_option,
     overrides_argument,
     say,
     say_next,
     show,
     split_overrides,
+    word_of,
 )
-from refiner_core.report.printing import table_lines
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
     from flows.nightly.history import Reading
@@ -114,7 +115,7 @@ def check_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     if not as_json:
         for warning in warnings:
             say(f"note: {warning}")
-        say_next(shlex.join(["refiner", "nightly", "run", file, *overrides]))
+        say_next(command_line("nightly", "run", file, *overrides))
     return 0
 
 
@@ -136,9 +137,8 @@ def run_command(
 
     stop_on_signals()
     outcome = run_nightly(file, overrides, night=night, take_over=take_over, tell=_say)
-    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome))
-    if not as_json:
-        say_next(shlex.join(["refiner", "nightly", "status", file, *overrides]))
+    following = [command_line("nightly", "status", file, *overrides)]
+    show(as_json, lambda: outcome_json(outcome), lambda: outcome_lines(outcome), following)
     return outcome.exit_code
 
 
@@ -256,8 +256,8 @@ def server_command(what: Literal["status", "stop"], as_json: bool) -> None:
                 yield f"With the key, for you alone: {link}"
         yield f"log: {status.log}"
 
-    value = {"state": status.state, "url": url, "folder": status.folder, "log": status.log}
-    show(as_json, lambda: {"version": 1, **value}, lines)
+    value = {"version": 1, "url": url, **picked(status, "state", "folder", "log")}
+    show(as_json, lambda: value, lines)
 
 
 @click.group("notify")
@@ -278,13 +278,8 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     from flows.notifying.delivery import notify_settings, try_channels
 
     names, overrides = split_overrides(words)
-    recipe = at_most_one(
-        names,
-        "notify test was given {count} recipes: {names}.",
-        expected="one recipe, or none",
-        fix="try them one by one",
-    )
-    recipe = recipe or "tiny"
+    fix = "try them one by one"
+    recipe = word_of("notify test", names, "recipe", default="", fix=fix) or "tiny"
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
     worked = not any(t.why for t in tried)
@@ -296,5 +291,5 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
         lambda: table_lines(rows, ("channel", "took", "what came of it")),
     )
     following = ["run"] if worked else ["notify", "test"]
-    say_next(shlex.join(["refiner", *following, recipe, *overrides]))
+    say_next(command_line(*following, recipe, *overrides))
     return 0 if worked else 1

@@ -9,17 +9,20 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
+    Listing,
+    command_line,
     json_option,
+    listing,
+    overrides_argument,
     print_lines,
     say,
-    say_next,
     show,
-    show_listing,
 )
-from refiner_core.report.printing import table_lines
+from refiner_core.contract.records import picked, to_json
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
@@ -31,7 +34,6 @@ _WRONG = 3
 _SHOWN_FINDINGS = 3  # findings of each kind that are printed; the JSON has all
 _SHOWN_TASKS = 20
 _WIDTH = 98
-_overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 
 
 def _group(name: str, text: str, epilog: str) -> click.Group:
@@ -63,8 +65,8 @@ rubrics_command = _group(
 
 
 @rubrics_command.command("list")
-@json_option
-def list_rubrics(as_json: bool) -> None:
+@listing
+def list_rubrics() -> Listing:
     """List the rubric sets that come with refiner."""
     from flows.checking.sets import list_rubric_sets
 
@@ -74,13 +76,9 @@ def list_rubrics(as_json: bool) -> None:
          s.digest()[:12], s.description)
         for s in sets
     ]  # fmt: skip
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "sets": [_set_json(s) for s in sets]},
-        rows,
-        ("name", "version", "rubrics (+ -)", "digest", "for"),
-        ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME"),
-    )
+    header = ("name", "version", "rubrics (+ -)", "digest", "for")
+    following = ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME")
+    return {"sets": [_set_json(s) for s in sets]}, rows, header, following
 
 
 @rubrics_command.command("show")
@@ -129,7 +127,7 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
     wrong = bool(checked.errors or (strict and checked.warnings))
     show(as_json, lambda: _checked_json(checked), lambda: _checked_lines(checked, show_all))
     if wrong and not as_json:
-        again = shlex.join(["refiner", "rubrics", "check", file, *["--strict"] * strict])
+        again = command_line("rubrics", "check", file, *["--strict"] * strict)
         say(f"Next: mend what is named above, then\n  {again}")
     return _WRONG if wrong else 0
 
@@ -141,21 +139,10 @@ def _count(rubrics: RubricSet, polarity: str) -> int:
 def _set_json(rubrics: RubricSet) -> dict[str, Any]:
     parts = zip(rubrics.rubrics, rubrics.origins, rubrics.accepted, strict=True)
     return {
-        "name": rubrics.name,
-        "version": rubrics.version,
+        **picked(rubrics, "name", "version", "description", "source", "license"),
         "digest": rubrics.digest(),
-        "description": rubrics.description,
-        "source": rubrics.source,
-        "license": rubrics.license,
         "rubrics": [
-            {
-                "title": rubric.title,
-                "description": rubric.description,
-                "polarity": rubric.polarity,
-                "weight": rubric.weight,
-                "source": origin,
-                "accept": dict(accepted),
-            }
+            {**to_json(rubric), "source": origin, "accept": dict(accepted)}
             for rubric, origin, accepted in parts
         ],
     }
@@ -163,14 +150,8 @@ def _set_json(rubrics: RubricSet) -> dict[str, Any]:
 
 def _checked_json(checked: Checked) -> dict[str, Any]:
     return {
-        "version": 1,
-        "file": checked.name,
-        "form": checked.form,
-        "rubrics": checked.rubrics,
-        "rows": checked.rows,
-        "rows_without_rubrics": checked.rows_without,
-        "errors": checked.errors,
-        "warnings": checked.warnings,
+        **{"version": 1, "file": checked.name, "rows_without_rubrics": checked.rows_without},
+        **picked(checked, "form", "rubrics", "rows", "errors", "warnings"),
         "counts": {rule: len(found) for rule, found in checked.by_rule().items()},
         "findings": [f.to_json() for f in checked.findings],
         "accepted": [{**f.to_json(), "reason": reason} for f, reason in checked.accepted],
@@ -214,22 +195,19 @@ protocols_command = _group(
 
 
 @protocols_command.command("list")
-@json_option
-def list_protocols_command(as_json: bool) -> None:
+@listing
+def list_protocols_command() -> Listing:
     """List the protocols that come with refiner."""
     from flows.checking.sets import list_protocols
 
     found = list_protocols()
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "protocols": [known.as_json() for known in found]},
-        [
-            (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
-            for k in found
-        ],
-        ("name", "fingerprint", "fixes", "for"),
-        ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]"),
-    )
+    rows = [
+        (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
+        for k in found
+    ]
+    following = ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]")
+    value = {"protocols": [known.as_json() for known in found]}
+    return value, rows, ("name", "fingerprint", "fixes", "for"), following
 
 
 @protocols_command.command("show")
@@ -274,13 +252,10 @@ def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
     from flows.checking.sets import check_protocol
 
     known = check_protocol(file, recipe)
-    show(
-        as_json,
-        lambda: {"version": 1, "ok": True, **known.as_json()},
-        lambda: [f"{known.protocol.name} is a protocol, fingerprint {known.fingerprint}"],
-    )
+    said = f"{known.protocol.name} is a protocol, fingerprint {known.fingerprint}"
+    show(as_json, lambda: {"version": 1, "ok": True, **known.as_json()}, lambda: [said])
     if not as_json:
-        say(f"Next: {shlex.join(['refiner', 'plan', recipe, f'evaluate.protocols=[{file}]'])}")
+        say(f"Next: {command_line('plan', recipe, f'evaluate.protocols=[{file}]')}")
 
 
 @protocols_command.command("fields")
@@ -288,22 +263,12 @@ def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
 def protocol_fields_command(as_json: bool) -> None:
     """List the fields that a protocol may fix, with their defaults."""
     from flows.checking.sets import protocol_fields
-    from refiner_core.contract.records import to_json
 
-    known = protocol_fields()
     fields = [
-        {
-            "field": path,
-            "default": to_json(info.default),
-            "identity": info.mark == "identity",
-            "doc": info.doc,
-        }
-        for path, info in known.items()
+        {"field": path, "identity": info.mark == "identity", **picked(info, "default", "doc")}
+        for path, info in protocol_fields().items()
     ]
-    rows = [
-        (path, json.dumps(to_json(info.default)), textwrap.shorten(info.doc, 56))
-        for path, info in known.items()
-    ]
+    rows = [(f["field"], json.dumps(f["default"]), textwrap.shorten(f["doc"], 56)) for f in fields]
     show(
         as_json,
         lambda: {"version": 1, "fields": fields},
@@ -322,26 +287,21 @@ environments_command = _group(
 
 
 @environments_command.command("list")
-@json_option
-def list_environments_command(as_json: bool) -> None:
+@listing
+def list_environments_command() -> Listing:
     """List the environments that a recipe may name in environment.name."""
     from flows.checking.sets import list_environments
 
     known = dict(list_environments())
-    show_listing(
-        as_json,
-        lambda: {"version": 1, "environments": known},
-        list(known.items()),
-        ("name", "for"),
-        ("refiner environments show desk", "refiner plan tiny-tools"),
-    )
+    following = ("refiner environments show desk", "refiner plan tiny-tools")
+    return {"environments": known}, list(known.items()), ("name", "for"), following
 
 
 @environments_command.command("show")
 @click.argument("name", metavar="NAME")
 @click.option("--tasks", "with_tasks", is_flag=True, help="list every task, too")
 @json_option
-@_overrides
+@overrides_argument
 def show_environment_command(
     name: str, overrides: Sequence[str], with_tasks: bool, as_json: bool
 ) -> None:
@@ -353,16 +313,15 @@ def show_environment_command(
         as_json,
         lambda: _environment_json(environment, tasks),
         lambda: _environment_lines(environment, tasks, with_tasks),
+        [command_line("environments", "play", name, *overrides)],
     )
-    if not as_json:
-        say_next(shlex.join(["refiner", "environments", "play", name, *overrides]))
 
 
 @environments_command.command("check")
 @click.argument("name", metavar="NAME")
 @click.option("--most", type=click.IntRange(1), help="try at most this many tasks of each split")
 @json_option
-@_overrides
+@overrides_argument
 def check_environment_command(
     name: str, overrides: Sequence[str], most: int | None, as_json: bool
 ) -> int:
@@ -381,8 +340,8 @@ def check_environment_command(
         expert = "" if solved is None else f"; the expert solves {solved}"
         yield f"{len(checked.errors)} errors; tasks tried: {tried}{expert}"
 
+    values = picked(checked, "tasks", "expert_solved")
     findings = [finding._asdict() for finding in checked.findings]
-    values = {"tasks": checked.tasks, "expert_solved": checked.expert_solved}
     show(as_json, lambda: {"version": 1, **values, "findings": findings}, lines)
     return _WRONG if checked.errors else 0
 
@@ -391,7 +350,7 @@ def check_environment_command(
 @click.argument("name", metavar="NAME")
 @click.option("--task", "task_id", help="id of the task; the first one by default")
 @click.option("--seed", type=int, default=0, show_default=True)
-@_overrides
+@overrides_argument
 def play_environment_command(
     name: str, overrides: Sequence[str], task_id: str | None, seed: int
 ) -> int:
@@ -466,7 +425,7 @@ def _environment_json(
             for domain in environment.domains()
         },
         "tasks": {
-            split: [{"id": t.id, "domain": t.domain, "summary": t.summary} for t in found]
+            split: [picked(task, "id", "domain", "summary") for task in found]
             for split, found in tasks.items()
         },
     }

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from flows.cli.options import (
-    at_most_one,
+    command_line,
     json_option,
     print_json,
-    print_lines,
-    print_table,
     say,
-    say_next,
     show,
     split_workspace,
+    word_of,
 )
 from infra.host.terminal import printable, raw
 from refiner_core.report.printing import counted, table_lines
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 _REFRESH_S = 2.0
 #: A watcher waits longer: nothing else is waiting for it.
 _WATCH_WAIT_S = 5.0
-#: Rows of arms that a page shows while it is redrawn.
+#: Rows that a page shows while it is redrawn.
 _ROWS = 40
 _HEADER = ("stage", "state", "job", "attempt", "progress", "left", "last word")
 
@@ -60,16 +58,13 @@ def status_command(
     scheduler that does not answer at once is left out, and the last line says so.
     """
     from flows.running.status import SCHEDULER_WAIT_S, find_run, watch_run
-    from flows.sweeping.status import newest_sweep, sweep_named
+    from flows.sweeping.status import newest_sweep, sweep_named, watch_sweep
+    from flows.sweeping.status import status_json as of_sweep
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(
-        rest,
-        "status was given {count} runs: {names}.",
-        expected="one run, or none for the newest",
-        fix="name one of them, or `refiner status --all`",
-    )
+    fix = "name one of them, or `refiner status --all`"
+    word = word_of("status", rest, "run", default=" for the newest", fix=fix)
     workspace = Workspace.read_only(folder or where)
     if every:
         _list_runs(workspace, as_json)
@@ -79,27 +74,30 @@ def status_command(
     if word is None:
         sweep = newest_sweep(workspace, run)
     watching = watch and not as_json
+    look: Callable[[], Any]
+    page: Callable[..., Page]
     if sweep is not None:
-        _show_sweep(workspace, sweep, watch=watching, as_json=as_json)
+        look, page = watch_sweep(sweep, workspace.root).look, _sweep_page
+    elif run is not None:
+        wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
+        look, page = watch_run(run.run, workspace.root, wait_s=wait_s).look, _run_page
+    else:
+        said = f"No run is recorded in {workspace.root}."
+        nothing: dict[str, object] = {"version": 1, "run": None, "stages": []}
+        show(as_json, lambda: nothing, lambda: [said], ["refiner run tiny"])
         return
-    if run is None:
-        if as_json:
-            print_json({"version": 1, "run": None, "stages": []})
-        else:
-            click.echo(f"No run is recorded in {workspace.root}.")
-            say_next("refiner run tiny")
-        return
-    wait_s = _WATCH_WAIT_S if watching else SCHEDULER_WAIT_S
-    look = watch_run(run.run, workspace.root, wait_s=wait_s).look
-    status = _watched(look, lambda s: _run_page(s, workspace), "run") if watching else look()
+    made = partial(page, workspace=workspace)
+    status: Any
+    status = _watched(look, made, "run" if sweep is None else "sweep") if watching else look()
     if status is None:
         return
     if as_json:
-        print_json(status_json(status, workspace))
-    elif incidents and not watching:
+        print_json(of_sweep(status) if sweep is not None else status_json(status, workspace))
+    elif incidents and sweep is None and not watching:
         _show_incidents(status)
     else:
-        _show(status, workspace)
+        shown = made(status)
+        show(as_json, dict, shown.lines, shown.following)
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
@@ -115,18 +113,6 @@ def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
 
 
 # ---------------------------------------------------------------- once
-
-
-def _show(status: RunStatus, workspace: Workspace) -> None:
-    click.echo(f"{status.run}: {shlex.join(['refiner', *status.command[1:]])}")
-    print_table([cells(stage) for stage in status.stages], _HEADER)
-    click.echo("")
-    print_lines(closing_lines(status, workspace))
-    where = f"workspace={workspace.root}"
-    if status.finished:
-        say_next(shlex.join(["refiner", "report", status.run, where]))
-    elif status.orchestrator.works:
-        say_next(shlex.join(["refiner", "status", status.run, "--watch", where]))
 
 
 def _show_incidents(status: RunStatus) -> None:
@@ -154,10 +140,11 @@ def cells(stage: StageStatus) -> tuple[str, ...]:
 
 
 def _progress(stage: StageStatus) -> str:
+    from flows.running.status import progress_text
+
     if stage.state in ("done", "waiting", "blocked", "idle") or stage.step is None:
         return ""
-    count = f"{stage.step}/{stage.total}" if stage.total else str(stage.step or "")
-    return ", ".join(filter(None, [f"{stage.phase} {count}".strip(), stage.metric]))
+    return progress_text(stage.phase, stage.step, stage.total, stage.metric)
 
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
@@ -184,14 +171,13 @@ def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
 
 
 def _orchestrator_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
-    from flows.running.status import orchestrator_text
+    from flows.running.status import cancel_lines, orchestrator_text
 
     who, where = status.orchestrator, f"workspace={workspace.root}"
-    if status.cancel_asked:
-        yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
+    yield from cancel_lines(status.cancel_asked)
     said = orchestrator_text(who, status.finished)
     if who.standing not in ("running", "elsewhere") and not status.finished:
-        said += f". Next: {shlex.join(['refiner', 'resume', status.run, where])}"
+        said += f". Next: {command_line('resume', status.run, where)}"
     yield said
     if status.outage:
         yield f"it waits, and goes on by itself: {status.outage}"
@@ -220,21 +206,27 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 # ---------------------------------------------------------------- again and again
 
 
-S = TypeVar("S", "RunStatus", "SweepStatus")
-
-
 class Page(NamedTuple):
     """View of a status while it is watched; ``changes`` are, where nothing can be redrawn,
-    each row's name, what of it is looked at, and the line that says so."""
+    each row's name, what of it is looked at, and the line that says so; ``heading`` and
+    ``following`` are for who looks once."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    below: str
+    below: Sequence[str]
     changes: Sequence[tuple[str, object, str]]
+    heading: str
+    following: Sequence[str] = ()
+
+    def lines(self) -> Iterator[str]:
+        """All of it, once."""
+        yield self.heading
+        yield from table_lines(self.rows, self.header)
+        yield from ("", *self.below)
 
 
-def _watched(look: Callable[[], S], page: Callable[[S], Page], what: str) -> S | None:
+def _watched(look: Callable[[], Any], page: Callable[[Any], Page], what: str) -> Any:
     """Redraw until nobody works on it any more; the last status. Ctrl-C ends the watching, not the
     work."""
     try:
@@ -244,7 +236,7 @@ def _watched(look: Callable[[], S], page: Callable[[S], Page], what: str) -> S |
         return None
 
 
-def _redraw(look: Callable[[], S], page: Callable[[S], Page]) -> S:
+def _redraw(look: Callable[[], Any], page: Callable[[Any], Page]) -> Any:
     from rich.console import Console, Group
     from rich.live import Live
     from rich.table import Table
@@ -257,16 +249,18 @@ def _redraw(look: Callable[[], S], page: Callable[[S], Page]) -> S:
             table = Table(box=None, pad_edge=False)
             for title in shown.header:
                 table.add_column(title, overflow="ellipsis", no_wrap=title != "last word")
-            for row in shown.rows:
+            for row in shown.rows[:_ROWS]:
                 table.add_row(*(Text(printable(cell)) for cell in row))
-            below = Text(printable(shown.below))
+            more = len(shown.rows) - _ROWS
+            cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
+            below = Text(printable("\n".join([*cut, *shown.below])))
             live.update(Group(Text(printable(shown.title)), table, Text(), below), refresh=True)
             if not status.orchestrator.works:
                 return status
             time.sleep(_REFRESH_S)
 
 
-def _repeat(look: Callable[[], S], page: Callable[[S], Page]) -> S:
+def _repeat(look: Callable[[], Any], page: Callable[[Any], Page]) -> Any:
     """Print a line for each change, where nothing can be redrawn."""
     said: dict[str, object] = {}
     while True:
@@ -281,47 +275,31 @@ def _repeat(look: Callable[[], S], page: Callable[[S], Page]) -> S:
 
 
 def _run_page(status: RunStatus, workspace: Workspace) -> Page:
-    rows = [cells(stage) for stage in status.stages]
-    below = "\n".join(closing_lines(status, workspace))
+    rows, where = [cells(stage) for stage in status.stages], f"workspace={workspace.root}"
+    following = []
+    if status.finished:
+        following = [command_line("report", status.run, where)]
+    elif status.orchestrator.works:
+        following = [command_line("status", status.run, "--watch", where)]
+    heading = f"{status.run}: {command_line(*status.command[1:])}"
+    below = [*closing_lines(status, workspace)]
     changes = [
         (s.name, (s.state, s.attempt, s.reason), _said(s.name, s.state, s.reason))
         for s in status.stages
     ]
-    return Page(status.run, _HEADER, rows, below, changes)
+    return Page(status.run, _HEADER, rows, below, changes, heading, following)
 
 
 def _said(*words: str) -> str:
     return ": ".join(filter(None, words))
 
 
-# ---------------------------------------------------------------- sweeps
-
-
-def _show_sweep(workspace: Workspace, name: str, *, watch: bool, as_json: bool) -> None:
-    """Print how a sweep stands; with ``watch`` until nobody works on it any more."""
-    from flows.sweeping.status import status_json, status_lines, table_of, watch_sweep
-
-    look = watch_sweep(name, workspace.root).look
-    status = _watched(look, lambda s: _sweep_page(s, workspace), "sweep") if watch else look()
-    if status is None:
-        return
-    if as_json:
-        print_json(status_json(status))
-        return
-    record = status.record
-    version = f", version {record.number}" if record.number > 1 else ""
-    click.echo(f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}")
-    header, rows = table_of(status)
-    print_table(rows, header)
-    click.echo("")
-    print_lines(status_lines(status, workspace))
-
-
 def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
     from flows.sweeping.status import status_lines, table_of
 
-    header, rows = table_of(status)
-    more = f"and {len(rows) - _ROWS} more arms\n" if len(rows) > _ROWS else ""
-    below = more + "\n".join(status_lines(status, workspace))
+    (header, rows), record = table_of(status), status.record
+    version = f", version {record.number}" if record.number > 1 else ""
+    heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
     changes = [(t.name, t.state, _said(t.name, t.state, t.reason)) for t in status.trials]
-    return Page(status.record.name, header, rows[:_ROWS], below, changes)
+    below = [*status_lines(status, workspace)]
+    return Page(record.name, header, rows, below, changes, heading)

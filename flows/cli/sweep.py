@@ -11,23 +11,25 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
     at_most_one,
     say,
-    say_next,
     show,
     split_workspace,
+    word_of,
     working_options,
 )
-from flows.cli.run import detach_option, finish, leave_to, say_left, stop_on_signals
+from flows.cli.run import finish, leave_to, say_left, stop_on_signals
 from infra.store.sweep_records import sweep_versions
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.report.printing import table_lines
+from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
-    from flows.sweeping.launching import Launch, SweepOutcome
+    from flows.running.background import Launch
+    from flows.sweeping.launching import SweepOutcome
     from flows.sweeping.planning import SweepLook
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
@@ -48,19 +50,15 @@ if TYPE_CHECKING:
     "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
 )
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
-@detach_option
 @working_options
 def sweep_command(
     words: tuple[str, ...],
     dry_run: bool,
     yes: bool,
     rescore: str | None,
-    past_canary: bool,
-    take_over: bool,
     detach: str | None,
     as_json: bool,
-    no_server: bool,
-    quiet: bool,
+    launch: Launch,
 ) -> int:
     """Carry out SWEEP: a shipped name or a YAML file; without one, list sweeps.
 
@@ -75,7 +73,6 @@ def sweep_command(
     """
     from flows.sweeping.evidence import rescore_share
     from flows.sweeping.launching import (
-        Launch,
         begin_sweep,
         is_finished,
         work_on_sweep,
@@ -106,14 +103,17 @@ def sweep_command(
         )
         return 0
     finished = is_finished(plan, workspace_of(plan))
-    look = None if finished else _looked_at(plan, rescore, shown=not (quiet and yes))
+    look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
     if not finished and not yes:
-        again = ["refiner", "sweep", names[0], *overrides, *["--no-server"] * no_server]
+        again = [
+            "refiner",
+            "sweep",
+            names[0],
+            *overrides,
+            *["--no-server"] * (not launch.use_server),
+        ]
         _ask([*again, *([f"--detach={detach}"] if detach else []), "--yes"])
-    launch = Launch(
-        use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
-    )
-    record = begin_sweep(plan, overrides, look=look, take_over=take_over)
+    record = begin_sweep(plan, overrides, look=look, take_over=launch.take_over)
     workspace = workspace_of(plan, to_write=True)
     if detach is not None and not finished:
         return _leave_sweep_to(detach, workspace, record.name, launch, as_json)
@@ -218,27 +218,18 @@ def _list(where: str, as_json: bool) -> None:
         for name, s in found.items()
     ]
     names = [one.name for one in shipped]
-    show(as_json, lambda: {"version": 1, "shipped": names, "recorded": recorded}, lines)
-    if not as_json:
-        say_next("refiner sweep SWEEP --dry-run")
+    value = {"version": 1, "shipped": names, "recorded": recorded}
+    show(as_json, lambda: value, lines, ["refiner sweep SWEEP --dry-run"])
 
 
 @click.command("resume")
 @click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
-@detach_option
 @click.option("--take-over", is_flag=True, help="though another host says that it works on it")
 @click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
 @click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")
 @working_options
 def resume_command(
-    words: tuple[str, ...],
-    detach: str | None,
-    take_over: bool,
-    past_canary: bool,
-    as_job: bool,
-    as_json: bool,
-    no_server: bool,
-    quiet: bool,
+    words: tuple[str, ...], detach: str | None, as_job: bool, as_json: bool, launch: Launch
 ) -> int:
     """Go on with RUN or SWEEP (default: the newest run that is not finished, or its sweep), exactly
     as it was begun.
@@ -252,12 +243,9 @@ def resume_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    word = at_most_one(
-        rest,
-        "resume was given {count} runs: {names}.",
-        expected="one run, or none for the newest that is not finished",
-        fix="resume them one by one, each with --detach",
-    )
+    default = " for the newest that is not finished"
+    fix = "resume them one by one, each with --detach"
+    word = word_of("resume", rest, "run", default=default, fix=fix)
     workspace = Workspace.read_only(where)
     sweep = _sweep_to_resume(workspace, word)
     if detach is None:
@@ -265,21 +253,16 @@ def resume_command(
         if as_job:
             signal.signal(signal.SIGTERM, _leave_the_node)
     if sweep is not None:
-        from flows.sweeping.launching import Launch
-
-        launch = Launch(
-            use_server=not no_server, quiet=quiet, past_canary=past_canary, take_over=take_over
-        )
         if detach is None:
             return _finish_sweep(resume_sweep(sweep, where, launch=launch), as_json)
         return _leave_sweep_to(detach, workspace, sweep, launch, as_json)
     run = run_to_resume(workspace, word)
     for line in _what_differs(run):
         say(f"note: {line}")
-    how = {"use_server": not no_server, "take_over": take_over}
     if detach is not None:
-        return leave_to(detach, workspace, run, as_json, **how)
-    return finish(resume_run(run.run, where, quiet=quiet, **how), as_json)
+        return leave_to(detach, workspace, run, as_json, launch)
+    how = picked(launch, "use_server", "take_over", "quiet")
+    return finish(resume_run(run.run, where, **how), as_json)
 
 
 def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:

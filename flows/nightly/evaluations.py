@@ -29,11 +29,10 @@ from flows.nightly.checkpoints import (
     night_plan,
     resolve,
 )
-from flows.running.calls import pin_code, plan_of_run, record_pinned_run
+from flows.running.calls import pin_code, plan_of_run, record_run
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
 from infra.orchestrator.members import Given, Member
-from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
@@ -80,10 +79,9 @@ def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> l
         if run is None:
             pinned = pinned or pin_code(at.workspace)
             words = night_overrides(at.nightly, found, night)
-            more = {"nightly": {"name": at.nightly.name, "night": night, "checkpoint": name}}
-            run = record_pinned_run(plan, at.workspace, at.nightly.recipe, words, pinned, more)
-            if pinned.diff:
-                atomic.write_text(at.workspace.layout.run(run.run).diff, pinned.diff)
+            which = {"name": at.nightly.name, "night": night, "checkpoint": name}
+            recipe = at.nightly.recipe
+            run = record_run(plan, at.workspace, recipe, words, pinned, nightly=which)
             at.workspace.write_run(run)
             at.records.note_run(night, name, run.run, found.digest)
         jobs.append(Job(found, plan, run))

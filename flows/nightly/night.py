@@ -46,7 +46,7 @@ from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefus
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import picked, to_json
 from refiner_core.nightly.definition import Nightly, Schedule
 from refiner_core.nightly.page import Trends, open_alerts, trend_page
 from refiner_core.report.printing import measured
@@ -55,16 +55,8 @@ from refiner_core.report.printing import measured
 def page_text(reading: Reading) -> str:
     """The trend page as HTML."""
     nightly = reading.nightly
-    return trend_page(
-        Trends(
-            name=nightly.name,
-            schedule=f"{nightly.schedule} ({nightly.timezone})",
-            series=reading.series,
-            alerts=reading.alerts,
-            missed=reading.missed,
-            made_at=now_text(),
-        )
-    )
+    schedule, seen = f"{nightly.schedule} ({nightly.timezone})", (reading.series, reading.alerts)
+    return trend_page(Trends(nightly.name, schedule, *seen, reading.missed, now_text()))
 
 
 NightState = Literal["done", "incomplete", "busy", "missed"]
@@ -316,8 +308,7 @@ def run_night(
         _pinned_canary(nightly, workspace)
         if nothing := _nothing_known(records, wanted, current):
             return NightOutcome(nightly.name, wanted, "missed", True, message=nothing)
-        values = {name: getattr(nightly, name) for name in ("name", "text", "origin", "folder")}
-        records.note_version({**values, "overrides": list(nightly.overrides)})
+        records.note_version(picked(nightly, "name", "text", "origin", "folder", "overrides"))
         with night_held(records, wanted, take_over) as refusal:
             if refusal:
                 late = wanted != current
@@ -463,13 +454,11 @@ _LAST = 7
 def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
     """A night for scripts."""
     value = to_json(outcome)
-    entries = value.pop("entries")
+    del value["entries"]
     return {
         "version": OUTPUT_VERSION,
         **value,
-        "checkpoints": [
-            {name: e[name] for name in ("checkpoint", "state", "why", "run")} for e in entries
-        ],
+        "checkpoints": [picked(e, "checkpoint", "state", "why", "run") for e in outcome.entries],
         "exit_code": outcome.exit_code,
     }
 
@@ -502,11 +491,8 @@ def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dic
     schedule = Schedule(nightly.schedule, nightly.timezone)
     current = schedule.night_at(now)
     return {
-        "version": OUTPUT_VERSION,
-        "nightly": nightly.name,
-        "schedule": nightly.schedule,
-        "timezone": nightly.timezone,
-        "night": current,
+        **{"version": OUTPUT_VERSION, "nightly": nightly.name, "night": current},
+        **picked(nightly, "schedule", "timezone"),
         "state": night_state(records, current),
         "next": schedule.next_after(now).isoformat(),
         "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
@@ -531,16 +517,10 @@ def night_state(records: NightlyRecords, night: str) -> str:
 def _series_json(series: Any) -> dict[str, Any]:
     key, last = series.key, series.rows[-1]
     return {
-        "checkpoint": key.checkpoint,
-        "canary": series.canary,
-        "metric": key.metric,
-        "decoding": key.decoding,
-        "protocol": key.protocol,
-        "protocol_name": series.protocol_name,
-        "protocol_set": last.protocol_set,
+        **picked(key, "checkpoint", "metric", "decoding", "protocol"),
+        **picked(series, "canary", "protocol_name"),
+        **picked(last, "protocol_set", "night", "source"),
         "nights": len(series.rows),
-        "night": last.night,
-        "source": last.source,
         **{k: last.numbers[key.metric].get(k) for k in ("value", "low", "high", "n")},
     }
 

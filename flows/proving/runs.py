@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.proving.planning import Asked, Point
+from flows.running.background import Launch
 from flows.running.calls import (
     Pinned,
     RunOutcome,
-    Showing,
     make_recipe_plan,
     pin_code,
     record_pinned_run,
@@ -94,7 +94,7 @@ def run_recipe_in(
     run = record_pinned_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned, {})
     workspace.write_run(run)
     console = ProofConsole(name, tell)
-    outcome = work_on(plan, workspace, run, Showing(False, True, (), console=console))
+    outcome = work_on(plan, workspace, run, Launch(False, True), console=console)
     _require_done(outcome, plan, console.stopping)
     return outcome
 

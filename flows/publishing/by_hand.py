@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flows.checking.sources import resolve_sources
 from flows.running.calls import RunOutcome, check_hub_access, check_supported, record_run, with_room
@@ -161,7 +161,7 @@ def begin_publication(
         opened = Workspace.open(room.root)
         make_router(plan.config.dispatch, opened).check(plan.stages)
         recipe = str(whose.provenance.get("recipe") or whose.recipe)
-        more = {"sources": prepared.sources, "publishes": whose.run}
+        more: dict[str, Any] = {"sources": prepared.sources, "publishes": whose.run}
         record = record_run(plan, opened, recipe, prepared.overrides, **more)
         opened.write_run(record)
         return plan, opened, record

@@ -199,10 +199,7 @@ def collect(subject: Subject) -> Collected:
     other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
     facts = CardFacts(
         repo_id=config.publish.repo_id.format(
-            recipe=config.recipe,
-            seed=config.seed,
-            step=made.step,
-            fingerprint=fingerprint[:8],
+            recipe=config.recipe, seed=config.seed, step=made.step, fingerprint=fingerprint[:8]
         ),
         config=config,
         stage=model,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from infra.host.processes import environment
+from infra.host.processes import environment, start_apart
 from infra.jobs.protocol import job_settings, tail_of
 from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
 from infra.store.orchestrators import orchestrator_of, require_idle
@@ -58,6 +57,29 @@ class Detached:
     def failed(self) -> bool:
         """True if it ended before it had begun to work."""
         return bool(self.exit_code)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Manner in which a run or a sweep is worked on.
+
+    Attributes
+    ----------
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+    past_canary
+        Of a sweep: release the other trials whatever the first one shows.
+    take_over
+        Though a process on another host says that it works on it.
+    resumed
+        It was begun by an earlier call: what was cancelled goes on.
+    """
+
+    use_server: bool = True
+    quiet: bool = False
+    past_canary: bool = False
+    take_over: bool = False
+    resumed: bool = False
 
 
 def detach_run(
@@ -98,9 +120,8 @@ def detach_run(
         Another process works on the run.
     """
     room = Workspace.open(workspace)
-    dispatch = dict(run.config.get("dispatch") or {})
-    code = run.code
-    return leave(room, run.run, code, where, dispatch, use_server=use_server, take_over=take_over)
+    dispatch, launch = run.config.get("dispatch") or {}, Launch(use_server, take_over=take_over)
+    return leave(room, run.run, run.code, where, dispatch, launch)
 
 
 def leave(
@@ -109,16 +130,13 @@ def leave(
     code: str,
     where: Where,
     dispatch: Mapping[str, Any],
-    *,
-    use_server: bool,
-    take_over: bool,
-    past_canary: bool = False,
+    launch: Launch,
 ) -> Detached:
     """As :func:`detach_run`, of any call: its id, the id of the snapshot that it is worked on with,
     and how jobs of it are submitted."""
-    require_idle(room, call, regardless=take_over)
-    options = ["--no-server"] * (not use_server) + ["--take-over"] * take_over
-    options += ["--past-canary"] * past_canary
+    require_idle(room, call, regardless=launch.take_over)
+    options = ["--no-server"] * (not launch.use_server) + ["--take-over"] * launch.take_over
+    options += ["--past-canary"] * launch.past_canary
     if where == "process":
         return detach(room, call, code, *options)
     from infra.slurm.profiles import load_profile
@@ -148,15 +166,9 @@ def detach(workspace: Workspace, call: str, code: str, *options: str) -> Detache
     before = orchestrator_of(workspace, call).turn
     with paths.log.open("ab") as output:
         begins_at = output.tell()
-        process = subprocess.Popen(
-            _resume_command(workspace, call, code, *options),
-            # Less what is about a flow run that starts the process: it is no part of that.
-            env={k: v for k, v in environment().items() if not k.startswith("PREFECT__")},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        # Less what is about a flow run that starts the process: it is no part of that.
+        env = {k: v for k, v in environment().items() if not k.startswith("PREFECT__")}
+        process = start_apart(_resume_command(workspace, call, code, *options), output, env)
     deadline = time.monotonic() + _BEGIN_WAIT_S
     while time.monotonic() < deadline:
         ended = process.poll()
@@ -207,16 +219,9 @@ def attach(workspace: Workspace, call: str, console: Shows, stream: TextIO | Non
         log = _log_of(call)
         read, write = os.pipe()
         with log.open("ab") as output:
-            command = [sys.executable, "-P", "-m", "flows.attach"]
-            subprocess.Popen(
-                [*command, str(write), str(workspace.root), call],
-                env=_attached_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=(write,),
-                start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
-            )
+            command = [sys.executable, "-P", "-m", "flows.attach", str(write)]
+            words = [*command, str(workspace.root), call]
+            start_apart(words, output, _attached_environment(), pass_fds=(write,))
         os.close(write)
     except (OSError, RefinerError) as error:
         console.warn(f"The run is not shown in Prefect: {error}. Work goes on without it.")

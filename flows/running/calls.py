@@ -37,6 +37,7 @@ from refiner_core.contract.types import StageView
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
+    from flows.running.background import Launch
     from flows.running.showing import Shows
 
 
@@ -80,11 +81,16 @@ def pin_code(workspace: Workspace) -> Pinned:
 
 
 def record_run(
-    plan: Plan, workspace: Workspace, recipe: str, overrides: Sequence[str], **more: object
+    plan: Plan,
+    workspace: Workspace,
+    recipe: str,
+    overrides: Sequence[str],
+    pinned: Pinned | None = None,
+    **more: object,
 ) -> RunRecord:
-    """The record of a call on ``plan``, with the code as it is now; ``more`` goes into its
-    provenance. It is not written yet."""
-    pinned = pin_code(workspace)
+    """The record of a call on ``plan``, with the code as it is now, or was ``pinned``; ``more``
+    goes into its provenance. It is not written yet."""
+    pinned = pinned or pin_code(workspace)
     run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
     if pinned.diff:
         atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
@@ -349,27 +355,26 @@ def _done_otherwise(workspace: Workspace, run: RunRecord, plan: Plan) -> list[st
     return found
 
 
-@dataclass(frozen=True)
-class Showing:
-    """Settings of how a call is shown, and how it began."""
-
-    use_server: bool
-    quiet: bool
-    command: Sequence[str]
-    take_over: bool = False
-    resumed: bool = False
-    console: Shows | None = None  # none: the terminal's own
-
-
-def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) -> RunOutcome:
+def work_on(
+    plan: Plan,
+    workspace: Workspace,
+    run: RunRecord,
+    launch: Launch,
+    command: Sequence[str] = (),
+    console: Shows | None = None,
+) -> RunOutcome:
     """Take a recorded call up and work on it to its end.
 
     Parameters
     ----------
     plan, workspace, run
         As :func:`begin_run` gives them.
-    showing
-        How it is shown.
+    launch
+        How.
+    command
+        The command line that runs the same thing again.
+    console
+        Shows it (default: the terminal's own).
 
     Returns
     -------
@@ -390,27 +395,27 @@ def work_on(plan: Plan, workspace: Workspace, run: RunRecord, showing: Showing) 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
     member = Member(plan, run, workspace)
-    with_room(plan.config, lambda: member.take_up(regardless=showing.take_over))
-    if showing.resumed:
+    with_room(plan.config, lambda: member.take_up(regardless=launch.take_over))
+    if launch.resumed:
         with_room(plan.config, lambda: workspace.withdraw_cancel(run.run))
     where = plan.config.workspace
-    own = Console(command=showing.command, workspace=where, run=run.run, quiet=showing.quiet)
-    console = showing.console or own
+    own = Console(command=command, workspace=where, run=run.run, quiet=launch.quiet)
+    shown = console or own
     hears = hears_of(
         *(partial(RunWatching, plan), run.run, run, plan.config.notify, workspace, before),
-        resumed=showing.resumed,
-        say=console.warn,
+        resumed=launch.resumed,
+        say=shown.warn,
     )
     views = orchestrate(
         Given([member]),
         workspace,
         router,
         plan.config,
-        console=console,
+        console=shown,
         hears=hears,
-        begun=lambda: attach(workspace, run.run, console) if showing.use_server else None,
+        begun=lambda: attach(workspace, run.run, shown) if launch.use_server else None,
     )
-    following = () if showing.console else own.next_commands(views)
+    following = () if console else own.next_commands(views)
     return RunOutcome(run.run, plan, views, tuple(following))
 
 

@@ -35,7 +35,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import RunRecord, from_json
+from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
 _POLL_S = 0.3
@@ -341,11 +341,4 @@ def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]
 
 def outcome_json(outcome: CancelOutcome) -> Mapping[str, object]:
     """The same for scripts."""
-    return {
-        "version": 1,
-        "run": outcome.run,
-        "stages": list(outcome.stages),
-        "by": outcome.by,
-        "ended": outcome.ended,
-        "left": list(outcome.left),
-    }
+    return {"version": 1, **picked(outcome, "run", "stages", "by", "ended", "left")}

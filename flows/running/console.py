@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from infra.host.terminal import printable, raw
 from infra.orchestrator.timeline import first_line, rough
@@ -58,29 +58,14 @@ _NOT_YET = ("queued", "paused", "waiting")
 _TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
-class TrialState(Protocol):
-    """State of a trial of a sweep, and why."""
-
-    @property
-    def state(self) -> str:
-        """``waiting``, ``running``, ``done``, ``failed``, ``interrupted`` or ``held``."""
-
-    @property
-    def reason(self) -> str:
-        """Reason, where that needs saying."""
-
-    @property
-    def run(self) -> str:
-        """Id of its run; empty before it has one."""
-
-
 class Console:
     """Shows an orchestrator's work on a stream, which may go away at any time: whoever closes the
     terminal, or stops reading, takes nothing with them. Safe to call from several threads.
 
     ``command`` is the command line that runs the same thing again, ``workspace`` its folder,
     ``run`` its record's id. All of them go into the commands that the summary proposes. ``trials``
-    says how those of a sweep stand; ``clock`` is in seconds, monotonic.
+    says how those of a sweep stand (``state``, ``reason``, ``run``); ``clock`` is in seconds,
+    monotonic.
     """
 
     def __init__(
@@ -92,7 +77,7 @@ class Console:
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        trials: Callable[[], Mapping[str, TrialState]] | None = None,
+        trials: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self._quiet = quiet
         self._stream = sys.stderr if stream is None else stream
@@ -222,7 +207,7 @@ class Console:
             self._print(state_line(view))
 
     def _note_trials(
-        self, trials: Mapping[str, TrialState], rows: Sequence[StageView], now: float
+        self, trials: Mapping[str, Any], rows: Sequence[StageView], now: float
     ) -> None:
         for name, trial in trials.items():
             if self._trial_states.get(name, "waiting") == trial.state:
@@ -348,7 +333,7 @@ def _at_work(views: Sequence[StageView]) -> list[StageView]:
     return rows
 
 
-def _trials_counted(trials: Mapping[str, TrialState]) -> str:
+def _trials_counted(trials: Mapping[str, Any]) -> str:
     states = [trial.state for trial in trials.values()]
     counts = ", ".join(f"{states.count(s)} {s}" for s in _TRIAL_STATES if s in states)
     return f"{len(states)} trials: {counts or 'none'}"

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.evaluations import evaluations_of
+from flows.running.background import Launch
 from flows.running.calls import (
     RunOutcome,
-    Showing,
     begin_run,
     check_supported,
     in_folder_of,
@@ -27,7 +27,7 @@ from infra.store.orchestrators import Standing, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import RunRecord, from_json
+from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
 
@@ -76,7 +76,7 @@ def run_recipe(
     """
     plan, workspace, run = begin_run(recipe, overrides)
     command = ["refiner", "run", recipe, *overrides]
-    return work_on(plan, workspace, run, Showing(use_server, quiet, command))
+    return work_on(plan, workspace, run, Launch(use_server, quiet), command)
 
 
 def resume_run(
@@ -119,14 +119,9 @@ def resume_run(
     with in_folder_of(run):
         plan = plan_of_run(room, run)
         check_supported(plan.config)
-        showing = Showing(
-            use_server,
-            quiet,
-            ["refiner", "resume", run.run, f"workspace={room.root}"],
-            take_over=take_over,
-            resumed=True,
-        )
-        return work_on(plan, room, run, showing)
+        launch = Launch(use_server, quiet, take_over=take_over, resumed=True)
+        command = ["refiner", "resume", run.run, f"workspace={room.root}"]
+        return work_on(plan, room, run, launch, command)
 
 
 def publish_run(
@@ -153,7 +148,7 @@ def publish_run(
     """
     command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
     with in_folder_of(run):
-        return work_on(plan, workspace, run, Showing(use_server, quiet, command))
+        return work_on(plan, workspace, run, Launch(use_server, quiet), command)
 
 
 def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
@@ -204,28 +199,20 @@ def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[st
     WorkspaceError
         A record is damaged.
     """
-    workspace = workspace or Workspace.read_only(outcome.plan.config.workspace)
+    plan = outcome.plan
+    workspace = workspace or Workspace.read_only(plan.config.workspace)
+    ids = {stage.name: stage.id for stage in plan.stages}
     return {
-        "version": 1,
-        "run": outcome.run,
-        "recipe": outcome.plan.recipe,
-        "workspace": str(Path(outcome.plan.config.workspace)),
-        "exit_code": outcome.exit_code,
+        **{"version": 1, "run": outcome.run, "recipe": plan.recipe},
+        **{"workspace": str(Path(plan.config.workspace)), "exit_code": outcome.exit_code},
         "stages": [
             {
-                "stage": view.kind,
-                "name": view.name,
-                "id": outcome.plan.by_name[view.name].id,
-                "fingerprint": view.fingerprint,
-                "state": view.state,
-                "seconds": round(view.seconds, 3),
-                "attempt": view.attempt,
-                "message": view.message,
-                "log": view.log,
+                **{"stage": view.kind, "id": ids[view.name], "seconds": round(view.seconds, 3)},
+                **picked(view, "name", "fingerprint", "state", "attempt", "message", "log"),
                 **({"target": str(view.report["target"])} if "target" in view.report else {}),
-                "output": str(workspace.output_dir(outcome.plan.by_name[view.name].id) or ""),
+                "output": str(workspace.output_dir(ids[view.name]) or ""),
             }
             for view in outcome.views.values()
         ],
-        "evaluations": evaluations_of(outcome.plan, workspace),
+        "evaluations": evaluations_of(plan, workspace),
     }

@@ -32,7 +32,7 @@ from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfi
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds import KINDS, TRAINED
-from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json
+from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json, picked
 from refiner_core.contract.services import is_service
 
 #: Kinds of stages whose outputs are weights, or weights for others.
@@ -409,10 +409,7 @@ class Watcher:
             eta = row.eta_s if state == "running" else None
             rows.append(replace(row, state=state, reason=reason, eta_s=eta))
         return RunStatus(
-            run=run.run,
-            recipe=run.recipe,
-            command=run.command,
-            started_at=run.started_at,
+            *(run.run, run.recipe, run.command, run.started_at),
             finished=all(row.state == "done" for row in rows if not is_service(row.id)),
             orchestrator=who,
             stages=tuple(rows),
@@ -530,7 +527,6 @@ def _with_attempts(
     if record.result is not None:
         last = next((a for a in record.attempts if a.number == record.result.attempt), last)
     beat = workspace.read_heartbeat(row.id, last.number) or {}
-    progress = beat.get("progress") or {}
     seconds = record.result.seconds if record.result else last.seconds or beat.get("seconds")
     failed = [a for a in record.attempts if a.outcome and a.outcome.failure != "none"]
     failure = ""
@@ -538,21 +534,41 @@ def _with_attempts(
         step = f" at step {outcome.step}" if outcome.step else ""
         said = f": {first_line(outcome.message, 80)}" if outcome.message else ""
         failure = f"attempt {failed[-1].number}: {outcome.failure}{step}{said}"
-    over = record.result is not None or last.outcome is not None
+    progress = progress_of(beat, last.resumed_from_step)
+    if record.result is not None or last.outcome is not None:
+        progress["eta_s"] = None
     return replace(
         row,
-        job_id=last.job_id,
-        node=last.node,
+        **picked(last, "job_id", "node"),
         attempt=last.number,
         attempts=len(record.attempts),
-        phase=str(progress.get("phase") or ""),
-        step=progress.get("done"),
-        total=progress.get("total") or None,
-        metric=metric_text(progress.get("values") or {}),
-        eta_s=None if over else eta_s(beat, last.resumed_from_step),
+        phase=str((beat.get("progress") or {}).get("phase") or ""),
+        **progress,
         seconds=None if seconds is None else round(float(seconds), 1),
         last_failure=failure,
     )
+
+
+def progress_of(beat: Mapping[str, Any], resumed_from: int | None) -> dict[str, Any]:
+    """How far a stage is by a heartbeat, as :class:`StageStatus` and trials have it."""
+    progress = beat.get("progress") or {}
+    return {
+        "step": progress.get("done"),
+        "total": progress.get("total") or None,
+        "metric": metric_text(progress.get("values") or {}),
+        "eta_s": eta_s(beat, resumed_from),
+    }
+
+
+def progress_text(what: str, step: int | None, total: int | None, metric: str) -> str:
+    """``grpo 3/70, reward 0.41``."""
+    count = f"{step}/{total}" if total else str(step or "")
+    return ", ".join(filter(None, [f"{what} {count}".strip(), metric]))
+
+
+def cancel_lines(asked: Mapping[str, Any] | None) -> list[str]:
+    """Line that says who has asked for the end of a call, if somebody has."""
+    return [f"is being cancelled, as {asked.get('by', 'somebody')} asked"] if asked else []
 
 
 def eta_s(beat: Mapping[str, Any], resumed_from: int | None) -> float | None:

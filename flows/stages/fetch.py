@@ -20,6 +20,7 @@ from refiner_core.contract.config import ModelConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.protocols import configs_under, protocol_name, without_protocol
+from refiner_core.contract.records import picked
 from refiner_core.contract.types import Progress
 from refiner_core.generation.load import resolve_ref
 
@@ -174,15 +175,10 @@ def _prepare_rows(wanted: Wanted) -> None:
 
 def _described(wanted: Wanted, folder: Path) -> dict[str, Any]:
     files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    size = sum(p.stat().st_size for p in files)
     return {
-        "source": wanted.role,
-        "repo_id": wanted.repo_id,
-        "kind": wanted.kind,
-        "revision": wanted.revision,
-        "commit": folder.name,
-        "files": len(files),
-        "bytes": sum(p.stat().st_size for p in files),
-        "folder": str(folder),
+        **{"source": wanted.role, **picked(wanted, "repo_id", "kind", "revision")},
+        **{"commit": folder.name, "files": len(files), "bytes": size, "folder": str(folder)},
     }
 
 

@@ -38,6 +38,7 @@ from infra.store.layout import sweep_call
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.records import picked
 from refiner_core.contract.services import is_service
 from sweeps.forecast import Passed, SweepForecast
 from sweeps.history import CanaryMeasure
@@ -329,7 +330,7 @@ class Admission:
             self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":
             return  # it was said in an earlier call
-        how = {"state": word.state, "reason": word.reason, "run": word.run}
+        how = picked(word, "state", "reason", "run")
         self.note({"event": "trial", "trial": trial.name, **how})
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.watching import SweepWatching, hears_of
-from flows.running.background import Detached, Where, attach, leave
+from flows.running.background import Detached, Launch, Where, attach, leave
 from flows.running.calls import (
     Pinned,
     check_hub_access,
@@ -208,29 +208,6 @@ def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
 log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
 MANY = 256
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Manner in which a sweep is worked on.
-
-    Attributes
-    ----------
-    use_server, quiet
-        As for a run.
-    past_canary
-        Release the other trials whatever the first one shows.
-    take_over
-        Though a process on another host says that it works on it.
-    resumed
-        It was begun by an earlier call: what was cancelled goes on.
-    """
-
-    use_server: bool = True
-    quiet: bool = False
-    past_canary: bool = False
-    take_over: bool = False
-    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -540,9 +517,7 @@ def detach_sweep(
         pin_for(room, record.name).code,
         where,
         dispatch_of(room, record) if where == "job" else {},
-        use_server=launch.use_server,
-        take_over=launch.take_over,
-        past_canary=launch.past_canary,
+        launch,
     )
 
 
@@ -585,16 +560,10 @@ def cancel_sweep(
     begun = (trial for trial in reversed(record.trials) if trial.name in runs)
     names = {i: f"{t.name}/{n}" for t in begun for n, i in t.stages.items()}
     config = next((room.read_run(run).config for run in runs.values()), {})
+    stages = {name: i for i, name in names.items()}
     call = RunRecord(
-        version=RECORD_VERSION,
-        run=sweep_call(sweep),
-        recipe=record.recipe,
-        overrides=(),
-        command=(),
-        config=config,
-        stages={name: i for i, name in names.items()},
-        code=record.code,
-        started_at=record.started_at,
+        *(RECORD_VERSION, sweep_call(sweep), record.recipe, (), (), config, stages),
+        *(record.code, record.started_at),
     )
     outcome = cancel(room, call, wait_s=wait_s, now=now, tell=tell, ours=frozenset(runs.values()))
     return replace(outcome, run=sweep, stages=())

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from infra.host.processes import own_python
+from infra.host.processes import own_python, start_apart
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 
@@ -117,14 +117,9 @@ class LivePage:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOG).open("wb") as output:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", __name__, str(self._workspace.root), self._sweep],
-                    env={**own_python(), "OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C in the terminal is for the orchestrator
-                )
+                words = ["-P", "-m", __name__, str(self._workspace.root), self._sweep]
+                env = {**own_python(), "OMP_NUM_THREADS": "1"}
+                self._process = start_apart([sys.executable, *words], output, env)
         except OSError as error:
             self._due = now + LONGEST_S
             self._say(f"cannot be made: {error}")

@@ -14,10 +14,11 @@ import gc
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from refiner_core.contract.records import ArmRecord, to_json
 from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
 from flows.sweeping.evidence import read_evidence
@@ -37,7 +38,7 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, what_follows, whole_paths
-from refiner_core.contract.records import ArmRecord, to_json
+from refiner_core.contract.records import picked, to_json
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
@@ -361,19 +362,12 @@ def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]
     look = look or forecast_sweep(plan)
     sweep = plan.sweep
     return {
-        "version": OUTPUT_VERSION,
-        "sweep": sweep.name,
-        "recipe": sweep.recipe,
-        "workspace": plan.config.workspace,
-        "overrides": list(sweep.overrides),
-        "baseline": plan.baseline,
-        "question": asdict(sweep.question),
-        "seeds": list(sweep.seeds),
-        "limits": asdict(sweep.limits),
-        "arms": to_json(plan.arms),
+        **{"version": OUTPUT_VERSION, "sweep": sweep.name, "workspace": plan.config.workspace},
+        **picked(sweep, "recipe", "overrides", "question", "seeds", "limits"),
+        **picked(plan, "baseline", "arms"),
         "trials": [
             {
-                **{"name": t.name, "arm": t.arm, "seed": t.seed, "overrides": list(t.overrides)},
+                **picked(t, "name", "arm", "seed", "overrides"),
                 "stages": [_stage_json(s.name, look.stages[s.id]) for s in t.plan.stages],
             }
             for t in plan.trials
@@ -386,12 +380,9 @@ def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]
 
 def _stage_json(name: str, found: StageForecast) -> dict[str, str]:
     return {
-        "stage": found.stage.kind,
-        "name": name,
-        "id": found.stage.id,
-        "fingerprint": found.stage.fingerprint,
-        "action": found.action,
-        "reason": found.reason,
+        **{"stage": found.stage.kind, "name": name},
+        **picked(found.stage, "id", "fingerprint"),
+        **picked(found, "action", "reason"),
     }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.notifying.delivery import not_told_lines
-from flows.running.status import eta_s, metric_text, orchestrator_text
+from flows.running.status import cancel_lines, orchestrator_text, progress_of, progress_text
 from flows.sweeping.budget import NOTHING, Use, UseReader
 from infra.orchestrator.timeline import device_time, first_line, read_events, rough
 from infra.store.layout import is_sweep, sweep_call
@@ -34,7 +34,14 @@ from infra.store.sweep_records import (
 )
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord, to_json, trial_of
+from refiner_core.contract.records import (
+    RunRecord,
+    SweepRecord,
+    TrialRecord,
+    picked,
+    to_json,
+    trial_of,
+)
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
 from refiner_core.report.sweep.document import TrialState
@@ -107,10 +114,7 @@ class TrialStanding:
     @property
     def progress(self) -> str:
         """``grpo 3/70, reward 0.41``; empty where nothing runs."""
-        if not self.stage:
-            return ""
-        count = f"{self.step}/{self.total}" if self.total else str(self.step or "")
-        return ", ".join(filter(None, [f"{self.stage} {count}".strip(), self.metric]))
+        return self.stage and progress_text(self.stage, self.step, self.total, self.metric)
 
 
 class SweepWatcher:
@@ -177,16 +181,9 @@ class SweepWatcher:
             beat = numbers and self.workspace.read_heartbeat(stage_id, numbers[-1])
             if not beat:
                 continue
-            progress = beat.get("progress") or {}
             paths = self.workspace.layout.attempt(stage_id, numbers[-1])
             resumed = self.workspace.part(paths, "resumed")
-            return {
-                "stage": name,
-                "step": progress.get("done"),
-                "total": progress.get("total") or None,
-                "metric": metric_text(progress.get("values") or {}),
-                "eta_s": eta_s(beat, resumed.get("step")),
-            }
+            return {"stage": name, **progress_of(beat, resumed.get("step"))}
         return {}
 
 
@@ -369,12 +366,9 @@ def _wrong(status: SweepStatus) -> Iterator[str]:
 
 
 def _who(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
-    who = status.orchestrator
-    if status.cancel_asked:
-        yield f"is being cancelled, as {status.cancel_asked.get('by', 'somebody')} asked"
-    yield orchestrator_text(who, status.finished)
-    commands = next_commands(status, workspace)
-    if commands:
+    yield from cancel_lines(status.cancel_asked)
+    yield orchestrator_text(status.orchestrator, status.finished)
+    if commands := next_commands(status, workspace):
         yield "Next:"
         yield from (f"  {command}" for command in commands)
 
@@ -415,20 +409,11 @@ def status_json(status: SweepStatus) -> dict[str, Any]:
     """All that is known."""
     record = status.record
     return {
-        "version": STATUS_VERSION,
-        "sweep": record.name,
-        "number": record.number,
-        "recipe": record.recipe,
-        "baseline": record.baseline,
+        **{"version": STATUS_VERSION, "sweep": record.name},
+        **picked(record, "number", "recipe", "baseline", "seeds", "started_at"),
         "arms": [arm.name for arm in record.arms],
-        "seeds": list(record.seeds),
-        "started_at": record.started_at,
-        "finished": status.finished,
         "orchestrator": {"works": status.orchestrator.works, **to_json(status.orchestrator)},
-        "cancel_asked": status.cancel_asked,
-        "counts": status.counts,
-        "use": to_json(status.use),
-        "limits": to_json(record.limits),
-        "forecast": to_json(record.forecast),
+        **picked(status, "finished", "cancel_asked", "counts", "use"),
+        **picked(record, "limits", "forecast"),
         "trials": [{"trial": t.name, **to_json(t), "progress": t.progress} for t in status.trials],
     }

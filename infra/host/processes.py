@@ -14,12 +14,14 @@ import os
 import pwd
 import signal
 import socket
+import subprocess
 import threading
 import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import psutil
 
@@ -46,6 +48,25 @@ def own_python() -> dict[str, str]:
     given = environment()
     path = os.pathsep.join(filter(None, [root, given.get("PYTHONPATH", "")]))
     return {**given, "PYTHONPATH": path}
+
+
+def start_apart(
+    command: Sequence[str],
+    output: IO[bytes],
+    env: Mapping[str, str],
+    pass_fds: Collection[int] = (),
+) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, without a terminal: neither Ctrl-C there nor its end
+    reaches it."""
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        pass_fds=pass_fds,
+    )
 
 
 @dataclass(frozen=True)

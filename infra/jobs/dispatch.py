@@ -19,7 +19,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from infra.host.processes import ProcessId, environment
+from infra.host.processes import ProcessId, environment, start_apart
 from infra.jobs import give_way
 from infra.jobs.failures import classify_silent_end
 from infra.jobs.protocol import (
@@ -75,14 +75,7 @@ class LocalDispatcher:
         settings = job_settings(request.threads, request.code)
         visible = {"CUDA_VISIBLE_DEVICES": _visible_gpus(request.resources.gpus)}
         with paths.printed.open("ab") as printed:
-            worker = subprocess.Popen(
-                command,
-                env={**environment(), **settings, **visible},
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=printed,
-                start_new_session=True,
-            )
+            worker = start_apart(command, printed, {**environment(), **settings, **visible})
         self._children[request.ref] = worker
         note = {"job_id": str(worker.pid), "executor": "local", "comment": request.comment}
         atomic.write_json(paths.job, {**note, "process": str(ProcessId.of(worker.pid))})

@@ -200,6 +200,11 @@ def to_json(value: Any) -> Any:
     return value
 
 
+def picked(value: Any, *names: str) -> dict[str, Any]:
+    """These attributes, by name, as plain JSON values."""
+    return {name: to_json(getattr(value, name)) for name in names}
+
+
 def from_json(kind: type[T], data: Any) -> T:
     """The record of type ``kind`` from plain JSON; keys it does not know are ignored.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, work_on, work_on_sweep
-from flows.running.calls import Showing
-from flows.sweeping.launching import Launch, workspace_of
+from flows.running.background import Launch
+from flows.sweeping.launching import workspace_of
 from infra.host.processes import ProcessId
 from infra.orchestrator import waiting as room_keeping
 from infra.store.layout import sweep_call
@@ -73,9 +73,9 @@ def test_a_run_is_taken_up_as_soon_as_there_is_room(
 ) -> None:
     where = f"workspace={disk / 'runs'}"
     plan, workspace, run = begin_run("script.yaml", [where])
-    showing = Showing(use_server=False, quiet=True, command=[], resumed=True)
+    launch = Launch(use_server=False, quiet=True, resumed=True)
     with full_until_said(disk, capsys) as said:
-        outcome = work_on(plan, workspace, run, showing)
+        outcome = work_on(plan, workspace, run, launch)
     assert "No room left while taking up the run" in "".join(said)
     assert outcome.exit_code == 0, outcome
     assert orchestrator_of(workspace, run.run).turn == 1
@@ -83,7 +83,7 @@ def test_a_run_is_taken_up_as_soon_as_there_is_room(
     plan, workspace, run = begin_run("script.yaml", [where, "seed=2", "disk.wait_min=0"])
     fill(disk / "filler")
     with pytest.raises(NoSpaceError, match="taking up the run"):
-        work_on(plan, workspace, run, showing)
+        work_on(plan, workspace, run, launch)
     assert orchestrator_of(workspace, run.run).turn == 0
 
 

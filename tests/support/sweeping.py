@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flows.running.background import Launch
 from flows.running.calls import Pinned
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.launching import Launch, concurrency_of
+from flows.sweeping.launching import concurrency_of
 from flows.sweeping.status import last_words
 from flows.sweeping.trials import Trials, find_canary
 from infra.host.processes import ProcessId

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from flows.running import calls
-from flows.running.calls import RunOutcome, Showing, work_on
+from flows.running.background import Launch
+from flows.running.calls import RunOutcome, work_on
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RetryConfig
@@ -50,8 +51,8 @@ def told_run(
     run: RunRecord = replace(run_record(workspace, plan), config=to_json(plan.config))
     if resume:
         run = workspace.read_run(resume)
-    showing = Showing(use_server=use_server, quiet=True, command=(), resumed=bool(resume))
-    return work_on(plan, workspace, run, showing)
+    launch = Launch(use_server=use_server, quiet=True, resumed=bool(resume))
+    return work_on(plan, workspace, run, launch)
 
 
 def patch_router(patch: pytest.MonkeyPatch) -> None:
