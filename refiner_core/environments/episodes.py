@@ -538,12 +538,3 @@ def _check(requests: Sequence[EpisodeRequest], settings: EpisodeSettings) -> Non
             expected="room for messages and turns behind the policy",
             fix="raise grpo.max_token_length",
         )
-    for name, value in (
-        ("environment.max_turns", settings.max_turns),
-        ("environment.workers", settings.workers),
-        ("grpo.response_length", settings.turn_tokens),
-    ):
-        if value < 1:
-            raise ConfigurationError(
-                f"`{name}` is {value}", expected="1 or more", fix=f"raise {name}"
-            )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import threading
 import time
@@ -28,7 +27,7 @@ from refiner_core.contract.config import UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
 from refiner_core.environments.protocol import InfrastructureError
-from refiner_core.http.client import Answered, Client, Flight, LoopThread, Lost
+from refiner_core.http.client import Answered, Client, Flight, LoopThread, Lost, authorization
 from refiner_core.http.fleet import Fleet, Server
 
 _PASSING = frozenset({408, 409, 425, 429})
@@ -113,7 +112,7 @@ class SimulatedUser:
         ConfigurationError
             The key has characters that no header can carry.
         """
-        _check_key(self._config.api_key_env)
+        authorization(Endpoint(""), self._config.api_key_env)  # refused here, not by the thread
         body = self._body(messages, seed)
         trouble = _Trouble("user_down", "not asked")
         for number in range(self._config.max_retries + 1):
@@ -224,16 +223,6 @@ class _Asked:
                 return await self._client.ask(flight, body)
         except TimeoutError:
             return Lost("timeout")
-
-
-def _check_key(variable: str) -> None:
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and (not key or key.isprintable())):
-        raise ConfigurationError(
-            f"The simulated user's key in {variable} has characters that no header may carry.",
-            expected="printable ASCII",
-            fix=f"export {variable}=…",
-        )
 
 
 def _read(answer: Answered | Lost) -> Said | _Trouble:
