@@ -17,30 +17,13 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.rows import Message, Row
 
 _ANSWER_ONLY = "answer_only"
 _TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
-
-
-class ChatTokenizer(Protocol):
-    """What is used of a ``transformers`` tokenizer."""
-
-    all_special_tokens: list[str]
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
-        """``{"input_ids": [...]}`` of one text."""
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, tokenize: bool, **options: Any
-    ) -> Any:
-        """The rendered conversation, as text with ``tokenize=False``."""
-
-    def decode(self, token_ids: list[int]) -> Any:
-        """Text of the ids, special tokens included."""
 
 
 class Piece(NamedTuple):
@@ -64,7 +47,7 @@ def _options(row: Row) -> dict[str, Any]:
     return {"enable_thinking": False} if row.refiner_mode == _ANSWER_ONLY else {}
 
 
-def control_token(row: Row, tokenizer: ChatTokenizer) -> str | None:
+def control_token(row: Row, tokenizer: Any) -> str | None:
     """A special token of the tokenizer that stands in the row's own text, if any.
 
     Web pages do contain ``<|im_end|>``; rendered, it would end the user's turn and let evidence
@@ -77,18 +60,18 @@ def control_token(row: Row, tokenizer: ChatTokenizer) -> str | None:
     return None
 
 
-def render_prompt(row: Row, tokenizer: ChatTokenizer) -> str:
+def render_prompt(row: Row, tokenizer: Any) -> str:
     """The prompt up to the point where the assistant begins to write."""
     return _render(tokenizer, list(row.messages), add_generation_prompt=True, **_options(row))
 
 
-def encode_text(text: str, tokenizer: ChatTokenizer) -> list[int]:
+def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Token ids of rendered text; the template has placed every special token."""
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids
 
 
-def _render(tokenizer: ChatTokenizer, messages: list[Message], **options: Any) -> str:
+def _render(tokenizer: Any, messages: list[Message], **options: Any) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # templates raise jinja2 and ValueError alike, with their own words
@@ -100,7 +83,7 @@ def _render(tokenizer: ChatTokenizer, messages: list[Message], **options: Any) -
     return str(text)
 
 
-def pieces_of(row: Row, tokenizer: ChatTokenizer) -> list[Piece]:
+def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
     """Cut a rendered demonstration into pieces with and without loss; joined they are the text.
 
     Raises
@@ -132,7 +115,7 @@ def _loss_spans(
     full: str,
     prompt_length: int,
     messages: list[Message],
-    tokenizer: ChatTokenizer,
+    tokenizer: Any,
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
     """Say where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
@@ -166,9 +149,7 @@ def _unclear() -> ConfigurationError:
     )
 
 
-def _template_text(
-    messages: list[Message], tokenizer: ChatTokenizer, options: dict[str, Any]
-) -> list[str]:
+def _template_text(messages: list[Message], tokenizer: Any, options: dict[str, Any]) -> list[str]:
     """The rendered text before, between and after the assistant turns' contents."""
     joined = "".join(message["content"] for message in messages)
     mark = "REFINER-TURN"
@@ -205,7 +186,7 @@ def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
     raise _unclear()
 
 
-def _end_of_turn(after: str, tokenizer: ChatTokenizer) -> int:
+def _end_of_turn(after: str, tokenizer: Any) -> int:
     """How much of the text after an assistant turn is its end: up to the first special token."""
     ends = [
         after.find(token) + len(token) for token in tokenizer.all_special_tokens if token in after
@@ -220,7 +201,7 @@ def _end_of_turn(after: str, tokenizer: ChatTokenizer) -> int:
     return min(ends)
 
 
-def encode_demonstration(row: Row, tokenizer: ChatTokenizer) -> Encoded:
+def encode_demonstration(row: Row, tokenizer: Any) -> Encoded:
     """Token ids and loss mask of a demonstration.
 
     The last turn's ids are those up to its end-of-turn token: what a template puts after it (a line
@@ -255,6 +236,6 @@ def encode_demonstration(row: Row, tokenizer: ChatTokenizer) -> Encoded:
     return Encoded(tuple(ids), tuple(mask), prompt_length)
 
 
-def encode_prompt(row: Row, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+def encode_prompt(row: Row, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of the prompt up to the assistant's turn."""
     return tuple(encode_text(render_prompt(row, tokenizer), tokenizer))

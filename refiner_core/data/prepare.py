@@ -58,7 +58,7 @@ class Kept(NamedTuple, Generic[T]):
 def prepare_data(
     config: RecipeConfig,
     *,
-    tokenizer: chat.ChatTokenizer,
+    tokenizer: Any,
     output_dir: Path,
     io: StageIO | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Selection:
         self,
         config: RecipeConfig,
         which: Which,
-        tokenizer: chat.ChatTokenizer,
+        tokenizer: Any,
         io: StageIO | None,
     ) -> None:
         self.config, self.which, self.tokenizer, self.io = config, which, tokenizer, io

@@ -114,19 +114,13 @@ class TurnTemplate:
                 )
         return self._encode(self._system_text({"role": "system", "content": policy}, listed))
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of an episode's first messages, up to where the agent begins to write."""
-        return self._ids(messages, first=True)
-
-    def following(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids from behind the end of an agent's turn up to where it writes again."""
-        return self._ids(messages, first=False)
-
     def own(self, text: str) -> tuple[int, ...]:
         """Ids of an agent's turn that was written, not sampled. Special tokens in it are text."""
         return self._encode_pieces(_cut(text, self._special), control=0)
 
-    def _ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
+    def ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
+        """Ids of messages up to where the agent (next) writes: those that an episode begins with,
+        else those from behind the end of an agent's turn."""
         messages = [Message(m.role, whole_text(m.content)) for m in messages]
         frame = self._frame(tuple(m.role for m in messages), first=first)
         pieces = [frame.texts[0]]
@@ -380,9 +374,8 @@ class Conversation:
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """What :meth:`observe` would append: the end of the turn where it is missing, the messages
         and the beginning of the next turn."""
-        if self._turns == 0:
-            return self._template.first(messages)
-        return (*self._missing_end(), *self._template.following(messages))
+        ids = self._template.ids(messages, first=self._turns == 0)
+        return (*self._missing_end(), *ids) if self._turns else ids
 
     def overflows(self, messages: Sequence[Message], room: int) -> bool:
         """True if messages are so long that their beginning alone takes more than ``room`` tokens.

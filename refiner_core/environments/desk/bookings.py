@@ -46,8 +46,7 @@ POLICY = (
 
 def _get_booking(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["booking"]
-    record = desk.record("bookings", key)
-    desk.seen.add(key)
+    record = desk.look_up("bookings", key)
     shown = {name: record[name] for name in ("name", "day", "terms")}
     fee = {"fee": record["fee"]} if record["terms"] == "fee" else {}
     return {"booking": key, **shown, **fee}

@@ -47,9 +47,7 @@ POLICY = (
 
 def _get_device(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["device"]
-    record = desk.record("devices", key)
-    desk.seen.add(key)
-    return {"device": key, "state": record["state"]}
+    return {"device": key, "state": desk.look_up("devices", key)["state"]}
 
 
 def _handled(desk: Desk, key: str) -> dict[str, Any]:

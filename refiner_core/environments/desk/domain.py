@@ -62,6 +62,12 @@ class Desk:
             raise Refused("wrong_argument", f"there is no {table[:-1]} {_short(key)}")
         return record
 
+    def look_up(self, table: str, key: str) -> dict[str, Any]:
+        """A record that the agent has seen from now on."""
+        record = self.record(table, key)
+        self.seen.add(key)
+        return record
+
     def owned(self, table: str, key: str) -> dict[str, Any]:
         """A record that may be acted on: looked up, and the user has given its owner's name."""
         record = self.record(table, key)

@@ -45,16 +45,13 @@ POLICY = (
 
 def _get_order(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["order"]
-    record = desk.record("orders", key)
-    desk.seen.add(key)
+    record = desk.look_up("orders", key)
     return {"order": key, **{name: record[name] for name in ("name", "state", "price", "refund")}}
 
 
 def _get_item(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["item"]
-    record = desk.record("items", key)
-    desk.seen.add(key)
-    return {"item": key, "stock": record["stock"]}
+    return {"item": key, "stock": desk.look_up("items", key)["stock"]}
 
 
 def _may_return(desk: Desk, key: str) -> dict[str, Any]:

@@ -332,7 +332,19 @@ class Tau2Environment:
     # ---- episodes
 
     def episode(self, task: Task) -> Tau2Episode:
-        """A try at a task."""
+        """A try at a task.
+
+        Raises
+        ------
+        ConfigurationError
+            There is no simulated user.
+        """
+        if not self._user.model:
+            raise ConfigurationError(
+                "tau2-bench has no user without a model.",
+                expected="a simulated user at an OpenAI-compatible endpoint",
+                fix="set environment.user.model and environment.user.base_url",
+            )
         return Tau2Episode(partial(self.opened, task.domain, str(task.data["task_id"])))
 
     def opened(self, domain: str, own_id: str) -> Given:
