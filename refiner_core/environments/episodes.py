@@ -39,10 +39,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from refiner_core.contract.checks.environment import check_weights
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError, StageFailed
 from refiner_core.contract.types import Completion, Generator, TurnGenerator, TurnRequest, Turns
@@ -246,7 +244,7 @@ class EpisodeDesk:
         self._environment, self._tokenizer, self._settings = environment, tokenizer, settings
         self._requests, self._on_episode = requests, on_episode
         self._should_stop = should_stop
-        self._workers = Workers(settings.workers)
+        self._workers = Workers(settings.section.workers)
         self._plays: dict[int, Play] = {}
         #: Being reset; reset and not begun; ready for a turn; at work; begun and not told ended.
         self._resetting: set[int] = set()
@@ -257,13 +255,13 @@ class EpisodeDesk:
         self._told_ended: list[int] = []
         self._reports: list[tuple[int, Completion]] = []
         self._next, self._reported = 0, 0
-        self._reset_ahead(settings.workers)
+        self._reset_ahead(settings.section.workers)
 
     # ------------------------------------------------ what a generator calls
 
     def take(self, room: int, *, wait: bool) -> Turns:
         """As :meth:`refiner_core.contract.types.TurnDesk.take`."""
-        self._reset_ahead(room + self._settings.workers)
+        self._reset_ahead(room + self._settings.section.workers)
         self._collect(0.0)
         if self._settings.ordered:
             self._settle(room)
@@ -272,7 +270,7 @@ class EpisodeDesk:
                 break  # once it knows of them there is room
             self._require_waiting(room)
             self._collect(_LOOK_S)
-            self._reset_ahead(room + self._settings.workers)
+            self._reset_ahead(room + self._settings.section.workers)
             if self._settings.ordered:
                 self._settle(room)
         begin = [*sorted(self._ready), *sorted(self._fresh)[: max(0, room)]]
@@ -378,7 +376,7 @@ class EpisodeDesk:
                 self._report()
                 return
             self._collect(_LOOK_S)
-            self._reset_ahead(room + self._settings.workers)
+            self._reset_ahead(room + self._settings.section.workers)
 
     def _require_waiting(self, room: int) -> None:
         if not self._working:
@@ -467,19 +465,8 @@ def settings_of(
     if section.schedule == "auto":
         ordered = environment.deterministic
     return EpisodeSettings(
-        max_turns=section.max_turns,
-        repairs=section.repairs,
-        turn_tokens=config.grpo.response_length,
-        context_tokens=config.grpo.max_token_length,
-        max_argument_bytes=section.max_argument_bytes,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        ordered=ordered,
-        workers=section.workers,
-        turn_timeout_s=section.turn_timeout_s,
-        episode_timeout_s=section.episode_timeout_s,
-        weights=partial(check_weights, section.shaping),
+        *(section, config.grpo.response_length, config.grpo.max_token_length),
+        *(temperature, top_p, top_k, ordered),
     )
 
 

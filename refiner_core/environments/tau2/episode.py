@@ -45,10 +45,9 @@ _DOWN = frozenset(
         *("APIConnectionError", "APIStatusError", "ConnectionError", "ConnectError", "OSError"),
         *("InternalServerError", "ServiceUnavailableError", "RateLimitError", "TransportError"),
         *("AuthenticationError", "PermissionDeniedError", "NotFoundError", "BadRequestError"),
+        *("APIError", "OpenAIError"),  # bases of all errors of its client
     }
 )
-#: Base of all errors of its client; those that are none of the above.
-_CLIENT = frozenset({"APIError", "OpenAIError"})
 _UNREADABLE = frozenset({"APIResponseValidationError", "JSONSchemaValidationError"})
 
 
@@ -75,7 +74,7 @@ def _kind(error: BaseException) -> tuple[str, str]:
             return "user_off_script", _shown(one)
         if names & _SLOW:
             return "user_slow", _shown(one)
-        if names & _DOWN or (names & _CLIENT):
+        if names & _DOWN:
             return "user_down", _shown(one)
     return "user_off_script", _shown(error)
 
