@@ -137,7 +137,21 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class GenerationConfig:
+    """What samples in the stages that train or sample."""
+
+    generation_backend: Literal["transformers", "vllm"] = identity(
+        "transformers", doc="what samples; servers are those of grpo.rollout_server"
+    )
+    generation_batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
+    )
+
+
+@dataclass(frozen=True)
+class SampleConfig(GenerationConfig):
     """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
 
     attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
@@ -161,14 +175,6 @@ class SampleConfig:
         "tools",
         doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
         "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
-    )
-    generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples; servers are those of grpo.rollout_server"
-    )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
     )
     save_freq: int = execution(
         1, ge=1, doc="batches between checkpoints; finished attempts are kept"
@@ -336,7 +342,7 @@ class SftConfig(TrainingConfig):
 
 
 @dataclass(frozen=True)
-class GrpoConfig(TrainingConfig):
+class GrpoConfig(TrainingConfig, GenerationConfig):
     """Group-relative policy optimisation; names and seed values of the reference trainer."""
 
     num_training_steps: int = identity(1000, ge=1, doc="optimiser steps of the whole run")
@@ -412,14 +418,6 @@ class GrpoConfig(TrainingConfig):
     )
     curriculum: CurriculumConfig = section(
         CurriculumConfig, doc="weights of tasks by their success so far"
-    )
-    generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples the rollouts"
-    )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
     )
     save_freq: int = execution(50, ge=1, doc="steps between checkpoints")
     vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of the vllm backend")

@@ -21,9 +21,14 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.rows import Message, Row
+from refiner_core.environments.conversation import (
+    TEMPLATE_FIX,
+    changes_pieces,
+    no_end_of_turn,
+    rendered,
+)
 
 _ANSWER_ONLY = "answer_only"
-_TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
 
 
 class Piece(NamedTuple):
@@ -62,25 +67,15 @@ def control_token(row: Row, tokenizer: Any) -> str | None:
 
 def render_prompt(row: Row, tokenizer: Any) -> str:
     """The prompt up to the point where the assistant begins to write."""
-    return _render(tokenizer, list(row.messages), add_generation_prompt=True, **_options(row))
+    return rendered(
+        tokenizer, list(row.messages), "a row", add_generation_prompt=True, **_options(row)
+    )
 
 
 def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Token ids of rendered text; the template has placed every special token."""
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids
-
-
-def _render(tokenizer: Any, messages: list[Message], **options: Any) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates raise jinja2 and ValueError alike, with their own words
-        raise ConfigurationError(
-            f"The chat template cannot render a row: {type(error).__name__}: {error}",
-            expected="a tokenizer with a chat template for the row's roles",
-            fix="set model.chat_template, or model.tokenizer_name_or_path to a chat model",
-        ) from error
-    return str(text)
 
 
 def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
@@ -95,13 +90,13 @@ def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
     answer: Message = {"role": "assistant", "content": row.answer or ""}
     messages = [*row.messages, answer]
     options = {**_options(row), "add_generation_prompt": False}
-    full, prompt = _render(tokenizer, messages, **options), render_prompt(row, tokenizer)
+    full, prompt = rendered(tokenizer, messages, "a row", **options), render_prompt(row, tokenizer)
     if not full.startswith(prompt):
         raise ConfigurationError(
             "The chat template renders a prompt for sampling that is no prefix of the same "
             f"conversation in training: the prompt ends {prompt[-60:]!r}",
             expected="the generation prompt as a prefix of the assistant's turn",
-            fix=_TEMPLATE_FIX,
+            fix=TEMPLATE_FIX,
         )
     spans = _loss_spans(full, len(prompt), messages, tokenizer, options)
     pieces, cursor = [], 0
@@ -145,7 +140,7 @@ def _unclear() -> ConfigurationError:
         "The chat template does not let the assistant's text be told from its own, so a loss mask "
         "would be a guess",
         expected="assistant turns rendered in order, each once",
-        fix=_TEMPLATE_FIX,
+        fix=TEMPLATE_FIX,
     )
 
 
@@ -163,7 +158,7 @@ def _template_text(messages: list[Message], tokenizer: Any, options: dict[str, A
             message = {"role": "assistant", "content": marks[-1]}
         marked.append(message)
     between: list[str] = []
-    rest = _render(tokenizer, marked, **options)
+    rest = rendered(tokenizer, marked, "a row", **options)
     for one in marks:
         before, found, rest = rest.partition(one)
         if not found:
@@ -192,12 +187,7 @@ def _end_of_turn(after: str, tokenizer: Any) -> int:
         after.find(token) + len(token) for token in tokenizer.all_special_tokens if token in after
     ]
     if not ends:
-        raise ConfigurationError(
-            "The chat template ends the assistant's turn without a special token, so the model "
-            f"would never learn to stop; after the answer it puts {after[:60]!r}",
-            expected="an end-of-turn token such as <|im_end|>",
-            fix=_TEMPLATE_FIX,
-        )
+        raise no_end_of_turn(after)
     return min(ends)
 
 
@@ -227,12 +217,7 @@ def encode_demonstration(row: Row, tokenizer: Any) -> Encoded:
     if ids != encode_text(text, tokenizer):  # tokens would merge across a boundary of the mask
         decoded = str(tokenizer.decode(ids))
         if decoded not in (text, unicodedata.normalize("NFC", text)):
-            raise ConfigurationError(
-                "The tokenizer changes text that is tokenised in pieces, so the loss mask cannot "
-                "be exact to the token",
-                expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
-                fix="set model.tokenizer_name_or_path to such a tokenizer",
-            )
+            raise changes_pieces("the loss mask cannot be exact to the token")
     return Encoded(tuple(ids), tuple(mask), prompt_length)
 
 

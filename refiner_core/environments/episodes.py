@@ -70,6 +70,7 @@ class _Job:
     limit_s: float
     abandoned: Callable[[], None]
     began: float | None = None
+    thread: threading.Thread | None = None
     late: bool = False
 
 
@@ -91,7 +92,6 @@ class Workers:
         self._ended: list[Ended] = []
         self._threads: set[threading.Thread] = set()
         self._hanging: set[threading.Thread] = set()
-        self._of_job: dict[int, threading.Thread] = {}
         self._idle, self._closed = 0, False
 
     def submit(
@@ -166,7 +166,8 @@ class Workers:
         """From now on nobody waits for this job, and its thread is none of the count."""
         job.late = True
         self._running.remove(job)
-        self._hanging.add(self._of_job.pop(id(job)))
+        assert job.thread is not None
+        self._hanging.add(job.thread)
 
     def _call_up(self) -> None:
         """Start threads for what waits."""
@@ -201,9 +202,8 @@ class Workers:
             if self._closed:
                 return None
             job = (self._urgent or self._waiting).popleft()
-            job.began = time.monotonic()
+            job.began, job.thread = time.monotonic(), me
             self._running.append(job)
-            self._of_job[id(job)] = me
             self._changed.notify_all()  # who waits has another limit now
             return job
 
@@ -214,7 +214,6 @@ class Workers:
                 return False
             assert job.began is not None
             self._running.remove(job)
-            del self._of_job[id(job)]
             seconds = time.monotonic() - job.began
             self._ended.append(Ended(job.key, value, error, seconds=seconds))
             self._changed.notify_all()

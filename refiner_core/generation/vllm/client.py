@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -62,9 +61,6 @@ def _answers(call: Call) -> Iterator[tuple[int, Completion]]:
         wait_s = 0.0
 
 
-#: How often the caller hears of progress while no sample is finished, seconds.
-
-
 class VllmGenerator:
     """A :class:`~refiner_core.contract.types.Generator` over a fleet of vLLM servers.
 
@@ -93,12 +89,6 @@ class VllmGenerator:
         silence_s: float = 1800.0,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        if in_flight < 1:
-            raise ConfigurationError(
-                f"{in_flight} requests at a time sample nothing",
-                expected="1 or more",
-                fix="set grpo.generation_batch_size",
-            )
         self._fleet, self._window = fleet, window
         self._in_flight, self._silence_s = in_flight, silence_s
         self.on_step = on_step
