@@ -345,8 +345,8 @@ TASK_MODE = "task"
 
 def row_of_task(task: Task, prompt_ids: tuple[int, ...]) -> PromptRow:
     """A task as a row."""
-    values = {"id": task.id, "domain": task.domain, "split": task.split, "summary": task.summary}
-    text = json.dumps({**values, "data": dict(task.data)}, ensure_ascii=False, sort_keys=True)
+    values = {**vars(task), "data": dict(task.data)}
+    text = json.dumps(values, ensure_ascii=False, sort_keys=True)
     return PromptRow(
         sample_id=f"{task.domain}/{task.id}",
         question=task.summary,
