@@ -169,7 +169,14 @@ def _read_protocol(path: Path) -> ProtocolFile:
 def _mapping(path: Path) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    values = OmegaConf.to_container(_yaml(path, "Protocol", resolve=True))
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # yaml raises its own family; OSError for unreadable files
+        raise ConfigurationError(
+            f"Protocol {path} cannot be read: {yaml_reason(error, path)}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
     if not isinstance(values, dict) or not values:
         raise ConfigurationError(
             f"Protocol {path} holds no fields.",
@@ -295,9 +302,22 @@ def _included(name: str, path: Path) -> Path:
 
 
 def _read(path: Path) -> Any:
-    from omegaconf import DictConfig
+    from omegaconf import DictConfig, OmegaConf
 
-    node = _yaml(path, "Recipe")
+    try:
+        node = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {error.strerror or error}.",
+            expected="a file that you may read, with a mapping of fields in YAML",
+            fix="correct its permissions, or write `key: value` lines into it",
+        ) from error
+    except Exception as error:  # yaml raises its own family, omegaconf another
+        raise ConfigurationError(
+            f"Recipe {path} cannot be read: {yaml_reason(error, path)}.",
+            expected="a YAML file in UTF-8",
+            fix="correct the place named above",
+        ) from error
     if not isinstance(node, DictConfig):
         raise ConfigurationError(
             f"Recipe {path} holds a list, not a mapping of fields.",
@@ -311,29 +331,6 @@ def _read(path: Path) -> Any:
             fix="see a shipped recipe for the form",
         )
     return node
-
-
-def _yaml(path: Path, what: str, *, resolve: bool = False) -> Any:
-    """What a file holds, as an OmegaConf node."""
-    from omegaconf import OmegaConf
-
-    try:
-        node = OmegaConf.load(path)
-        if resolve:
-            OmegaConf.resolve(node)
-        return node
-    except OSError as error:
-        raise ConfigurationError(
-            f"{what} {path} cannot be read: {error.strerror or error}.",
-            expected="a file that you may read, with a mapping of fields in YAML",
-            fix="correct its permissions, or write `key: value` lines into it",
-        ) from error
-    except Exception as error:  # yaml raises its own family, omegaconf another
-        raise ConfigurationError(
-            f"{what} {path} cannot be read: {yaml_reason(error, path)}.",
-            expected="a YAML file in UTF-8",
-            fix="correct the place named above",
-        ) from error
 
 
 # ---------------------------------------------------------------- settling

@@ -61,7 +61,7 @@ def control_token(row: Row, tokenizer: Any) -> str | None:
     texts = [message["content"] for message in row.messages] + [row.answer or ""]
     for token in tokenizer.all_special_tokens:
         if any(token in text for text in texts):
-            return token
+            return str(token)
     return None
 
 

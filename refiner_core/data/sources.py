@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.files import json_lines, parquet_rows
+from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.data.synthetic import generate_rows
 
 Which = Literal["sft", "rl"]

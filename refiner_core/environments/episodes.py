@@ -463,10 +463,8 @@ def settings_of(
     ordered = section.schedule == "ordered"
     if section.schedule == "auto":
         ordered = environment.deterministic
-    return EpisodeSettings(
-        *(section, config.grpo.response_length, config.grpo.max_token_length),
-        *(temperature, top_p, top_k, ordered),
-    )
+    lengths = (config.grpo.response_length, config.grpo.max_token_length)
+    return EpisodeSettings(section, *lengths, temperature, top_p, top_k, ordered)
 
 
 def run_episodes(

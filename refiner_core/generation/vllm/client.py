@@ -118,8 +118,17 @@ class VllmGenerator:
         with self._fleet.busy:
             asked = Asked(params, self._fleet.stop_ids, self._fleet.version)
             shares = Shares(requests, self._fleet.endpoints())
-            call = self._call(shares, lambda index: Question(requests[index], asked))
-            return self._collect(call, len(requests), on_completion)
+            found: dict[int, Completion] = {}
+            with self._call(shares, lambda index: Question(requests[index], asked)) as call:
+                while len(found) < len(requests):
+                    with contextlib.suppress(queue.Empty):
+                        index, completion = call.next(_TICK_S)
+                        found[index] = completion
+                        if on_completion is not None:
+                            on_completion(index, completion)
+                    if self.on_step is not None:
+                        self.on_step(len(found), len(requests))
+        return [found[index] for index in range(len(requests))]
 
     def turns(self, desk: TurnDesk) -> None:
         """Sample the turns of conversations, each as soon as it may begin.
@@ -182,18 +191,3 @@ class VllmGenerator:
 
     def _call(self, shares: Shares, question: Callable[[int], Question]) -> Call:
         return Call(self._fleet, shares, question, self._in_flight, self._silence_s)
-
-    def _collect(
-        self, call: Call, count: int, on_completion: OnCompletion | None
-    ) -> list[Completion]:
-        found: dict[int, Completion] = {}
-        with call:
-            while len(found) < count:
-                with contextlib.suppress(queue.Empty):
-                    index, completion = call.next(_TICK_S)
-                    found[index] = completion
-                    if on_completion is not None:
-                        on_completion(index, completion)
-                if self.on_step is not None:
-                    self.on_step(len(found), count)
-        return [found[index] for index in range(count)]
