@@ -27,7 +27,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import EpisodeRecord, Task, ToolSpec, TurnRecord
-from refiner_core.environments.tau2.episode import FINISH, SPEAK, Given, Tau2Episode
+from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Given, Tau2Episode
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
     DOMAINS,
@@ -105,8 +105,6 @@ def _messages(turn: TurnRecord, call_id: str) -> list[dict[str, Any]]:
     return [own, *answers]
 
 
-#: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
-MAX_ERRORS = 10
 _SUMMARY = 160
 #: A server that wants no key gets this: its client refuses to ask without one.
 _NO_KEY = "none"
@@ -349,16 +347,16 @@ class Tau2Environment:
 
     def opened(self, domain: str, own_id: str) -> Given:
         """What an episode at a task is given."""
-        known, config = self._tasks_of(domain), self._config
+        known = self._tasks_of(domain)
         if own_id not in known:
             raise DataError(
                 f"tau2-bench has no task {own_id!r} in {domain}.",
                 expected="the tasks that the data stage has seen",
                 fix="run the data stage again with the version that is installed now",
             )
+        parts, tools, most = self._loaded(), self._domain(domain)[1], self._config.max_turns
         return Given(
-            *(self._loaded(), domain, known[own_id], self._domain(domain)[1]),
-            *(config.max_turns, MAX_ERRORS, self._user, self._user_args, self._judge),
+            parts, domain, known[own_id], tools, most, self._user, self._user_args, self._judge
         )
 
     def _user_args(self) -> dict[str, Any]:

@@ -96,6 +96,8 @@ def _shown(error: BaseException) -> str:
 
 
 SPEAK, FINISH = "respond", "done"
+#: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
+MAX_ERRORS = 10
 #: Tool calls of a user between two things that they say.
 _MOST_USER_CALLS = 50
 _SEEDS = 2**31
@@ -113,7 +115,6 @@ class Given:
     task: Any
     tools: Mapping[str, Any]
     max_steps: int
-    max_errors: int
     user: UserConfig
     user_args: Callable[[], dict[str, Any]]
     judge: Judge | None
@@ -218,7 +219,7 @@ class Tau2Episode:
             environment=environment,
             task=task,
             max_steps=given.max_steps,
-            max_errors=given.max_errors,
+            max_errors=MAX_ERRORS,
             seed=self._seed % _SEEDS,
             solo_mode=False,
         )
