@@ -263,6 +263,12 @@ def _no_room(weights: list[tuple[str, Tensor]], folder: Path, why: str) -> NoSpa
 
 
 _POLL_S = 0.05
+#: Routes: once per channel; before the weights of a version; after them.
+_OPEN, _BEGIN, _PUT_TO_USE = (
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+)
 T = TypeVar("T")
 
 
@@ -299,7 +305,7 @@ class NcclTransfer:
                 self._group = self._open(model.device, admins)
             group = self._group
             for admin in admins:
-                admin.start_update()
+                admin.post(_BEGIN)
             calls = _side_by_side(admins, lambda admin: admin.update(*_described(weights)))
             group.after_current_stream()
             for _, value in weights:
@@ -308,7 +314,7 @@ class NcclTransfer:
             for call in calls:
                 call.result()
             for admin in admins:
-                admin.finish_update()
+                admin.post(_PUT_TO_USE, {})
         except NcclFailed as error:
             raise Failed(f"sending by NCCL failed: {error}") from error
 
@@ -325,9 +331,8 @@ class NcclTransfer:
 
         def join(admin: Admin) -> None:
             offset = offsets[id(admin)]
-            admin.begin_transfer(
-                {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
-            )
+            info = {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
+            admin.post(_OPEN, {"init_info": info})
 
         calls = _side_by_side(admins, join)
         making = _in_background(lambda: Group(group_id, world, device))
@@ -358,11 +363,11 @@ class IpcTransfer:
             handles = [{gpu: reduce_tensor(value)[1]} for _, value in weights]
             names, info = _described(weights)
             if not self._opened:
-                admin.begin_transfer({"packed": False})
-            admin.start_update()
+                admin.post(_OPEN, {"init_info": {"packed": False}})
+            admin.post(_BEGIN)
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
             admin.update(names, {**info, "ipc_handles_pickled": pickled})
-            admin.finish_update()
+            admin.post(_PUT_TO_USE, {})
         self._opened = True
         torch.cuda.ipc_collect()
 
