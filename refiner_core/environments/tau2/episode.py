@@ -123,8 +123,8 @@ class Given:
 class Tau2Episode:
     """Implements :class:`~refiner_core.environments.protocol.Episode`.
 
-    ``reopen`` gives the same in another process; it is pickled in their place
-    and has to be a function of a module, or a bound method of what can be pickled.
+    ``reopen`` gives the same in another process; it is pickled in the place of what it gives, and
+    is a function of a module, or a bound method of what can be pickled.
     """
 
     def __init__(self, reopen: Callable[[], Given]) -> None:
