@@ -18,7 +18,7 @@ log-probabilities are those at temperature 1. Who trains knows such turns by ``r
 second attempt is no call either, the *first* one's tokens stay as the model's own last turn: they
 are the policy's own sample, and they are what failed. The episode ends (``no_call``, reward 0).
 
-**Limits.** A turn may be as long as ``params`` say and the room that the context has. What tools
+**Limits.** A turn may be as long as ``turn_tokens`` and the room that the context has. What tools
 and user say goes in whole or not at all: where it does not fit the episode ends
 (``context_limit``), as after ``max_turns`` (``turn_limit``). Such an episode is worth what the
 environment says of it as it stands, and where that is no success its failure is ``limit``.
@@ -38,22 +38,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError, StageFailed
-from refiner_core.contract.types import (
-    Completion,
-    Generator,
-    SamplingParams,
-    TurnGenerator,
-    TurnRequest,
-    Turns,
-)
+from refiner_core.contract.types import Completion, Generator, TurnGenerator, TurnRequest, Turns
 from refiner_core.environments.play import Begun, EpisodeRequest, EpisodeSettings, Play, Stepped
 from refiner_core.environments.protocol import Environment, InfrastructureError, Outcome
-from refiner_core.environments.turns import CLOSE
 from refiner_core.generation.completions import completion_text, turn_generator
 
 #: How long idle threads are waited for when all is over, seconds.
@@ -459,16 +451,20 @@ class EpisodeDesk:
 
 
 def settings_of(
-    config: RecipeConfig, environment: Environment, params: SamplingParams
+    config: RecipeConfig,
+    environment: Environment,
+    *,
+    temperature: float,
+    top_p: float,
+    top_k: int = 0,
 ) -> EpisodeSettings:
-    """The settings of a recipe, with the temperature, top-p and top-k of whoever asks."""
+    """The settings of a recipe, with the sampling of whoever asks."""
     section = config.environment
     ordered = section.schedule == "ordered"
     if section.schedule == "auto":
         ordered = environment.deterministic
-    longest = config.grpo.response_length
-    params = replace(params, max_new_tokens=longest, stop_strings=(CLOSE,))
-    return EpisodeSettings(section, params, config.grpo.max_token_length, ordered)
+    lengths = (config.grpo.response_length, config.grpo.max_token_length)
+    return EpisodeSettings(section, *lengths, temperature, top_p, top_k, ordered)
 
 
 def run_episodes(

@@ -36,7 +36,7 @@ from refiner_core.environments.protocol import (
     TurnRecord,
 )
 from refiner_core.environments.scoring import partial_score
-from refiner_core.environments.turns import ParsedTurn, parse_turn
+from refiner_core.environments.turns import CLOSE, ParsedTurn, parse_turn
 
 log = logging.getLogger(__name__)
 #: Characters of a message that are kept where it did not fit into the context.
@@ -57,13 +57,16 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Settings of episodes. ``section`` is the recipe's; ``params`` are those of a turn, and
-    ``context_tokens`` is the largest number of tokens of a whole episode, the prompt included;
+    """Settings of episodes. ``section`` is the recipe's; ``turn_tokens`` and ``context_tokens`` are
+    the largest numbers of tokens of a turn and of a whole episode, the prompt included;
     ``ordered`` is what the section's schedule comes to."""
 
     section: EnvironmentConfig
-    params: SamplingParams
+    turn_tokens: int
     context_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
     ordered: bool
 
 
@@ -230,10 +233,15 @@ class Play:
 
     def turn(self) -> TurnRequest:
         """The turn that is to be sampled now."""
-        params = self._settings.params
-        if self._failed is not None:  # a repair
-            params = replace(params, temperature=0.0, top_p=1.0, top_k=0)
-        params = replace(params, max_new_tokens=min(params.max_new_tokens, self._room()))
+        settings = self._settings
+        repair = self._failed is not None
+        params = SamplingParams(
+            temperature=0.0 if repair else settings.temperature,
+            top_p=1.0 if repair else settings.top_p,
+            top_k=0 if repair else settings.top_k,
+            max_new_tokens=min(settings.turn_tokens, self._room()),
+            stop_strings=(CLOSE,),
+        )
         seed = derive_seed(self.request.seed, "turn", len(self._turns))
         return TurnRequest(self.number, self.conversation.ids, seed, params)
 
@@ -254,7 +262,7 @@ class Play:
         if first is not None:
             self._own(first, retried=text)
             self.ended = "no_call"
-        elif ran_out and self._room() < settings.params.max_new_tokens:
+        elif ran_out and self._room() < settings.turn_tokens:
             self._own(attempt)
             self.ended = "context_limit"
         elif settings.section.repairs > 0:

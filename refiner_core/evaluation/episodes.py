@@ -92,7 +92,12 @@ class _Agents:
     ) -> None:
         """Make attempts of a unit; a row as each has finished."""
         params = sampling_params(self.config, unit.decoding or "greedy")
-        settings = settings_of(self.config, self.environment, params)
+        settings = settings_of(
+            *(self.config, self.environment),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
         parts = [(self.generator, wanted)]
         if unit.decoding is None:
             short = replace(settings.section, max_turns=1, repairs=0)

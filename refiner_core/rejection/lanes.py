@@ -41,6 +41,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.environments.conversation import turn_template
 from refiner_core.environments.episodes import settings_of
+from refiner_core.environments.play import EpisodeSettings
 from refiner_core.environments.protocol import (
     Environment,
     EpisodeRecord,
@@ -175,17 +176,25 @@ class Lane:
         should_stop: Callable[[], bool],
     ) -> None:
         rule, grpo, environment = self.rule, self.config.grpo, self.environment
+        if environment is not None:
+            sample_episodes(
+                *(self.generator, wanted, environment, self.tokenizer),
+                *(self._settings(environment), finished),
+                should_stop=should_stop if self.keeps_parts else None,
+            )
+            return
         params = SamplingParams(
             *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
         )
-        if environment is None:
-            context = grpo.max_token_length
-            sample_answers(self.generator, wanted, params, finished, context=context)
-            return
-        settings = settings_of(self.config, environment, params)
-        sample_episodes(
-            *(self.generator, wanted, environment, self.tokenizer, settings, finished),
-            should_stop=should_stop if self.keeps_parts else None,
+        sample_answers(self.generator, wanted, params, finished, context=grpo.max_token_length)
+
+    def _settings(self, environment: Environment) -> EpisodeSettings:
+        rule = self.rule
+        return settings_of(
+            *(self.config, environment),
+            temperature=rule.temperature,
+            top_p=rule.top_p,
+            top_k=rule.top_k,
         )
 
     def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:

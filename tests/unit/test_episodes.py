@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.types import Completion, SamplingParams, TurnDesk
+from refiner_core.contract.types import Completion, TurnDesk
 from refiner_core.environments.conversation import Conversation, prompt_ids
 from refiner_core.environments.episodes import (
     EpisodeRequest,
@@ -47,8 +47,11 @@ SECTION = EnvironmentConfig(
 )
 SETTINGS = EpisodeSettings(
     section=SECTION,
-    params=SamplingParams(0.7, 0.9, 20, 120, ("</tool_call>",)),
+    turn_tokens=120,
     context_tokens=4000,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=20,
     ordered=True,
 )
 WINNING = (call(by=1), call(by=1), call("finish"))
@@ -135,8 +138,7 @@ def play(
 
     own = {name: value for name, value in changes.items() if hasattr(SECTION, name)}
     others = {name: value for name, value in changes.items() if name not in own}
-    params = replace(SETTINGS.params, max_new_tokens=others.pop("turn_tokens", 120))
-    settings = replace(SETTINGS, section=replace(SECTION, **own), params=params, **others)
+    settings = replace(SETTINGS, section=replace(SECTION, **own), **others)
     requests = requests_of(tasks)
     run_episodes(
         played.generator,
@@ -710,17 +712,17 @@ def test_no_episodes_are_no_work() -> None:
 def test_settings_are_those_of_the_recipe() -> None:
     config = RecipeConfig()
     environment = Counting()
-    settings = settings_of(config, environment, SamplingParams(0.8, top_k=20))
+    settings = settings_of(config, environment, temperature=0.8, top_p=1.0, top_k=20)
     assert settings.ordered, "a deterministic environment is played in order"
-    assert settings.params.max_new_tokens == config.grpo.response_length
+    assert settings.turn_tokens == config.grpo.response_length
     assert settings.context_tokens == config.grpo.max_token_length
     assert settings.section == config.environment
-    assert (settings.params.temperature, settings.params.top_k) == (0.8, 20)
+    assert (settings.temperature, settings.top_k) == (0.8, 20)
     environment.deterministic = False
-    assert not settings_of(config, environment, SamplingParams()).ordered
+    assert not settings_of(config, environment, temperature=0.8, top_p=1.0).ordered
     section = replace(config.environment, schedule="ordered")
     forced = replace(config, environment=section)
-    assert settings_of(forced, environment, SamplingParams()).ordered
+    assert settings_of(forced, environment, temperature=0.8, top_p=1.0).ordered
 
 
 def test_demonstrated_tokens_are_those_of_an_episode() -> None:

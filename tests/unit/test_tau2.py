@@ -24,7 +24,6 @@ from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.types import SamplingParams
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import (
     EpisodeRecord,
@@ -679,7 +678,7 @@ def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
                 environment,
                 tokenizer,
                 [EpisodeRequest(task, prompt, seed) for seed in range(3)],
-                settings_of(config, environment, SamplingParams()),
+                settings_of(config, environment, temperature=1.0, top_p=1.0),
                 found.__setitem__,
             )
             records[name] = [record_from_json(found[n].episode) for n in range(3)]

@@ -264,8 +264,8 @@ class EpisodeLane(Lane):
     ) -> None:
         """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
         assert self.environment is not None, "this rank samples nothing"
-        params = SamplingParams(self.grpo.temperature, self.grpo.top_p)
-        settings = settings_of(self.config, self.environment, params)
+        temperature, top_p = self.grpo.temperature, self.grpo.top_p
+        settings = settings_of(self.config, self.environment, temperature=temperature, top_p=top_p)
         sample_episodes(
             *(policy, wanted, self.environment, tokenizer, settings, finished),
             should_stop=policy.cancelled,
