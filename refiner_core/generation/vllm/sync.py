@@ -40,9 +40,6 @@ from refiner_core.generation.vllm.transfer import Transfer, write_folder
 
 log = logging.getLogger(__name__)
 
-#: It takes up no request from then on. Nobody's is under way: the caller sees to that.
-PAUSE = "/pause?mode=keep"
-
 
 class WeightSync:
     """The fleet of a trainer: servers and the weights that they have.
@@ -193,7 +190,7 @@ class WeightSync:
         admins = [self._admin(index) for index in range(len(self._endpoints))]
         try:
             for admin in admins:
-                admin.post(PAUSE)
+                admin.pause()
             self._transfer.send(model, admins)
             failures = self._each(self._finish)
         except Failed as error:
@@ -214,7 +211,7 @@ class WeightSync:
     def _reload(self, index: int) -> str:
         admin = self._admin(index)
         try:
-            admin.post(PAUSE)
+            admin.pause()
             admin.load(str(self._current))
         except Failed as error:
             return str(error)
@@ -224,9 +221,9 @@ class WeightSync:
         """After weights have come: make them count, lift the pause, and look whether they did."""
         admin = self._admin(index)
         try:
-            admin.post("/update_weight_version", {"new_version": self._coming})
+            admin.note_version(self._coming)
             admin.forget_prefixes()
-            admin.post("/resume")
+            admin.resume()
             return self._wrong(admin)
         except Failed as error:
             return str(error)

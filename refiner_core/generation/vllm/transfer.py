@@ -263,12 +263,6 @@ def _no_room(weights: list[tuple[str, Tensor]], folder: Path, why: str) -> NoSpa
 
 
 _POLL_S = 0.05
-#: Routes: once per channel; before the weights of a version; after them.
-_OPEN, _BEGIN, _PUT_TO_USE = (
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/finish_weight_update",
-)
 T = TypeVar("T")
 
 
@@ -305,7 +299,7 @@ class NcclTransfer:
                 self._group = self._open(model.device, admins)
             group = self._group
             for admin in admins:
-                admin.post(_BEGIN)
+                admin.start_update()
             calls = _side_by_side(admins, lambda admin: admin.update(*_described(weights)))
             group.after_current_stream()
             for _, value in weights:
@@ -314,7 +308,7 @@ class NcclTransfer:
             for call in calls:
                 call.result()
             for admin in admins:
-                admin.post(_PUT_TO_USE, {})
+                admin.finish_update()
         except NcclFailed as error:
             raise Failed(f"sending by NCCL failed: {error}") from error
 
@@ -331,8 +325,9 @@ class NcclTransfer:
 
         def join(admin: Admin) -> None:
             offset = offsets[id(admin)]
-            info = {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
-            admin.post(_OPEN, {"init_info": info})
+            admin.begin_transfer(
+                {"rank_offset": offset, "world_size": world, "nccl_unique_id_b64": group_id}
+            )
 
         calls = _side_by_side(admins, join)
         making = _in_background(lambda: Group(group_id, world, device))
@@ -363,11 +358,11 @@ class IpcTransfer:
             handles = [{gpu: reduce_tensor(value)[1]} for _, value in weights]
             names, info = _described(weights)
             if not self._opened:
-                admin.post(_OPEN, {"init_info": {"packed": False}})
-            admin.post(_BEGIN)
+                admin.begin_transfer({"packed": False})
+            admin.start_update()
             pickled = base64.b64encode(pickle.dumps(handles)).decode()
             admin.update(names, {**info, "ipc_handles_pickled": pickled})
-            admin.post(_PUT_TO_USE, {})
+            admin.finish_update()
         self._opened = True
         torch.cuda.ipc_collect()
 
