@@ -6,5 +6,5 @@ beside it), ``recipes`` -> ``loading`` -> ``checks`` (from YAML to a valid confi
 and ``field_facts`` beside it), ``fingerprint``, ``kinds``, ``planned`` -> ``plan_builder`` ->
 ``plan`` (stages as values, those that publish included), ``protocols``, ``placement`` and
 ``services`` (what is measured, where it runs, who serves the judge), ``records`` and ``proofs``
-(what is remembered), ``types`` (what rooms exchange), ``files``, ``errors``.
+(what is remembered), ``types`` (what rooms exchange), ``files``, ``raw_rows``, ``errors``.
 """

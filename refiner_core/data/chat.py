@@ -17,30 +17,18 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.data.rows import Message, Row
+from refiner_core.environments.conversation import (
+    TEMPLATE_FIX,
+    changes_pieces,
+    no_end_of_turn,
+    rendered,
+)
 
 _ANSWER_ONLY = "answer_only"
-_TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
-
-
-class ChatTokenizer(Protocol):
-    """What is used of a ``transformers`` tokenizer."""
-
-    all_special_tokens: list[str]
-
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
-        """``{"input_ids": [...]}`` of one text."""
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, tokenize: bool, **options: Any
-    ) -> Any:
-        """The rendered conversation, as text with ``tokenize=False``."""
-
-    def decode(self, token_ids: list[int]) -> Any:
-        """Text of the ids, special tokens included."""
 
 
 class Piece(NamedTuple):
@@ -64,7 +52,7 @@ def _options(row: Row) -> dict[str, Any]:
     return {"enable_thinking": False} if row.refiner_mode == _ANSWER_ONLY else {}
 
 
-def control_token(row: Row, tokenizer: ChatTokenizer) -> str | None:
+def control_token(row: Row, tokenizer: Any) -> str | None:
     """A special token of the tokenizer that stands in the row's own text, if any.
 
     Web pages do contain ``<|im_end|>``; rendered, it would end the user's turn and let evidence
@@ -73,34 +61,24 @@ def control_token(row: Row, tokenizer: ChatTokenizer) -> str | None:
     texts = [message["content"] for message in row.messages] + [row.answer or ""]
     for token in tokenizer.all_special_tokens:
         if any(token in text for text in texts):
-            return token
+            return str(token)
     return None
 
 
-def render_prompt(row: Row, tokenizer: ChatTokenizer) -> str:
+def render_prompt(row: Row, tokenizer: Any) -> str:
     """The prompt up to the point where the assistant begins to write."""
-    return _render(tokenizer, list(row.messages), add_generation_prompt=True, **_options(row))
+    return rendered(
+        tokenizer, list(row.messages), "a row", add_generation_prompt=True, **_options(row)
+    )
 
 
-def encode_text(text: str, tokenizer: ChatTokenizer) -> list[int]:
+def encode_text(text: str, tokenizer: Any) -> list[int]:
     """Token ids of rendered text; the template has placed every special token."""
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     return ids
 
 
-def _render(tokenizer: ChatTokenizer, messages: list[Message], **options: Any) -> str:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates raise jinja2 and ValueError alike, with their own words
-        raise ConfigurationError(
-            f"The chat template cannot render a row: {type(error).__name__}: {error}",
-            expected="a tokenizer with a chat template for the row's roles",
-            fix="set model.chat_template, or model.tokenizer_name_or_path to a chat model",
-        ) from error
-    return str(text)
-
-
-def pieces_of(row: Row, tokenizer: ChatTokenizer) -> list[Piece]:
+def pieces_of(row: Row, tokenizer: Any) -> list[Piece]:
     """Cut a rendered demonstration into pieces with and without loss; joined they are the text.
 
     Raises
@@ -112,13 +90,13 @@ def pieces_of(row: Row, tokenizer: ChatTokenizer) -> list[Piece]:
     answer: Message = {"role": "assistant", "content": row.answer or ""}
     messages = [*row.messages, answer]
     options = {**_options(row), "add_generation_prompt": False}
-    full, prompt = _render(tokenizer, messages, **options), render_prompt(row, tokenizer)
+    full, prompt = rendered(tokenizer, messages, "a row", **options), render_prompt(row, tokenizer)
     if not full.startswith(prompt):
         raise ConfigurationError(
             "The chat template renders a prompt for sampling that is no prefix of the same "
             f"conversation in training: the prompt ends {prompt[-60:]!r}",
             expected="the generation prompt as a prefix of the assistant's turn",
-            fix=_TEMPLATE_FIX,
+            fix=TEMPLATE_FIX,
         )
     spans = _loss_spans(full, len(prompt), messages, tokenizer, options)
     pieces, cursor = [], 0
@@ -132,7 +110,7 @@ def _loss_spans(
     full: str,
     prompt_length: int,
     messages: list[Message],
-    tokenizer: ChatTokenizer,
+    tokenizer: Any,
     options: dict[str, Any],
 ) -> list[tuple[int, int]]:
     """Say where in ``full`` (characters) each assistant turn and its end-of-turn token stand."""
@@ -162,13 +140,11 @@ def _unclear() -> ConfigurationError:
         "The chat template does not let the assistant's text be told from its own, so a loss mask "
         "would be a guess",
         expected="assistant turns rendered in order, each once",
-        fix=_TEMPLATE_FIX,
+        fix=TEMPLATE_FIX,
     )
 
 
-def _template_text(
-    messages: list[Message], tokenizer: ChatTokenizer, options: dict[str, Any]
-) -> list[str]:
+def _template_text(messages: list[Message], tokenizer: Any, options: dict[str, Any]) -> list[str]:
     """The rendered text before, between and after the assistant turns' contents."""
     joined = "".join(message["content"] for message in messages)
     mark = "REFINER-TURN"
@@ -182,7 +158,7 @@ def _template_text(
             message = {"role": "assistant", "content": marks[-1]}
         marked.append(message)
     between: list[str] = []
-    rest = _render(tokenizer, marked, **options)
+    rest = rendered(tokenizer, marked, "a row", **options)
     for one in marks:
         before, found, rest = rest.partition(one)
         if not found:
@@ -205,22 +181,17 @@ def _as_rendered(full: str, cursor: int, content: str, after: str) -> str:
     raise _unclear()
 
 
-def _end_of_turn(after: str, tokenizer: ChatTokenizer) -> int:
+def _end_of_turn(after: str, tokenizer: Any) -> int:
     """How much of the text after an assistant turn is its end: up to the first special token."""
     ends = [
         after.find(token) + len(token) for token in tokenizer.all_special_tokens if token in after
     ]
     if not ends:
-        raise ConfigurationError(
-            "The chat template ends the assistant's turn without a special token, so the model "
-            f"would never learn to stop; after the answer it puts {after[:60]!r}",
-            expected="an end-of-turn token such as <|im_end|>",
-            fix=_TEMPLATE_FIX,
-        )
+        raise no_end_of_turn(after)
     return min(ends)
 
 
-def encode_demonstration(row: Row, tokenizer: ChatTokenizer) -> Encoded:
+def encode_demonstration(row: Row, tokenizer: Any) -> Encoded:
     """Token ids and loss mask of a demonstration.
 
     The last turn's ids are those up to its end-of-turn token: what a template puts after it (a line
@@ -246,15 +217,10 @@ def encode_demonstration(row: Row, tokenizer: ChatTokenizer) -> Encoded:
     if ids != encode_text(text, tokenizer):  # tokens would merge across a boundary of the mask
         decoded = str(tokenizer.decode(ids))
         if decoded not in (text, unicodedata.normalize("NFC", text)):
-            raise ConfigurationError(
-                "The tokenizer changes text that is tokenised in pieces, so the loss mask cannot "
-                "be exact to the token",
-                expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
-                fix="set model.tokenizer_name_or_path to such a tokenizer",
-            )
+            raise changes_pieces("the loss mask cannot be exact to the token")
     return Encoded(tuple(ids), tuple(mask), prompt_length)
 
 
-def encode_prompt(row: Row, tokenizer: ChatTokenizer) -> tuple[int, ...]:
+def encode_prompt(row: Row, tokenizer: Any) -> tuple[int, ...]:
     """Token ids of the prompt up to the assistant's turn."""
     return tuple(encode_text(render_prompt(row, tokenizer), tokenizer))

@@ -58,7 +58,7 @@ class Kept(NamedTuple, Generic[T]):
 def prepare_data(
     config: RecipeConfig,
     *,
-    tokenizer: chat.ChatTokenizer,
+    tokenizer: Any,
     output_dir: Path,
     io: StageIO | None = None,
 ) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class _Selection:
         self,
         config: RecipeConfig,
         which: Which,
-        tokenizer: chat.ChatTokenizer,
+        tokenizer: Any,
         io: StageIO | None,
     ) -> None:
         self.config, self.which, self.tokenizer, self.io = config, which, tokenizer, io
@@ -219,13 +219,8 @@ class _Selection:
         if len(ids) + grpo.response_length > grpo.max_token_length:
             return "too_long_for_pack"
         return PromptRow(
-            sample_id=row.sample_id,
-            question=row.question,
-            prompt_text=row.prompt_text,
-            prompt_ids=ids,
-            rubrics=row.rubrics,
-            refiner_mode=row.refiner_mode,
-            truth=row.truth,
+            *(row.sample_id, row.question, row.prompt_text, ids),
+            *(row.rubrics, row.refiner_mode, row.truth),
         )
 
     def demonstration(self, row: Row, held_out: set[str]) -> DemonstrationRow | str:

@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.data.synthetic import generate_rows
 
 Which = Literal["sft", "rl"]
@@ -264,55 +265,30 @@ def _read_synthetic(source: Source) -> Iterator[RawRow]:
         yield RawRow(f"{SYNTHETIC} ({source.which}):{line}", line, row)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _read_jsonl(source: Source) -> Iterator[RawRow]:
-    with Path(source.path).expanduser().open("rb") as lines:
-        for line, data in enumerate(lines, start=1):
-            origin = f"{source.path}:{line}"
-            try:
-                text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
-                row = json.loads(text, parse_constant=_refuse_constant) if text else None
-                if "\\ud" in text.lower():  # an escaped half of a character cannot be written out
-                    json.dumps(row, ensure_ascii=False).encode()
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-                cut = "" if data.endswith(b"\n") else " (the last line; is the file cut off?)"
-                raise DataError(
-                    f"{origin} is not JSON{cut}: {error}",
-                    expected="one JSON object per line, UTF-8",
-                    fix=f"correct line {line} of the file that data.{source.which}_path names",
-                ) from error
-            if not text:
-                continue
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{origin} is a JSON {type(row).__name__}, not an object",
-                    expected="one JSON object per line, not one array around all rows",
-                    fix=f"write each row on a line of its own (`jq -c '.[]' FILE` does so), and "
-                    f"set data.{source.which}_path= to that file",
-                )
-            yield RawRow(origin, line, row)
+    for line, row, wrong in json_lines(Path(source.path).expanduser()):
+        origin = f"{source.path}:{line}"
+        if wrong:
+            raise DataError(
+                f"{origin} {wrong}",
+                expected="one JSON object per line, UTF-8",
+                fix=f"correct line {line} of the file that data.{source.which}_path names",
+            )
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{origin} is a JSON {type(row).__name__}, not an object",
+                expected="one JSON object per line, not one array around all rows",
+                fix=f"write each row on a line of its own (`jq -c '.[]' FILE` does so), and "
+                f"set data.{source.which}_path= to that file",
+            )
+        yield RawRow(origin, line, row)
 
 
 def _read_parquet(source: Source) -> Iterator[RawRow]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(Path(source.path).expanduser()) as file:
-            line = 0
-            for batch in file.iter_batches(batch_size=256):
-                for row in batch.to_pylist():
-                    line += 1
-                    yield RawRow(f"{source.path}:{line}", line, row)
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{source.path} is not a complete Parquet file: {error}",
-            expected="all of the file, its footer included",
-            fix=f"write it again, or set data.{source.which}_path= to another file",
-        ) from error
+    fix = f"write it again, or set data.{source.which}_path= to another file"
+    rows = parquet_rows(Path(source.path).expanduser(), fix=fix)
+    for line, row in enumerate(rows, start=1):
+        yield RawRow(f"{source.path}:{line}", line, row)
 
 
 def _read_folder(source: Source) -> Iterator[RawRow]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
 from refiner_core.environments.turns import call_text
 
 _Turn = dict[str, str]
-_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
+TEMPLATE_FIX = "set model.chat_template to a ChatML-like template, or use another tokenizer"
 _SYSTEM: _Turn = {"role": "system", "content": "REFINER-RULES"}
 _AGENT = "REFINER-AGENT-TURN"
 #: Stands for all that came before an agent's turn, and for the turn.
@@ -114,19 +114,13 @@ class TurnTemplate:
                 )
         return self._encode(self._system_text({"role": "system", "content": policy}, listed))
 
-    def first(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids of an episode's first messages, up to where the agent begins to write."""
-        return self._ids(messages, first=True)
-
-    def following(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids from behind the end of an agent's turn up to where it writes again."""
-        return self._ids(messages, first=False)
-
     def own(self, text: str) -> tuple[int, ...]:
         """Ids of an agent's turn that was written, not sampled. Special tokens in it are text."""
         return self._encode_pieces(_cut(text, self._special), control=0)
 
-    def _ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
+    def ids(self, messages: Sequence[Message], *, first: bool) -> tuple[int, ...]:
+        """Ids of messages up to where the agent (next) writes: those that an episode begins with,
+        else those from behind the end of an agent's turn."""
         messages = [Message(m.role, whole_text(m.content)) for m in messages]
         frame = self._frame(tuple(m.role for m in messages), first=first)
         pieces = [frame.texts[0]]
@@ -212,35 +206,18 @@ class TurnTemplate:
     def _end_of_turn(self, after: str) -> int:
         found = self._special.search(after)
         if found is None:
-            raise ConfigurationError(
-                "The chat template ends the assistant's turn without a special token; after the "
-                f"turn it puts {after[:60]!r}",
-                expected="an end-of-turn token such as <|im_end|>",
-                fix=_FIX,
-            )
+            raise no_end_of_turn(after)
         return found.end()
 
     def _render(
         self, turns: Sequence[_Turn], tools: Sequence[Any] = (), *, begin: bool = False
     ) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                list(turns),
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=begin,
-                enable_thinking=False,
-            )
-        except (
-            Exception
-        ) as error:  # templates raise jinja2 and ValueError alike, in their own words
-            raise ConfigurationError(
-                "The chat template cannot render an episode with tools: "
-                f"{type(error).__name__}: {error}",
-                expected="a template for system, user, assistant and tool turns in any order",
-                fix=_FIX,
-            ) from error
-        return str(text)
+        return rendered(
+            *(self.tokenizer, turns, "an episode with tools"),
+            tools=list(tools) or None,
+            add_generation_prompt=begin,
+            enable_thinking=False,
+        )
 
     def _encode_pieces(self, pieces: Sequence[str], *, control: int) -> tuple[int, ...]:
         ids = tuple(token for piece in pieces if piece for token in self._encode(piece))
@@ -267,12 +244,41 @@ class TurnTemplate:
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         if decoded != "".join(pieces):
-            raise ConfigurationError(
-                "The tokenizer changes text that is tokenised in pieces, so a conversation that is "
-                "appended to would not be the text that it stands for",
-                expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
-                fix="set model.tokenizer_name_or_path to such a tokenizer",
+            raise changes_pieces(
+                "a conversation that is appended to would not be the text that it stands for"
             )
+
+
+def rendered(tokenizer: Any, turns: Sequence[Mapping[str, str]], what: str, **options: Any) -> str:
+    """Turns as a tokenizer's chat template writes them; ``what`` they are, for the error."""
+    try:
+        text = tokenizer.apply_chat_template(list(turns), tokenize=False, **options)
+    except Exception as error:  # templates raise jinja2 and ValueError alike, in their own words
+        raise ConfigurationError(
+            f"The chat template cannot render {what}: {type(error).__name__}: {error}",
+            expected="a template for system, user, assistant and tool turns in any order",
+            fix=TEMPLATE_FIX,
+        ) from error
+    return str(text)
+
+
+def no_end_of_turn(after: str) -> ConfigurationError:
+    """The model would never learn to stop."""
+    return ConfigurationError(
+        "The chat template ends the assistant's turn without a special token, so the model would "
+        f"never learn to stop; after the turn it puts {after[:60]!r}",
+        expected="an end-of-turn token such as <|im_end|>",
+        fix=TEMPLATE_FIX,
+    )
+
+
+def changes_pieces(so: str) -> ConfigurationError:
+    """A boundary of tokens would change the text."""
+    return ConfigurationError(
+        f"The tokenizer changes text that is tokenised in pieces, so {so}",
+        expected="a byte-level tokenizer (Qwen, Llama 3, GPT and the like)",
+        fix="set model.tokenizer_name_or_path to such a tokenizer",
+    )
 
 
 def turn_template(tokenizer: Any) -> TurnTemplate:
@@ -320,7 +326,7 @@ def _unclear(how: str) -> ConfigurationError:
     return ConfigurationError(
         f"The chat template {how}, so turns cannot be appended to a conversation token by token",
         expected="a template that writes each turn by itself, one after the other",
-        fix=_FIX,
+        fix=TEMPLATE_FIX,
     )
 
 
@@ -380,9 +386,8 @@ class Conversation:
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """What :meth:`observe` would append: the end of the turn where it is missing, the messages
         and the beginning of the next turn."""
-        if self._turns == 0:
-            return self._template.first(messages)
-        return (*self._missing_end(), *self._template.following(messages))
+        ids = self._template.ids(messages, first=self._turns == 0)
+        return (*self._missing_end(), *ids) if self._turns else ids
 
     def overflows(self, messages: Sequence[Message], room: int) -> bool:
         """True if messages are so long that their beginning alone takes more than ``room`` tokens.

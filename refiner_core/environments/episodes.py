@@ -39,10 +39,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from refiner_core.contract.checks.environment import check_weights
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, RefinerError, StageFailed
 from refiner_core.contract.types import Completion, Generator, TurnGenerator, TurnRequest, Turns
@@ -72,6 +70,7 @@ class _Job:
     limit_s: float
     abandoned: Callable[[], None]
     began: float | None = None
+    thread: threading.Thread | None = None
     late: bool = False
 
 
@@ -93,7 +92,6 @@ class Workers:
         self._ended: list[Ended] = []
         self._threads: set[threading.Thread] = set()
         self._hanging: set[threading.Thread] = set()
-        self._of_job: dict[int, threading.Thread] = {}
         self._idle, self._closed = 0, False
 
     def submit(
@@ -168,7 +166,8 @@ class Workers:
         """From now on nobody waits for this job, and its thread is none of the count."""
         job.late = True
         self._running.remove(job)
-        self._hanging.add(self._of_job.pop(id(job)))
+        assert job.thread is not None
+        self._hanging.add(job.thread)
 
     def _call_up(self) -> None:
         """Start threads for what waits."""
@@ -203,9 +202,8 @@ class Workers:
             if self._closed:
                 return None
             job = (self._urgent or self._waiting).popleft()
-            job.began = time.monotonic()
+            job.began, job.thread = time.monotonic(), me
             self._running.append(job)
-            self._of_job[id(job)] = me
             self._changed.notify_all()  # who waits has another limit now
             return job
 
@@ -216,7 +214,6 @@ class Workers:
                 return False
             assert job.began is not None
             self._running.remove(job)
-            del self._of_job[id(job)]
             seconds = time.monotonic() - job.began
             self._ended.append(Ended(job.key, value, error, seconds=seconds))
             self._changed.notify_all()
@@ -246,7 +243,7 @@ class EpisodeDesk:
         self._environment, self._tokenizer, self._settings = environment, tokenizer, settings
         self._requests, self._on_episode = requests, on_episode
         self._should_stop = should_stop
-        self._workers = Workers(settings.workers)
+        self._workers = Workers(settings.section.workers)
         self._plays: dict[int, Play] = {}
         #: Being reset; reset and not begun; ready for a turn; at work; begun and not told ended.
         self._resetting: set[int] = set()
@@ -257,13 +254,13 @@ class EpisodeDesk:
         self._told_ended: list[int] = []
         self._reports: list[tuple[int, Completion]] = []
         self._next, self._reported = 0, 0
-        self._reset_ahead(settings.workers)
+        self._reset_ahead(settings.section.workers)
 
     # ------------------------------------------------ what a generator calls
 
     def take(self, room: int, *, wait: bool) -> Turns:
         """As :meth:`refiner_core.contract.types.TurnDesk.take`."""
-        self._reset_ahead(room + self._settings.workers)
+        self._reset_ahead(room + self._settings.section.workers)
         self._collect(0.0)
         if self._settings.ordered:
             self._settle(room)
@@ -272,7 +269,7 @@ class EpisodeDesk:
                 break  # once it knows of them there is room
             self._require_waiting(room)
             self._collect(_LOOK_S)
-            self._reset_ahead(room + self._settings.workers)
+            self._reset_ahead(room + self._settings.section.workers)
             if self._settings.ordered:
                 self._settle(room)
         begin = [*sorted(self._ready), *sorted(self._fresh)[: max(0, room)]]
@@ -378,7 +375,7 @@ class EpisodeDesk:
                 self._report()
                 return
             self._collect(_LOOK_S)
-            self._reset_ahead(room + self._settings.workers)
+            self._reset_ahead(room + self._settings.section.workers)
 
     def _require_waiting(self, room: int) -> None:
         if not self._working:
@@ -466,21 +463,8 @@ def settings_of(
     ordered = section.schedule == "ordered"
     if section.schedule == "auto":
         ordered = environment.deterministic
-    return EpisodeSettings(
-        max_turns=section.max_turns,
-        repairs=section.repairs,
-        turn_tokens=config.grpo.response_length,
-        context_tokens=config.grpo.max_token_length,
-        max_argument_bytes=section.max_argument_bytes,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        ordered=ordered,
-        workers=section.workers,
-        turn_timeout_s=section.turn_timeout_s,
-        episode_timeout_s=section.episode_timeout_s,
-        weights=partial(check_weights, section.shaping),
-    )
+    lengths = (config.grpo.response_length, config.grpo.max_token_length)
+    return EpisodeSettings(section, *lengths, temperature, top_p, top_k, ordered)
 
 
 def run_episodes(
@@ -538,12 +522,3 @@ def _check(requests: Sequence[EpisodeRequest], settings: EpisodeSettings) -> Non
             expected="room for messages and turns behind the policy",
             fix="raise grpo.max_token_length",
         )
-    for name, value in (
-        ("environment.max_turns", settings.max_turns),
-        ("environment.workers", settings.workers),
-        ("grpo.response_length", settings.turn_tokens),
-    ):
-        if value < 1:
-            raise ConfigurationError(
-                f"`{name}` is {value}", expected="1 or more", fix=f"raise {name}"
-            )

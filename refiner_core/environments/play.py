@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from refiner_core.contract.checks.environment import check_weights
 from refiner_core.contract.errors import RefinerError, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.training_config import EnvironmentConfig
 from refiner_core.contract.types import Completion, SamplingParams, TurnRequest
 from refiner_core.environments.conversation import Conversation, whole_text
 from refiner_core.environments.protocol import (
@@ -55,23 +57,17 @@ class EpisodeRequest:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Settings of episodes. ``turn_tokens`` and ``context_tokens`` are the largest numbers of
-    tokens of a turn and of a whole episode, the prompt included; ``weights`` gives the weights of
-    the kinds of checks in a domain, for partial scores; the rest is named as in the recipe."""
+    """Settings of episodes. ``section`` is the recipe's; ``turn_tokens`` and ``context_tokens`` are
+    the largest numbers of tokens of a turn and of a whole episode, the prompt included;
+    ``ordered`` is what the section's schedule comes to."""
 
-    max_turns: int
-    repairs: int
+    section: EnvironmentConfig
     turn_tokens: int
     context_tokens: int
-    max_argument_bytes: int
     temperature: float
     top_p: float
     top_k: int
     ordered: bool
-    workers: int
-    turn_timeout_s: float
-    episode_timeout_s: float
-    weights: Callable[[str], Mapping[str, float]]
 
 
 class Begun(NamedTuple):
@@ -174,7 +170,8 @@ class Play:
         return self._partial(episode.checks()) if isinstance(episode, TellsProgress) else None
 
     def _partial(self, checks: Any) -> float | None:
-        return partial_score(checks, self._settings.weights(self.request.task.domain))
+        shaping = self._settings.section.shaping
+        return partial_score(checks, check_weights(shaping, self.request.task.domain))
 
     # ------------------------------------------------ in the generator's thread
 
@@ -186,15 +183,16 @@ class Play:
 
     def limit_s(self) -> float:
         """Time that the next piece of environment work may take."""
-        left = self._settings.episode_timeout_s - self.seconds
-        return max(0.0, min(self._settings.turn_timeout_s, left))
+        section = self._settings.section
+        left = section.episode_timeout_s - self.seconds
+        return max(0.0, min(section.turn_timeout_s, left))
 
     def late(self, seconds: float) -> InfrastructureError:
         """Error for work that took longer than that."""
-        settings = self._settings
-        kind, limit = "turn_timeout", settings.turn_timeout_s
-        if self.seconds + seconds >= settings.episode_timeout_s:
-            kind, limit = "episode_timeout", settings.episode_timeout_s
+        section = self._settings.section
+        kind, limit = "turn_timeout", section.turn_timeout_s
+        if self.seconds + seconds >= section.episode_timeout_s:
+            kind, limit = "episode_timeout", section.episode_timeout_s
         return InfrastructureError(
             f"Tools and user took longer than {limit:g} s ({self.where()})",
             kind=kind,
@@ -255,7 +253,7 @@ class Play:
         None where the episode is over (:attr:`ended` says why)."""
         settings = self._settings
         ran_out = completion.finish_reason == "length"
-        parsed = parse_turn(text, settings.max_argument_bytes, ran_out=ran_out)
+        parsed = parse_turn(text, settings.section.max_argument_bytes, ran_out=ran_out)
         attempt = _Attempt(text, completion, parsed)
         first, self._failed = self._failed, None
         if parsed.call is not None:
@@ -267,7 +265,7 @@ class Play:
         elif ran_out and self._room() < settings.turn_tokens:
             self._own(attempt)
             self.ended = "context_limit"
-        elif settings.repairs > 0:
+        elif settings.section.repairs > 0:
             self._failed = attempt
             return "again"
         else:
@@ -297,7 +295,7 @@ class Play:
     @property
     def last(self) -> bool:
         """True if there may be no turn after this one."""
-        return len(self._turns) >= self._settings.max_turns
+        return len(self._turns) >= self._settings.section.max_turns
 
     def finished(self, outcome: Outcome) -> Completion:
         """The episode with its outcome.

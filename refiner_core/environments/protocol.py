@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from refiner_core.contract.errors import DataError, RefinerError
+from refiner_core.contract.records import from_json, to_json
 from refiner_core.contract.types import PromptRow
 
 #: Why an episode failed, most telling first; of several that apply the first in this order counts.
@@ -123,28 +124,13 @@ class EpisodeRecord:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :func:`record_from_json` reads them."""
-        values = dict(self.__dict__)
-        values["turns"] = [
-            {**turn.__dict__, "messages": [list(m) for m in turn.messages]} for turn in self.turns
-        ]
-        values["first_messages"] = [list(m) for m in self.first_messages]
-        values["checks"] = [dict(check) for check in self.checks]
-        values["components"], values["info"] = dict(self.components), dict(self.info)
-        values["excluded"] = list(self.excluded)
+        values: dict[str, Any] = to_json(self)
         return values
 
 
 def record_from_json(values: Mapping[str, Any]) -> EpisodeRecord:
     """The record again."""
-    changed = dict(values)
-    changed["turns"] = tuple(
-        TurnRecord(**{**turn, "messages": tuple((r, c) for r, c in turn["messages"])})
-        for turn in values["turns"]
-    )
-    changed["first_messages"] = tuple((r, c) for r, c in values["first_messages"])
-    changed["checks"] = tuple(values["checks"])
-    changed["excluded"] = tuple(values["excluded"])
-    return EpisodeRecord(**changed)
+    return from_json(EpisodeRecord, values)
 
 
 class InfrastructureError(RefinerError, RuntimeError):
@@ -359,8 +345,8 @@ TASK_MODE = "task"
 
 def row_of_task(task: Task, prompt_ids: tuple[int, ...]) -> PromptRow:
     """A task as a row."""
-    values = {"id": task.id, "domain": task.domain, "split": task.split, "summary": task.summary}
-    text = json.dumps({**values, "data": dict(task.data)}, ensure_ascii=False, sort_keys=True)
+    values = {**vars(task), "data": dict(task.data)}
+    text = json.dumps(values, ensure_ascii=False, sort_keys=True)
     return PromptRow(
         sample_id=f"{task.domain}/{task.id}",
         question=task.summary,

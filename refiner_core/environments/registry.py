@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from refiner_core.contract.checks.environment import check_name
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judge
@@ -55,13 +56,8 @@ def open_environment(
         from refiner_core.environments.tau2 import Tau2Environment
 
         return Tau2Environment(config.environment, user, judge)
-    if ".py:" in name:
-        return load_own(config.environment, user)
-    raise ConfigurationError(
-        f"There is no environment {name!r} (environment.name).",
-        expected="`desk`, `tau2`, or FILE.py:NAME",
-        fix="correct environment.name, or leave it empty for the refiner's task",
-    )
+    check_name(name)
+    return load_own(config.environment, user)
 
 
 def environment_digest(config: RecipeConfig) -> str:

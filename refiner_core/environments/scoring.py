@@ -99,13 +99,14 @@ def unscored_kinds(
 ) -> Counter[str]:
     """Reason why episodes have no reward, with how often: by the kind of error that ended them
     (``failed``), or those that were left out on purpose (``excluded``)."""
-    return Counter(
-        str(judgement["kind"])
-        for result in results
-        if result.status == "unscored"
-        for judgement in result.judgements
-        if judgement.get("status") == status
-    )
+    return Counter(str(judgement["kind"]) for judgement in _unscored_by(results, status))
+
+
+def _unscored_by(
+    results: Iterable[RewardResult], status: Literal["failed", "excluded"]
+) -> list[Mapping[str, Any]]:
+    unscored = (judgement for r in results if r.status == "unscored" for judgement in r.judgements)
+    return [judgement for judgement in unscored if judgement.get("status") == status]
 
 
 def require_episodes(results: Sequence[RewardResult], max_error_share: float, *, of: str) -> None:
@@ -122,21 +123,9 @@ def require_episodes(results: Sequence[RewardResult], max_error_share: float, *,
         More than ``max_error_share`` of them; names the most frequent kinds. Episodes that are
         excluded on purpose do not count.
     """
-    require_episode_errors(
-        unscored_kinds(results, "failed"),
-        len(results),
-        max_error_share,
-        of=of,
-        example=next(
-            (
-                str(judgement["detail"])
-                for result in results
-                for judgement in result.judgements
-                if result.status == "unscored" and judgement.get("status") == "failed"
-            ),
-            "",
-        ),
-    )
+    failed, kinds = _unscored_by(results, "failed"), unscored_kinds(results, "failed")
+    example = str(failed[0]["detail"]) if failed else ""
+    require_episode_errors(kinds, len(results), max_error_share, of=of, example=example)
 
 
 def require_episode_errors(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import threading
 import time
@@ -28,7 +27,7 @@ from refiner_core.contract.config import UserConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Endpoint
 from refiner_core.environments.protocol import InfrastructureError
-from refiner_core.http.client import Answered, Client, Flight, LoopThread, Lost
+from refiner_core.http.client import Answered, Client, Flight, LoopThread, Lost, authorization
 from refiner_core.http.fleet import Fleet, Server
 
 _PASSING = frozenset({408, 409, 425, 429})
@@ -113,7 +112,7 @@ class SimulatedUser:
         ConfigurationError
             The key has characters that no header can carry.
         """
-        _check_key(self._config.api_key_env)
+        authorization(Endpoint(""), self._config.api_key_env)  # refused here, not by the thread
         body = self._body(messages, seed)
         trouble = _Trouble("user_down", "not asked")
         for number in range(self._config.max_retries + 1):
@@ -132,7 +131,7 @@ class SimulatedUser:
             trouble = read
             if trouble.final:
                 break
-        raise self._error(trouble, number + 1)
+        raise user_failed(self._config, trouble.kind, f"{trouble.detail}; tries: {number + 1}")
 
     def usage(self) -> UserUsage:
         """Costs since it was made."""
@@ -176,26 +175,30 @@ class SimulatedUser:
             now = asdict(self._usage)
             self._usage = UserUsage(**{name: n + more.get(name, 0) for name, n in now.items()})
 
-    def _error(self, trouble: _Trouble, tries: int) -> InfrastructureError:
-        config = self._config
-        words = {
-            "user_down": "could not be asked",
-            "user_slow": f"did not answer within {config.timeout_s:g} s",
-            "user_off_script": "gave no usable answer",
-        }
-        fixes = {
-            "user_down": f"check user.base_url, user.model and the key in {config.api_key_env}, "
-            "and look at its server",
-            "user_slow": "raise user.timeout_s, or give its server more room",
-            "user_off_script": "use a model that follows instructions, or raise user.max_tokens",
-        }
-        return InfrastructureError(
-            f"The simulated user {config.model} {words[trouble.kind]} ({trouble.detail}; "
-            f"tries: {tries}).",
-            kind=trouble.kind,
-            expected="one message of the user",
-            fix=fixes[trouble.kind],
-        )
+
+def user_failed(user: UserConfig, kind: str, detail: str) -> InfrastructureError:
+    """The error of a simulated user that is down, slow or off-script."""
+    words, fix = {
+        "user_down": (
+            "could not be asked",
+            f"check its base_url, model and key ({user.api_key_env}), and its server",
+        ),
+        "user_slow": (
+            f"did not answer within {user.timeout_s:g} s",
+            "raise the user's timeout_s, or give its server more room",
+        ),
+        "user_off_script": (
+            "gave no usable answer",
+            "use a model that follows instructions (and calls its tools, on a server that reads "
+            "calls), or raise the user's max_tokens",
+        ),
+    }[kind]
+    return InfrastructureError(
+        f"The simulated user {user.model} {words} ({detail}).",
+        kind=kind,
+        expected="one message of the user, or calls of its tools",
+        fix=fix,
+    )
 
 
 class _Asked:
@@ -224,16 +227,6 @@ class _Asked:
                 return await self._client.ask(flight, body)
         except TimeoutError:
             return Lost("timeout")
-
-
-def _check_key(variable: str) -> None:
-    key = os.environ.get(variable, "").strip()
-    if not (key.isascii() and (not key or key.isprintable())):
-        raise ConfigurationError(
-            f"The simulated user's key in {variable} has characters that no header may carry.",
-            expected="printable ASCII",
-            fix=f"export {variable}=…",
-        )
 
 
 def _read(answer: Answered | Lost) -> Said | _Trouble:

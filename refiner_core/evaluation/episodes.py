@@ -100,7 +100,8 @@ class _Agents:
         )
         parts = [(self.generator, wanted)]
         if unit.decoding is None:
-            settings = replace(settings, max_turns=1, repairs=0)
+            short = replace(settings.section, max_turns=1, repairs=0)
+            settings = replace(settings, section=short)
             parts = [
                 (DoNothing(self.environment, domain, self.tokenizer), mine)
                 for domain, mine in _by_domain(wanted).items()

@@ -11,11 +11,13 @@ network. torch and transformers are imported when something is loaded, not befor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import ModelConfig, Resources
-from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
 
 BUILTIN_PREFIX = "builtin:"
 
@@ -91,16 +93,24 @@ def _source(ref: str, config: ModelConfig) -> dict[str, Any]:
     return {**source, "revision": revision}
 
 
-def _cannot_load(what: str, ref: str, error: Exception) -> ConfigurationError:
-    reason = next(iter(str(error).strip().splitlines()), "")
-    if not isinstance(error, OSError | ValueError | RuntimeError):  # "'added_tokens'" says little
-        reason = ": ".join(filter(None, [type(error).__name__, reason]))
-    return ConfigurationError(
-        f"The {what} of {ref} cannot be loaded ({reason})",
-        expected="a folder in Hugging Face layout, or a Hub repository that this machine can reach",
-        fix="check model.name_or_path and model.revision; without a network, fetch it beforehand "
-        "(`hf download`)",
-    )
+@contextmanager
+def _loading(what: str, ref: str) -> Iterator[None]:
+    """Damaged files end in errors of many libraries."""
+    try:
+        yield
+    except (MemoryError, RefinerError):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        if not isinstance(error, OSError | ValueError | RuntimeError):  # "'added_tokens'"
+            reason = ": ".join(filter(None, [type(error).__name__, reason]))
+        raise ConfigurationError(
+            f"The {what} of {ref} cannot be loaded ({reason})",
+            expected="a folder in Hugging Face layout, or a Hub repository that this machine can "
+            "reach",
+            fix="check model.name_or_path and model.revision; without a network, fetch it "
+            "beforehand (`hf download`)",
+        ) from error
 
 
 def load_tokenizer(ref: str, config: ModelConfig) -> Any:
@@ -117,12 +127,8 @@ def load_tokenizer(ref: str, config: ModelConfig) -> Any:
 
     ref = config.tokenizer_name_or_path or ref
     source = _source(ref, config)
-    try:
+    with _loading("tokenizer", ref):
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged files end in errors of many libraries
-        raise _cannot_load("tokenizer", ref, error) from error
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return tokenizer
@@ -143,23 +149,20 @@ def load_model(ref: str, config: ModelConfig) -> Any:
     from transformers import AutoModelForCausalLM
 
     source = _source(ref, config)
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            **source,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
-            output_loading_info=True,
-        )
-    except ImportError as error:
-        raise UnsupportedError(
-            f"Attention kernel {config.attn_implementation} cannot be used here ({error})",
-            expected="an installed kernel",
-            fix="install the `gpu` extra, or set model.attn_implementation=sdpa",
-        ) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged files end in errors of many libraries
-        raise _cannot_load("model", ref, error) from error
+    with _loading("model", ref):
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **source,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attn_implementation,
+                output_loading_info=True,
+            )
+        except ImportError as error:
+            raise UnsupportedError(
+                f"Attention kernel {config.attn_implementation} cannot be used here ({error})",
+                expected="an installed kernel",
+                fix="install the `gpu` extra, or set model.attn_implementation=sdpa",
+            ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise ConfigurationError(
@@ -184,7 +187,7 @@ def load_architecture(ref: str, config: ModelConfig) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     source = _source(ref, config)
-    try:
+    with _loading("model", ref):
         architecture = AutoConfig.from_pretrained(**source)
         model = AutoModelForCausalLM.from_config(
             architecture,
@@ -192,10 +195,6 @@ def load_architecture(ref: str, config: ModelConfig) -> Any:
             attn_implementation="eager",
             trust_remote_code=False,
         )
-    except MemoryError:
-        raise
-    except Exception as error:  # damaged files end in errors of many libraries
-        raise _cannot_load("model", ref, error) from error
     name = source.pop("pretrained_model_name_or_path")
     del source["trust_remote_code"]  # a generation's configuration has no code
     try:

@@ -314,15 +314,12 @@ class Slots:
     def __init__(self, cache: SlotCache, most: int, most_entries: int) -> None:
         self.cache, self._most, self._entries = cache, most, most_entries
         self.rows: list[Slot] = []
-        self._of: dict[int, Slot] = {}
+        #: By conversation.
+        self.of: dict[int, Slot] = {}
 
     def live(self) -> list[Slot]:
         """Slots whose turn is being decoded, in order."""
         return [slot for slot in self.rows if slot.turn is not None]
-
-    def has(self, conversation: int) -> bool:
-        """True if a conversation has a slot."""
-        return conversation in self._of
 
     def limit(self) -> int:
         """Number of slots of the present width that memory allows."""
@@ -330,19 +327,15 @@ class Slots:
 
     def release(self, conversation: int) -> None:
         """It has ended, or gives its slot up; its tokens stay until the slot is taken."""
-        slot = self._of.pop(conversation, None)
+        slot = self.of.pop(conversation, None)
         if slot is not None:
             slot.conversation = slot.turn = None
-
-    def park(self, slot: Slot) -> None:
-        """Its turn is over, its conversation is not."""
-        slot.turn = None
 
     def take(self, turn: Turn, context: list[int], *, evict: bool) -> Slot | None:
         """A slot for a turn: its conversation's own, else a free one, else (``evict``) a parked
         one. None where there is none. Whose tokens stand there already is preferred."""
         conversation = turn.request.conversation
-        slot = self._of.get(conversation)
+        slot = self.of.get(conversation)
         if slot is None:
             free = [s for s in self.rows if s.rank == 2] or [
                 s for s in self.rows if evict and s.rank == 1
@@ -353,7 +346,7 @@ class Slots:
             if slot.conversation is not None:
                 self.release(slot.conversation)
             slot.conversation = conversation
-            self._of[conversation] = slot
+            self.of[conversation] = slot
         slot.turn = turn
         return slot
 

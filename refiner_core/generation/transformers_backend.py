@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -239,12 +238,6 @@ class TransformersGenerator:
         batch_size: int = 256,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(
-                f"A generation batch of {batch_size} samples cannot be decoded",
-                expected="a batch size of 1 or more",
-                fix="set grpo.generation_batch_size or evaluate.batch_size",
-            )
         self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
         self.on_step = on_step
         self.stop_ids = stop_ids(model, tokenizer)

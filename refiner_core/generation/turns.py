@@ -172,7 +172,7 @@ class TurnDecoding:
         left: deque[Turn] = deque()
         for turn in self._waiting:
             evict = not joined and not self._slots.live()
-            known = self._slots.has(turn.request.conversation)
+            known = turn.request.conversation in self._slots.of
             slot = self._slots.take(turn, turn.context(), evict=evict)
             if slot is None:
                 left.append(turn)
@@ -298,7 +298,7 @@ class TurnDecoding:
         ended = self._stopped(turns)
         for slot, turn, stopped in zip(slots, turns, ended, strict=True):
             if stopped or len(turn.tokens) == turn.request.params.max_new_tokens:
-                self._slots.park(slot)
+                slot.turn = None  # its conversation goes on
                 self._idle += 1
                 self._finished += 1
                 reason: Literal["stop", "length"] = "stop" if stopped else "length"

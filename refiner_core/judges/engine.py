@@ -10,9 +10,9 @@ In: batches and their calls, from any thread by way of the loop. Out: filled bat
                                               v
                                             batches
 
-Beside it :class:`Minder` sends probes, tells pauses and looks up where servers are; :mod:`.asking`
-makes one request; :mod:`refiner_core.http.fleet` says who is asked next, and who is left out.
-Knows nothing of prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
+It also sends probes, tells pauses and looks up where servers are; :mod:`.asking` makes one request;
+:mod:`refiner_core.http.fleet` says who is asked next, and who is left out. Knows nothing of
+prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
 
 The clock of an item runs while it is being tried or waits to be tried again, and stands still while
 nobody can be asked.
@@ -40,97 +40,6 @@ from refiner_core.judges.surroundings import Counts, Surroundings
 log = logging.getLogger(__name__)
 
 _LOOK_UP_EVERY_S = 1.0
-
-
-class Minder:
-    """Everything but ``pause`` belongs to the loop's thread.
-
-    Parameters
-    ----------
-    spawn
-        Runs work beside; its errors end all batches.
-    """
-
-    def __init__(
-        self,
-        config: JudgeConfig,
-        around: Surroundings,
-        fleet: Fleet,
-        counts: Counts,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
-        self._config, self._around = config, around
-        self._fleet, self._counts, self._spawn = fleet, counts, spawn
-        self._paused_since: float | None = None
-        self._looking_up, self._look_up_at = False, 0.0
-        limits = (config.timeout_s, config.batch_timeout_s, config.outage_patience_s)
-        self.tick_s = max(0.005, min(0.1, *(limit / 10 for limit in limits)))
-        #: In words why nothing is asked now; empty while something is. Read from any thread.
-        self.pause = ""
-
-    def begin(self) -> None:
-        """After a rest."""
-        self._fleet.begin_anew()
-        self._renew()
-
-    def tick(self, now: float, passed: float, client: Client) -> float:
-        """Look after servers; gives how long nobody could be asked since the last tick, seconds.
-
-        Raises
-        ------
-        JudgeOutage
-            Nobody could be asked for longer than anybody wants to wait.
-        """
-        for server in self._fleet.due_probes():
-            self._spawn(self._probe(server, client))
-        if self._fleet.up:
-            self.end_pause()
-            return 0.0
-        if self._paused_since is None:
-            self._paused_since = now
-            return 0.0
-        self._tell()
-        self._counts.add(paused_s=passed)
-        if now - self._paused_since >= self._config.outage_patience_s:
-            raise _outage(self._fleet.servers, self._config)
-        if self._around.endpoints is not None:
-            self._renew()
-        return passed
-
-    def end_pause(self) -> None:
-        """Somebody may be asked, or nobody wants to know any more."""
-        if self.pause and self._paused_since is not None:
-            log.info("the pause is over after %.1f s", time.monotonic() - self._paused_since)
-        self._paused_since, self.pause = None, ""
-
-    def _tell(self) -> None:
-        if self.pause:
-            return
-        names = ", ".join(server.name for server in self._fleet.servers) or "none is known"
-        patience_s = self._config.outage_patience_s
-        self.pause = f"no server of the judge answers ({names}); waiting up to {patience_s:g} s"
-        log.warning("%s", self.pause)
-
-    async def _probe(self, server: Server, client: Client) -> None:
-        alive = await client.alive(server)
-        server.breaker.probed(alive)
-
-    def _renew(self) -> None:
-        """Look up where servers are: at once, or in a thread where that may take its time."""
-        if self._around.endpoints is None:
-            config = self._config
-            addresses = [a for a in (config.base_url, *config.base_urls) if a]
-            self._fleet.renew([Endpoint(address.rstrip("/")) for address in addresses])
-        elif not self._looking_up and time.monotonic() >= self._look_up_at:
-            self._looking_up = True
-            self._spawn(self._look_up(self._around.endpoints))
-
-    async def _look_up(self, endpoints: Callable[[], Sequence[Endpoint]]) -> None:
-        try:
-            self._fleet.renew(await asyncio.to_thread(endpoints))
-        finally:
-            self._looking_up = False
-            self._look_up_at = time.monotonic() + _LOOK_UP_EVERY_S
 
 
 def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
@@ -189,7 +98,7 @@ class _Scored(NamedTuple):
 
 
 class Engine:
-    """Everything but the properties and the counts belongs to the loop's thread."""
+    """Everything but ``idle``, ``pause`` and the counts belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -199,12 +108,10 @@ class Engine:
         counts: Counts,
         pace: Pace,
     ) -> None:
-        self._config, self._store, self._counts, self._pace = config, store, counts, pace
+        self._config, self._around, self._store = config, around, store
+        self._counts, self._pace = counts, pace
         self._api_key_env = "" if around.endpoints is not None else config.api_key_env
         self._fleet = Fleet(time.monotonic, pace.breaker)
-        self._minder = Minder(
-            config, around, self._fleet, counts, lambda work: self._spawn(work, self._tasks)
-        )
         self._items: dict[tuple[bytes, ...], Item] = {}
         self._lately: OrderedDict[tuple[bytes, ...], _Scored] = OrderedDict()
         self._queue: deque[Item] = deque()
@@ -212,17 +119,18 @@ class Engine:
         self._workers: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiters: deque[asyncio.Future[None]] = deque()
-        self._minding = False
+        self._minding = self._looking_up = False
+        self._paused_since: float | None = None
+        self._look_up_at = 0.0
+        limits = (config.timeout_s, config.batch_timeout_s, config.outage_patience_s)
+        self._tick_s = max(0.005, min(0.1, *(limit / 10 for limit in limits)))
+        #: In words why nothing is asked now; empty while something is. Read from any thread.
+        self.pause = ""
 
     @property
     def idle(self) -> bool:
         """Say whether nobody waits for anything; readable from any thread."""
         return not self._batches
-
-    @property
-    def pause(self) -> str:
-        """In words why nothing is asked now, or empty; readable from any thread."""
-        return self._minder.pause
 
     def backlog(self, batch: Batch) -> int:
         """Calls that nobody has taken up, with those of the batch that are on their way here; for
@@ -253,7 +161,8 @@ class Engine:
         rested = not self._batches
         self._batches.add(batch)
         if rested:
-            self._minder.begin()
+            self._fleet.begin_anew()
+            self._renew()
         if not self._minding:
             self._minding = True
             self._spawn(self._mind(), self._tasks)
@@ -292,7 +201,7 @@ class Engine:
         self._batches.discard(batch)
         batch.error = error
         if not self._batches:
-            self._minder.end_pause()
+            self._end_pause()
         batch.over.set()
 
     def fail(self, error: BaseException) -> None:
@@ -395,7 +304,7 @@ class Engine:
             self._counts.add(**batch.counts())
             self._batches.discard(batch)
             if not self._batches:
-                self._minder.end_pause()
+                self._end_pause()
             batch.over.set()
 
     # ---- waiting for servers
@@ -428,9 +337,9 @@ class Engine:
         last = time.monotonic()
         try:
             while self._batches:
-                await asyncio.sleep(self._minder.tick_s)
+                await asyncio.sleep(self._tick_s)
                 now = time.monotonic()
-                paused_s = self._minder.tick(now, now - last, self._client)
+                paused_s = self._look_after(now, now - last)
                 last = now
                 self._asking.put_off(paused_s)
                 self._asking.late(now)
@@ -441,6 +350,61 @@ class Engine:
                 self._wake()
         finally:
             self._minding = False
+
+    def _look_after(self, now: float, passed: float) -> float:
+        """Look after servers; gives how long nobody could be asked since the last time, seconds.
+
+        Raises
+        ------
+        JudgeOutage
+            Nobody could be asked for longer than anybody wants to wait.
+        """
+        for server in self._fleet.due_probes():
+            self._spawn(self._probe(server), self._tasks)
+        if self._fleet.up:
+            self._end_pause()
+            return 0.0
+        if self._paused_since is None:
+            self._paused_since = now
+            return 0.0
+        patience_s = self._config.outage_patience_s
+        if not self.pause:
+            names = ", ".join(server.name for server in self._fleet.servers) or "none is known"
+            waits = f"waiting up to {patience_s:g} s"
+            self.pause = f"no server of the judge answers ({names}); {waits}"
+            log.warning("%s", self.pause)
+        self._counts.add(paused_s=passed)
+        if now - self._paused_since >= patience_s:
+            raise _outage(self._fleet.servers, self._config)
+        if self._around.endpoints is not None:
+            self._renew()
+        return passed
+
+    def _end_pause(self) -> None:
+        """Somebody may be asked, or nobody wants to know any more."""
+        if self.pause and self._paused_since is not None:
+            log.info("the pause is over after %.1f s", time.monotonic() - self._paused_since)
+        self._paused_since, self.pause = None, ""
+
+    async def _probe(self, server: Server) -> None:
+        server.breaker.probed(await self._client.alive(server))
+
+    def _renew(self) -> None:
+        """Look up where servers are: at once, or in a thread where that may take its time."""
+        if self._around.endpoints is None:
+            config = self._config
+            addresses = [a for a in (config.base_url, *config.base_urls) if a]
+            self._fleet.renew([Endpoint(address.rstrip("/")) for address in addresses])
+        elif not self._looking_up and time.monotonic() >= self._look_up_at:
+            self._looking_up = True
+            self._spawn(self._look_up(self._around.endpoints), self._tasks)
+
+    async def _look_up(self, endpoints: Callable[[], Sequence[Endpoint]]) -> None:
+        try:
+            self._fleet.renew(await asyncio.to_thread(endpoints))
+        finally:
+            self._looking_up = False
+            self._look_up_at = time.monotonic() + _LOOK_UP_EVERY_S
 
     def _expire(self, batch: Batch) -> None:
         limit_s = self._config.batch_timeout_s

@@ -20,6 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
@@ -227,30 +228,31 @@ class OpenAIJudge:
         return unknown
 
 
+@dataclass(frozen=True)
 class MarkedJudge:
     """A judge that knows only what was asked under its mark; also a
     :class:`~refiner_core.contract.types.FreshJudge`."""
 
-    def __init__(self, judge: OpenAIJudge, mark: str) -> None:
-        self._judge, self._mark = judge, mark
+    whole: OpenAIJudge
+    mark: str
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """As of :meth:`OpenAIJudge.judge`."""
         if not requests:
             return []
-        return self._judge._begin(requests, at_leisure=True, mark=self._mark).result()
+        return self.whole._begin(requests, at_leisure=True, mark=self.mark).result()
 
     def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
         """As of :meth:`OpenAIJudge.submit`."""
-        return self._judge._begin(requests, at_leisure=False, mark=self._mark)
+        return self.whole._begin(requests, at_leisure=False, mark=self.mark)
 
     def usage(self) -> JudgeUsage:
         """Give what the judge behind it has done, under whatever mark."""
-        return self._judge.usage()
+        return self.whole.usage()
 
     def fresh(self, mark: str) -> MarkedJudge:
         """Under both marks."""
-        return MarkedJudge(self._judge, f"{self._mark}\x1e{mark}")
+        return MarkedJudge(self.whole, f"{self.mark}\x1e{mark}")
 
 
 class Pending:

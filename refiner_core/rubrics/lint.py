@@ -20,8 +20,9 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import keys_twice
+from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
 from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import (
@@ -391,9 +392,9 @@ def _lines_of_entries(root: yaml.Node | None) -> list[int]:
 
 def _check_rows(name: str, path: Path) -> Checked:
     checked = Checked(name, "rows")
-    for line, row, unreadable in _parquet_rows(path) if path.suffix == ".parquet" else _lines(path):
-        if unreadable:
-            checked.add(line, "unreadable", unreadable)
+    for line, row, wrong in _rows(path):
+        if wrong:
+            checked.add(line, "unreadable", f"the line {wrong}")
             continue
         checked.rows += 1
         before = checked.rubrics
@@ -403,40 +404,15 @@ def _check_rows(name: str, path: Path) -> Checked:
     return checked
 
 
-#: Line, row, and why it cannot be read.
-_RawLine = tuple[int, Any, str]
-
-
-def _lines(path: Path) -> Iterator[_RawLine]:
-    with path.open("rb") as lines:
-        for line, data in enumerate(lines, start=1):
-            try:
-                text = data.decode("utf-8-sig" if line == 1 else "utf-8").strip()
-                if text:
-                    yield line, json.loads(text), ""
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-                yield line, None, f"the line is not JSON: {error}"
-
-
-def _parquet_rows(path: Path) -> Iterator[_RawLine]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            known = set(file.schema_arrow.names)
-            columns = [c for c in ("rubrics", "ground_truth", "conversations") if c in known]
-            line = 0
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in batch.to_pylist():
-                    line += 1
-                    yield line, row, ""
-    except pa.ArrowInvalid as error:
-        raise DataError(
-            f"{path} is not a complete Parquet file: {error}",
-            expected="a Parquet file with rows of either form",
-            fix="write it again",
-        ) from error
+def _rows(path: Path) -> Iterator[tuple[int, Any, str]]:
+    """Line, row, and why it cannot be read."""
+    if path.suffix != ".parquet":
+        yield from json_lines(path)
+        return
+    columns = ("rubrics", "ground_truth", "conversations")
+    rows = parquet_rows(path, columns, fix="write it again")
+    for line, row in enumerate(rows, start=1):
+        yield line, row, ""
 
 
 def _check_row(checked: Checked, line: int, row: Any) -> None:

@@ -173,7 +173,7 @@ def play(
 
 def own_task(environment: Tau2Environment, task: Task) -> Any:
     """tau2-bench's object of a task."""
-    return environment.opened(task.domain, task.data["task_id"])[1].task
+    return environment.opened(task.domain, task.data["task_id"]).task
 
 
 def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:

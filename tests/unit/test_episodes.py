@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, ShapingConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage, StageFailed
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, TurnDesk
@@ -36,20 +36,23 @@ from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_
 
 TOKENIZER = build_tokenizer()
 PROMPT = prompt_ids(TOKENIZER, RULES, TOOLS)
-SETTINGS = EpisodeSettings(
+SECTION = EnvironmentConfig(
     max_turns=5,
     repairs=1,
+    max_argument_bytes=1000,
+    workers=4,
+    turn_timeout_s=30.0,
+    episode_timeout_s=60.0,
+    shaping=ShapingConfig(weights=(), weights_by_domain=("counting.action=1",)),
+)
+SETTINGS = EpisodeSettings(
+    section=SECTION,
     turn_tokens=120,
     context_tokens=4000,
-    max_argument_bytes=1000,
     temperature=0.7,
     top_p=0.9,
     top_k=20,
     ordered=True,
-    workers=4,
-    turn_timeout_s=30.0,
-    episode_timeout_s=60.0,
-    weights=lambda domain: {"action": 1.0} if domain == "counting" else {},
 )
 WINNING = (call(by=1), call(by=1), call("finish"))
 Turn = str | Sequence[int]
@@ -133,7 +136,9 @@ def play(
         if on_episode is not None:
             on_episode(number, completion)
 
-    settings = replace(SETTINGS, **changes)
+    own = {name: value for name, value in changes.items() if hasattr(SECTION, name)}
+    others = {name: value for name, value in changes.items() if name not in own}
+    settings = replace(SETTINGS, section=replace(SECTION, **own), **others)
     requests = requests_of(tasks)
     run_episodes(
         played.generator,
@@ -711,7 +716,7 @@ def test_settings_are_those_of_the_recipe() -> None:
     assert settings.ordered, "a deterministic environment is played in order"
     assert settings.turn_tokens == config.grpo.response_length
     assert settings.context_tokens == config.grpo.max_token_length
-    assert settings.weights("any")["action"] == 0.5
+    assert settings.section == config.environment
     assert (settings.temperature, settings.top_k) == (0.8, 20)
     environment.deterministic = False
     assert not settings_of(config, environment, temperature=0.8, top_p=1.0).ordered

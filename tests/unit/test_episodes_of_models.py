@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+from refiner_core.contract.config import EnvironmentConfig, ShapingConfig
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import Completion, Generator, TurnGenerator
 from refiner_core.environments.conversation import demonstration, prompt_ids
@@ -31,19 +32,21 @@ from tests.support.tiny_training import tiny_model
 TEMPERATURE = 1.1
 GOALS = (1, 2, 3)
 SETTINGS = EpisodeSettings(
-    max_turns=4,
-    repairs=1,
+    section=EnvironmentConfig(
+        max_turns=4,
+        repairs=1,
+        max_argument_bytes=1000,
+        workers=3,
+        turn_timeout_s=60.0,
+        episode_timeout_s=600.0,
+        shaping=ShapingConfig(weights=("action=1",)),
+    ),
     turn_tokens=40,
     context_tokens=700,
-    max_argument_bytes=1000,
     temperature=TEMPERATURE,
     top_p=1.0,
     top_k=0,
     ordered=True,
-    workers=3,
-    turn_timeout_s=60.0,
-    episode_timeout_s=600.0,
-    weights=lambda domain: {"action": 1.0},
 )
 #: Knows the words of the game, so that an episode is some hundred tokens.
 TOKENIZER = qwen_like(

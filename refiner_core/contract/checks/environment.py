@@ -8,7 +8,7 @@ domain that it does not have, a user without an endpoint) is refused where it is
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from urllib.parse import urlsplit
 
 from refiner_core.contract.config import RecipeConfig, UserConfig
@@ -31,8 +31,8 @@ def check_shaping(shaping: ShapingConfig) -> None:
         A setting is not ``NAME=VALUE``, stands twice, is negative or not finite, or all weights of
         a domain are 0.
     """
-    _settings(f"{_SHAPING}.alpha_by_domain", shaping.alpha_by_domain, "NAME=FACTOR")
-    _settings(f"{_SHAPING}.weights", shaping.weights, "KIND=WEIGHT")
+    _settings(shaping, "alpha_by_domain")
+    _settings(shaping, "weights")
     own = _own_weights(shaping)
     for domain in ("", *own):
         if sum(check_weights(shaping, domain).values()) > 0:
@@ -65,15 +65,13 @@ def check_curriculum(curriculum: CurriculumConfig) -> None:
 def alpha_of(shaping: ShapingConfig, domain: str) -> float:
     """How much a domain's partial score counts: ``alpha`` times the domain's factor, 1 where it has
     none."""
-    factors = _settings(f"{_SHAPING}.alpha_by_domain", shaping.alpha_by_domain, "NAME=FACTOR")
-    return shaping.alpha * factors.get(domain, 1.0)
+    return shaping.alpha * _settings(shaping, "alpha_by_domain").get(domain, 1.0)
 
 
 def check_weights(shaping: ShapingConfig, domain: str) -> Mapping[str, float]:
     """Weights of the kinds of checks in a domain. A kind that ``weights_by_domain`` does not name
     for it has the weight that it has everywhere."""
-    weights = _settings(f"{_SHAPING}.weights", shaping.weights, "KIND=WEIGHT")
-    return weights | _own_weights(shaping).get(domain, {})
+    return _settings(shaping, "weights") | _own_weights(shaping).get(domain, {})
 
 
 def check_domains(shaping: ShapingConfig, known: Collection[str]) -> None:
@@ -84,7 +82,7 @@ def check_domains(shaping: ShapingConfig, known: Collection[str]) -> None:
     ConfigurationError
         Names the field and the domains that there are.
     """
-    factors = _settings(f"{_SHAPING}.alpha_by_domain", shaping.alpha_by_domain, "NAME=FACTOR")
+    factors = _settings(shaping, "alpha_by_domain")
     named = (("alpha_by_domain", factors), ("weights_by_domain", _own_weights(shaping)))
     for field, domains in named:
         for domain in domains:
@@ -106,9 +104,8 @@ def check_kinds(shaping: ShapingConfig, known: Collection[str], domains: Collect
     ConfigurationError
         Names the field, the kinds, and the domains, which stand elsewhere.
     """
-    weights = _settings(f"{_SHAPING}.weights", shaping.weights, "KIND=WEIGHT")
-    defaults = _settings(f"{_SHAPING}.weights", ShapingConfig().weights, "KIND=WEIGHT")
-    named = [("weights", kind) for kind in weights if kind not in defaults]
+    defaults = _settings(ShapingConfig(), "weights")
+    named = [("weights", kind) for kind in _settings(shaping, "weights") if kind not in defaults]
     named += [("weights_by_domain", k) for own in _own_weights(shaping).values() for k in own]
     for field, kind in named:
         if kind not in known:
@@ -123,26 +120,33 @@ def check_kinds(shaping: ShapingConfig, known: Collection[str], domains: Collect
 
 def _own_weights(shaping: ShapingConfig) -> dict[str, dict[str, float]]:
     """Domain -> kind -> weight."""
-    field, form = f"{_SHAPING}.weights_by_domain", "DOMAIN.KIND=WEIGHT"
     own: dict[str, dict[str, float]] = {}
-    for name, value in _settings(field, shaping.weights_by_domain, form).items():
+    for name, value in _settings(shaping, "weights_by_domain").items():
         domain, dot, kind = name.rpartition(".")
         if not dot or not domain or not kind:
-            raise _unreadable(field, f"{name}={value:g}", form)
+            raise _unreadable("weights_by_domain", f"{name}={value:g}")
         own.setdefault(domain, {})[kind] = value
     return own
 
 
-def _settings(field: str, texts: Sequence[str], form: str) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for text in texts:
+#: How each setting of partial credit is written.
+_FORMS = {
+    "alpha_by_domain": "NAME=FACTOR",
+    "weights": "KIND=WEIGHT",
+    "weights_by_domain": "DOMAIN.KIND=WEIGHT",
+}
+
+
+def _settings(shaping: ShapingConfig, which: str) -> dict[str, float]:
+    field, values = f"{_SHAPING}.{which}", dict[str, float]()
+    for text in getattr(shaping, which):
         name, equals, number = (part.strip() for part in text.partition("="))
         try:
             value = float(number)
         except ValueError:
-            raise _unreadable(field, text, form) from None
+            raise _unreadable(which, text) from None
         if not name or not equals:
-            raise _unreadable(field, text, form)
+            raise _unreadable(which, text)
         if name in values:
             raise ConfigurationError(
                 f"`{field}` has {name} twice ({values[name]:g} and {value:g}).",
@@ -159,11 +163,11 @@ def _settings(field: str, texts: Sequence[str], form: str) -> dict[str, float]:
     return values
 
 
-def _unreadable(field: str, text: str, form: str) -> ConfigurationError:
+def _unreadable(which: str, text: str) -> ConfigurationError:
     return ConfigurationError(
-        f"`{field}` has {text!r}.",
-        expected=f"{form}, a number after the sign",
-        fix=f"correct {field}",
+        f"`{_SHAPING}.{which}` has {text!r}.",
+        expected=f"{_FORMS[which]}, a number after the sign",
+        fix=f"correct {_SHAPING}.{which}",
     )
 
 
@@ -299,18 +303,30 @@ def _check_user(where: str, user: UserConfig) -> None:
             expected="the name by which the endpoint knows the model",
             fix=f"set {where}.user.model=NAME",
         )
-    if not VARIABLE.fullmatch(user.api_key_env):
-        raise ConfigurationError(
-            f"`{where}.user.api_key_env` is no name of an environment variable.",
-            expected="a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
-            fix="put the key into the environment: export OPENAI_API_KEY=…",
+    addresses = [user.base_url] if user.base_url else []
+    for what, expected, fix in of_server(f"{where}.user", user.api_key_env, addresses):
+        raise ConfigurationError(what, expected=expected, fix=fix)
+
+
+#: What is wrong, what was expected, and what mends it.
+Refusal = tuple[str, str, str]
+
+
+def of_server(section: str, variable: str, addresses: Iterable[str]) -> Iterator[Refusal]:
+    """What is wrong with where a server is asked, and with the name of its key's variable."""
+    if not VARIABLE.fullmatch(variable):
+        yield (
+            f"`{section}.api_key_env` is no name of an environment variable.",
+            "a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
+            "put the key into the environment: export OPENAI_API_KEY=…",
         )
-    if user.base_url and not is_web_address(user.base_url):
-        raise ConfigurationError(
-            f"`{where}.user.base_url` is no address of a server, or holds a user, a password or a "
-            "query.",
-            expected="http:// or https://, a host, and no secret, because addresses are recorded",
-            fix=f"set e.g. {where}.user.base_url=http://127.0.0.1:8000/v1",
+    if not all(map(is_web_address, addresses)):
+        yield (
+            f"`{section}.base_url` (or one of several) is no address of a server, or holds a user, "
+            "a password or a query.",
+            "http:// or https://, a host, and no secret, because addresses are recorded",
+            f"set e.g. {section}.base_url=http://127.0.0.1:8000/v1, and put a key into the "
+            f"environment variable that {section}.api_key_env names",
         )
 
 

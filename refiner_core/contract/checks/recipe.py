@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from refiner_core.contract.checks.environment import check_environment, is_web_address
+from refiner_core.contract.checks.environment import Refusal, check_environment, of_server
 from refiner_core.contract.checks.secrets import check_secrets
 from refiner_core.contract.checks.training import check_sampling, check_training
 from refiner_core.contract.config import (
@@ -28,7 +28,7 @@ from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
 from refiner_core.contract.services import asks_judge, serves
-from refiner_core.contract.steering_config import VARIABLE, is_place
+from refiner_core.contract.steering_config import is_place
 
 #: Licences that the Hub knows; it refuses a card with another. One that is not on its list is
 #: ``other``, and its text stands in the card (``publish.card_template``).
@@ -181,8 +181,6 @@ def check_notify(config: RecipeConfig) -> None:
 _OWN_OF_BODY = frozenset(
     ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
 )
-#: What is wrong, what was expected, and what mends it.
-Refusal = tuple[str, str, str]
 
 
 def _in_data(c: RecipeConfig) -> Iterator[Refusal]:
@@ -257,27 +255,13 @@ def _in_judge(c: RecipeConfig) -> Iterator[Refusal]:
             "the command that serves the judge",
             "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
         )
-    if not VARIABLE.fullmatch(judge.api_key_env):
-        yield (
-            "`judge.api_key_env` is no name of an environment variable.",
-            "a name such as REFINER_JUDGE_API_KEY, never the key itself, because fields are "
-            "recorded",
-            "put the key into the environment: export REFINER_JUDGE_API_KEY=…",
-        )
     if not _is_extra_body(judge.extra_body):
         yield (
             f"`judge.extra_body` is {judge.extra_body!r:.80}.",
             f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
             """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
         )
-    if not all(map(is_web_address, addresses)):
-        yield (
-            "`judge.base_url` or one of `judge.base_urls` is no address of a server, or holds a "
-            "user, a password or a query.",
-            "http:// or https://, a host, and no secret, because addresses are recorded",
-            "set e.g. judge.base_url=http://127.0.0.1:8000/v1, and put a key into the environment "
-            "variable that judge.api_key_env names",
-        )
+    yield from of_server("judge", judge.api_key_env, addresses)
 
 
 def _in_publish(c: RecipeConfig) -> Iterator[Refusal]:

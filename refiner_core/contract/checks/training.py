@@ -233,18 +233,7 @@ def _check_samples(config: RecipeConfig) -> None:
             expected="texts of at least one character",
             fix="correct grpo.stop_strings",
         )
-    closing = 1 if grpo.stop_strings else 0  # a token may be appended after a stop string
-    if grpo.pack_length < longest + grpo.response_length + closing:
-        more = f" and {closing} token that closes a stop string" if closing else ""
-        raise ConfigurationError(
-            f"A pack of {grpo.pack_length} tokens (grpo.pack_length) cannot hold a prompt of "
-            f"{longest} (data.max_prompt_token_length) and a response of {grpo.response_length} "
-            f"(grpo.response_length){more}.",
-            expected="grpo.pack_length >= data.max_prompt_token_length + grpo.response_length"
-            + (f" + {closing}" if closing else ""),
-            fix=f"set grpo.pack_length={longest + grpo.response_length + closing} or more, or "
-            "lower one of the other two",
-        )
+    _require_pack(config, "grpo", longest + grpo.response_length)
     if grpo.max_token_length < longest + grpo.response_length:
         raise ConfigurationError(
             f"grpo.max_token_length {grpo.max_token_length} is below "
@@ -255,16 +244,38 @@ def _check_samples(config: RecipeConfig) -> None:
         )
 
 
+def _require_pack(config: RecipeConfig, stage: TrainingStage, length: int) -> None:
+    """A prompt and what was sampled after it, so many tokens, are never cut."""
+    grpo, pack = config.grpo, section_of(config, stage).pack_length
+    closing = 1 if grpo.stop_strings else 0  # a token may be appended after a stop string
+    if pack >= length + closing:
+        return
+    more = f" and {closing} token that closes a stop string" if closing else ""
+    raise ConfigurationError(
+        f"A pack of {pack} tokens ({stage}.pack_length) cannot hold a prompt of "
+        f"{config.data.max_prompt_token_length} (data.max_prompt_token_length) and a response of "
+        f"{grpo.response_length} (grpo.response_length){more}.",
+        expected=f"{stage}.pack_length >= {length + closing}: what is sampled is never cut",
+        fix=f"set {stage}.pack_length={length + closing} or more, or lower one of the other two",
+    )
+
+
+def _require_pack_of_episodes(config: RecipeConfig, stage: TrainingStage) -> None:
+    pack, longest = section_of(config, stage).pack_length, config.grpo.max_token_length
+    if pack < longest:
+        raise ConfigurationError(
+            f"A pack of {pack} tokens ({stage}.pack_length) cannot hold an episode of {longest} "
+            "(grpo.max_token_length).",
+            expected=f"{stage}.pack_length >= grpo.max_token_length: an episode is never cut",
+            fix=f"set {stage}.pack_length={longest} or more, or lower grpo.max_token_length",
+        )
+
+
 def _check_episodes(config: RecipeConfig) -> None:
     """Check what an episode is trained on."""
     grpo, name = config.grpo, config.environment.name
-    if name and grpo.pack_length < grpo.max_token_length:
-        raise ConfigurationError(
-            f"A pack of {grpo.pack_length} tokens (grpo.pack_length) cannot hold an episode of "
-            f"{grpo.max_token_length} (grpo.max_token_length).",
-            expected="grpo.pack_length >= grpo.max_token_length: an episode is never cut",
-            fix=f"set grpo.pack_length={grpo.max_token_length} or more",
-        )
+    if name:
+        _require_pack_of_episodes(config, "grpo")
     if name == "tau2" and grpo.credit == "turn_rewards":
         raise ConfigurationError(
             "grpo.credit is turn_rewards, and tau2-bench says only at the end of an episode how "
@@ -450,17 +461,10 @@ def _check_attempts(config: RecipeConfig) -> None:
 
 def _check_lengths(config: RecipeConfig) -> None:
     """Check that what is kept fits into a pack: nothing of it is cut."""
-    grpo, pack = config.grpo, config.rft.pack_length
     if config.environment.name:
-        if pack < grpo.max_token_length:
-            raise ConfigurationError(
-                f"A pack of {pack} tokens (rft.pack_length) cannot hold an episode of up to "
-                f"{grpo.max_token_length} (grpo.max_token_length).",
-                expected="rft.pack_length >= grpo.max_token_length",
-                fix=f"set rft.pack_length={grpo.max_token_length} or more, or lower "
-                "grpo.max_token_length",
-            )
+        _require_pack_of_episodes(config, "rft")
         return
+    grpo = config.grpo
     longest = config.data.max_prompt_token_length
     if grpo.max_token_length <= longest:
         raise ConfigurationError(
@@ -469,16 +473,7 @@ def _check_lengths(config: RecipeConfig) -> None:
             expected="room for the longest prompt and an answer",
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
-    closing = 1 if grpo.stop_strings else 0  # a token may be appended after a stop string
-    needed = min(longest + grpo.response_length, grpo.max_token_length) + closing
-    if pack < needed:
-        raise ConfigurationError(
-            f"A pack of {pack} tokens (rft.pack_length) cannot hold a prompt of {longest} "
-            f"(data.max_prompt_token_length) and an answer of {grpo.response_length} "
-            "(grpo.response_length).",
-            expected=f"rft.pack_length >= {needed}: what is kept is never cut",
-            fix=f"set rft.pack_length={needed} or more, or lower one of the other two",
-        )
+    _require_pack(config, "rft", min(longest + grpo.response_length, grpo.max_token_length))
 
 
 def _check_job(config: RecipeConfig) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import (
     COMMON,
+    Call,
     Desk,
     Domain,
     Draft,
@@ -24,7 +25,9 @@ from refiner_core.environments.desk.domain import (
     Family,
     Refused,
     Result,
+    Scene,
     broken,
+    calling,
     finish,
     hand_over,
     introduced,
@@ -43,8 +46,7 @@ POLICY = (
 
 def _get_booking(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["booking"]
-    record = desk.record("bookings", key)
-    desk.seen.add(key)
+    record = desk.look_up("bookings", key)
     shown = {name: record[name] for name in ("name", "day", "terms")}
     fee = {"fee": record["fee"]} if record["terms"] == "fee" else {}
     return {"booking": key, **shown, **fee}
@@ -103,6 +105,7 @@ _OPENINGS = {
     "change": ("i want to change my booking.", "i need another day for my booking."),
 }
 _DONE = {"cancel": "cancelled", "change": "changed"}
+_FIXED = "fixed|not possible"
 _ANY_SPELLING = {"cancelled": "cancelled|canceled", "changed": "changed|moved"}
 
 
@@ -124,44 +127,33 @@ def _existing(kind: str, terms: str, *, agrees: bool = True, insists: bool = Fal
         key, fee = draw.id(), draw.amount() if terms == "fee" else 0
         record = _booking(draw, terms, fee)
         opening = draw.rng.choice(_OPENINGS[kind])
-        user, calls = introduced(draw, "booking", key, record["name"], opening)
+        scene = Scene(*introduced(draw, "booking", key, record["name"], opening))
         new_day = draw.rng.choice([day for day in words.DAYS if day != record["day"]])
         arguments = {"booking": key} if kind == "cancel" else {"booking": key, "day": new_day}
-        user["knows"] |= {"day": new_day} if kind == "change" else {}
+        scene.user["knows"] |= {"day": new_day} if kind == "change" else {}
         done = _DONE[kind]
-        tell: list[tuple[str, ...]] = []
         if terms == "fee":
-            tell.append(("fee", str(fee)))
-            user["reactions"].append(_consent(fee, agrees))
-            calls.append(respond(f"the fee is {fee}. do you want it?"))
+            scene.answers(("fee", str(fee)), agrees=agrees, to="fee")
+            scene.says(f"the fee is {fee}. do you want it?", "fee", str(fee))
         if terms == "fixed":
-            tell.append(("fixed|not possible",))
-            calls.append(respond("your booking is fixed."))
+            scene.says("your booking is fixed.", _FIXED)
             if insists:
-                hear = ["fixed|not possible"]
-                user["reactions"].append({"hear": hear, "say": words.ANYWAY, "again": [0]})
-                calls.append(respond("your booking is fixed."))
+                scene.reacts((_FIXED,), words.ANYWAY, again=[0])
+                scene.calls.append(respond("your booking is fixed."))
         elif agrees:
-            calls += [respond(words.ask(["day"]))] if kind == "change" else []
-            calls += [(kind, arguments), respond(f"your booking is {done}.")]
-            tell.append((_ANY_SPELLING[done],))
-        return Draft(
-            summary=f"{kind} a booking, terms {terms}"
+            scene.calls += [respond(words.ask(["day"]))] if kind == "change" else []
+            scene.calls.append((kind, arguments))
+            scene.says(f"your booking is {done}.", _ANY_SPELLING[done])
+        return scene.draft(
+            f"{kind} a booking, terms {terms}"
             + ("" if agrees else ", the user does not want to pay")
             + (", the user insists" if insists else ""),
-            state={"bookings": _with_another(draw, key, record), "rooms": {}},
-            user=user,
-            tell=tuple(tell),
-            solution=(*calls, finish()),
-            tempting=None if terms == "free" else (kind, arguments),
+            {"bookings": _with_another(draw, key, record), "rooms": {}},
+            finish(),
+            None if terms == "free" else (kind, arguments),
         )
 
     return family
-
-
-def _consent(fee: int, agrees: bool) -> dict[str, Any]:
-    answer = {"say": words.YES, "agree": "fee"} if agrees else {"say": words.NO, "end": True}
-    return {"hear": ["fee", str(fee)], **answer}
 
 
 def _with_another(draw: Draw, key: str, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -172,15 +164,10 @@ def _with_another(draw: Draw, key: str, record: dict[str, Any]) -> dict[str, dic
 def _not_owner(draw: Draw) -> Draft:
     key, record, name = draw.id(), _booking(draw, "free", 0), draw.name()
     opening = draw.rng.choice(_OPENINGS["cancel"])
-    user, calls = introduced(draw, "booking", key, name, opening)
-    return Draft(
-        summary="cancel a booking of somebody else",
-        state={"bookings": _with_another(draw, key, record), "rooms": {}},
-        user=user,
-        tell=(),
-        solution=(*calls, hand_over("wrong name")),
-        tempting=("cancel", {"booking": key}),
-    )
+    scene = Scene(*introduced(draw, "booking", key, name, opening))
+    state = {"bookings": _with_another(draw, key, record), "rooms": {}}
+    summary = "cancel a booking of somebody else"
+    return scene.draft(summary, state, hand_over("wrong name"), ("cancel", {"booking": key}))
 
 
 def _reserve_family(taken: bool, agrees: bool = True) -> Family:
@@ -190,33 +177,27 @@ def _reserve_family(taken: bool, agrees: bool = True) -> Family:
         room, key = draw.value(), draw.id()
         day, other = draw.days(2)
         opening = draw.rng.choice(("i want to reserve a room.", "i need a room please."))
-        calls = [respond(words.ask(["room", "day"])), ("reserve", {"room": room, "day": day})]
-        tell: list[tuple[str, ...]] = []
-        reactions: list[dict[str, Any]] = []
-        if taken:
-            offer = {"say": words.YES, "agree": other} if agrees else {"say": words.NO, "end": True}
-            reactions.append({"hear": [other], **offer})
-            tell.append((other,))
-            calls.append(respond(f"{day} is taken. is {other} good?"))
-            calls += [("reserve", {"room": room, "day": other})] if agrees else []
-        if agrees:
-            tell.append((key,))
-            calls.append(respond(f"your booking is {key}."))
+        calls: list[Call] = [
+            respond(words.ask(["room", "day"])),
+            ("reserve", {"room": room, "day": day}),
+        ]
         record = {"taken": [day] if taken else [], "free": other, "next": key}
-        return Draft(
-            summary="reserve a room"
+        state = {"bookings": {draw.id(): _booking(draw, "free", 0)}, "rooms": {room: record}}
+        knows = {"room": room, "day": day, "name": draw.name()}
+        scene = Scene(calling(opening, knows), calls)
+        if taken:
+            scene.answers((other,), agrees=agrees, to=other)
+            scene.says(f"{day} is taken. is {other} good?", other)
+            scene.calls += [("reserve", {"room": room, "day": other})] if agrees else []
+        if agrees:
+            scene.says(f"your booking is {key}.", key)
+        return scene.draft(
+            "reserve a room"
             + (", the day is taken" if taken else "")
             + ("" if agrees else ", no other day will do"),
-            state={"bookings": {draw.id(): _booking(draw, "free", 0)}, "rooms": {room: record}},
-            user={
-                "opening": opening,
-                "volunteers": [],
-                "knows": {"room": room, "day": day, "name": draw.name()},
-                "reactions": reactions,
-            },
-            tell=tuple(tell),
-            solution=(*calls, finish()),
-            tempting=("reserve", {"room": room, "day": other}) if taken else None,
+            state,
+            finish(),
+            ("reserve", {"room": room, "day": other}) if taken else None,
         )
 
     return family

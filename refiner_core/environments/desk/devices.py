@@ -19,7 +19,6 @@ from refiner_core.environments.desk import user as appliance
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import (
     COMMON,
-    Call,
     Desk,
     Domain,
     Draft,
@@ -27,7 +26,9 @@ from refiner_core.environments.desk.domain import (
     Family,
     Refused,
     Result,
+    Scene,
     broken,
+    calling,
     finish,
     hand_over,
     respond,
@@ -46,9 +47,7 @@ POLICY = (
 
 def _get_device(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["device"]
-    record = desk.record("devices", key)
-    desk.seen.add(key)
-    return {"device": key, "state": record["state"]}
+    return {"device": key, "state": desk.look_up("devices", key)["state"]}
 
 
 def _handled(desk: Desk, key: str) -> dict[str, Any]:
@@ -116,15 +115,17 @@ def _device_family(
     def family(draw: Draw) -> Draft:
         key, record = draw.id(), _record(draw, state)
         code = draw.id() if wrong_code else record["code"]
-        calls: list[Call] = [respond(words.ask(["device", "lamp"]))]
+        device = {"id": key, "cable": cable, "wireless": wireless, "fresh": fresh, "broken": broken}
+        table = {key: record, draw.id(): _record(draw, "active")}
+        user = calling(draw.rng.choice(_OPENINGS), {"device": key, "code": code})
+        scene = Scene({**user, "device": device}, [respond(words.ask(["device", "lamp"]))])
+        calls = scene.calls
         calls += [respond(_PLUG)] if cable == "out" else []
         calls += [respond(_WIRELESS)] if wireless == "off" else []
         red = fresh == "no" or broken == "yes" or state != "active"
-        tell: list[tuple[str, ...]] = []
-        end, tempting = finish(), None
+        end, replacing = finish(), ("replace", {"device": key})
         if red:
             calls.append(("get_device", {"device": key}))
-            tempting = ("replace", {"device": key})
         if state == "locked":
             calls.append(respond(words.ask(["code"])))
             calls.append(("unlock", {"device": key, "code": code}))
@@ -133,23 +134,10 @@ def _device_family(
         elif red:
             calls.append(respond(_RESTART))
         if broken == "yes":
-            calls += [("replace", {"device": key}), respond(f"your day is {record['day']}.")]
-            tell.append((record["day"],))
-        device = {"id": key, "cable": cable, "wireless": wireless, "fresh": fresh, "broken": broken}
-        return Draft(
-            summary=_summary(state, device, wrong_code),
-            state={"devices": {key: record, draw.id(): _record(draw, "active")}},
-            user={
-                "opening": draw.rng.choice(_OPENINGS),
-                "volunteers": [],
-                "knows": {"device": key, "code": code},
-                "reactions": [],
-                "device": device,
-            },
-            tell=tuple(tell),
-            solution=(*calls, end),
-            tempting=tempting,
-        )
+            calls.append(replacing)
+            scene.says(f"your day is {record['day']}.", record["day"])
+        summary = _summary(state, device, wrong_code)
+        return scene.draft(summary, {"devices": table}, end, replacing if red else None)
 
     return family
 

@@ -10,7 +10,7 @@ the result, or raises :class:`Refused`, which changes nothing. Arguments have pa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,6 +60,12 @@ class Desk:
         record = self.tables[table].get(key)
         if record is None:
             raise Refused("wrong_argument", f"there is no {table[:-1]} {_short(key)}")
+        return record
+
+    def look_up(self, table: str, key: str) -> dict[str, Any]:
+        """A record that the agent has seen from now on."""
+        record = self.record(table, key)
+        self.seen.add(key)
         return record
 
     def owned(self, table: str, key: str) -> dict[str, Any]:
@@ -178,17 +184,44 @@ def hand_over(reason: str) -> Call:
     return HAND_OVER, {"reason": reason}
 
 
+def calling(opening: str, knows: dict[str, str], volunteers: Sequence[str] = ()) -> dict[str, Any]:
+    """A user who reacts to nothing in a way of its own yet."""
+    return {"opening": opening, "volunteers": volunteers, "knows": knows, "reactions": []}
+
+
 def introduced(
     draw: Draw, what: str, key: str, name: str, opening: str
 ) -> tuple[dict[str, Any], list[Call]]:
     """A user who wants something done about one record (``what``), and who may give its name by
     itself; and the calls up to the look-up."""
     volunteers = ["name"] if draw.rng.random() < 0.3 else []
-    user: dict[str, Any] = {
-        "opening": f"my name is {name}. {opening}" if volunteers else opening,
-        "volunteers": volunteers,
-        "knows": {what: key, "name": name},
-        "reactions": [],
-    }
+    opening = f"my name is {name}. {opening}" if volunteers else opening
+    user = calling(opening, {what: key, "name": name}, volunteers)
     slots = [slot for slot in (what, "name") if slot not in volunteers]
     return user, [respond(words.ask(slots)), (f"get_{what}", {what: key})]
+
+
+class Scene:
+    """What happens in a task, with the calls of its solution; families add to it."""
+
+    def __init__(self, user: dict[str, Any], calls: list[Call]) -> None:
+        self.user, self.calls = user, calls
+        self.tell: list[tuple[str, ...]] = []
+
+    def says(self, text: str, *needles: str) -> None:
+        """The agent says it, and the user has to hear these phrases."""
+        self.calls.append(respond(text))
+        self.tell.append(needles)
+
+    def reacts(self, hear: tuple[str, ...], say: tuple[str, ...], **more: Any) -> None:
+        """The user answers a message that has these phrases in a way of its own."""
+        self.user["reactions"].append({"hear": hear, "say": say, **more})
+
+    def answers(self, hear: tuple[str, ...], *, agrees: bool, to: str) -> None:
+        """The user takes what it is offered, or wants nothing more."""
+        more = {"agree": to} if agrees else {"end": True}
+        self.reacts(hear, words.YES if agrees else words.NO, **more)
+
+    def draft(self, summary: str, state: Tables, end: Call, tempting: Call | None = None) -> Draft:
+        """The task."""
+        return Draft(summary, state, self.user, tuple(self.tell), (*self.calls, end), tempting)

@@ -25,6 +25,7 @@ from refiner_core.environments.desk.domain import (
     Family,
     Refused,
     Result,
+    Scene,
     broken,
     finish,
     hand_over,
@@ -44,16 +45,13 @@ POLICY = (
 
 def _get_order(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["order"]
-    record = desk.record("orders", key)
-    desk.seen.add(key)
+    record = desk.look_up("orders", key)
     return {"order": key, **{name: record[name] for name in ("name", "state", "price", "refund")}}
 
 
 def _get_item(desk: Desk, arguments: Mapping[str, Any]) -> Result:
     key = arguments["item"]
-    record = desk.record("items", key)
-    desk.seen.add(key)
-    return {"item": key, "stock": record["stock"]}
+    return {"item": key, "stock": desk.look_up("items", key)["stock"]}
 
 
 def _may_return(desk: Desk, key: str) -> dict[str, Any]:
@@ -110,33 +108,20 @@ def _order(draw: Draw, state: str) -> dict[str, Any]:
     }
 
 
-class _Scene:
+class _Scene(Scene):
     """An order, its user, and the calls up to the look-up; families add to it."""
 
     def __init__(self, draw: Draw, wish: str, state: str, *, owner: bool = True) -> None:
         self.draw, self.key, self.record = draw, draw.id(), _order(draw, state)
         name = self.record["name"] if owner else draw.name()
         opening = draw.rng.choice(_OPENINGS[wish])
-        self.user, self.calls = introduced(draw, "order", self.key, name, opening)
+        super().__init__(*introduced(draw, "order", self.key, name, opening))
         self.items: dict[str, dict[str, Any]] = {draw.value(): {"stock": "some"}}
-        self.tell: list[tuple[str, ...]] = []
-
-    def says(self, text: str, *needles: str) -> None:
-        """The agent says it, and the user has to hear these phrases."""
-        self.calls.append(respond(text))
-        self.tell.append(needles)
-
-    def reacts(self, hear: tuple[str, ...], say: tuple[str, ...], **more: Any) -> None:
-        """The user answers a message that has these phrases in a way of its own."""
-        self.user["reactions"].append({"hear": hear, "say": say, **more})
 
     def offers_refund(self, *, agrees: bool) -> None:
         """The amount is told, and the user takes it or leaves it."""
         amount = str(self.record["refund"])
-        if agrees:
-            self.reacts(("refund", amount), words.YES, agree="refund")
-        else:
-            self.reacts(("refund", amount), words.NO, end=True)
+        self.answers(("refund", amount), agrees=agrees, to="refund")
         self.says(f"the refund is {amount}. do you want it?", "refund", amount)
         if agrees:
             self.calls.append(("refund", {"order": self.key}))
@@ -150,17 +135,11 @@ class _Scene:
         self.calls += [respond(words.ask(["item"])), ("get_item", {"item": item})]
         return item
 
-    def draft(self, summary: str, end: Call, tempting: Call | None = None) -> Draft:
+    def done(self, summary: str, end: Call, tempting: Call | None = None) -> Draft:
         """The task."""
         other = {self.draw.id(): _order(self.draw, "arrived")}
-        return Draft(
-            summary=summary,
-            state={"orders": {self.key: self.record, **other}, "items": self.items},
-            user=self.user,
-            tell=tuple(self.tell),
-            solution=(*self.calls, end),
-            tempting=tempting,
-        )
+        state = {"orders": {self.key: self.record, **other}, "items": self.items}
+        return self.draft(summary, state, end, tempting)
 
 
 def _refund_family(*, agrees: bool) -> Family:
@@ -168,7 +147,7 @@ def _refund_family(*, agrees: bool) -> Family:
         scene = _Scene(draw, "refund", "arrived")
         scene.offers_refund(agrees=agrees)
         summary = "refund an order" + ("" if agrees else ", the user does not like the amount")
-        return scene.draft(summary, finish(), ("refund", {"order": scene.key}))
+        return scene.done(summary, finish(), ("refund", {"order": scene.key}))
 
     return family
 
@@ -182,7 +161,7 @@ def _sent_family(wish: str, *, insists: bool) -> Family:
         scene.says("your order is sent.", *_SENT)
         item = {"item": next(iter(scene.items))} if wish == "exchange" else {}
         summary = f"{wish} an order that is on its way" + (", the user insists" if insists else "")
-        return scene.draft(summary, finish(), (wish, {"order": scene.key, **item}))
+        return scene.done(summary, finish(), (wish, {"order": scene.key, **item}))
 
     return family
 
@@ -198,15 +177,15 @@ def _exchange_family(stock_or_refund: str) -> Family:
         if stock == "some":
             scene.calls.append(call)
             scene.says("your order is exchanged.", "exchanged")
-            return scene.draft("exchange an order", finish())
+            return scene.done("exchange an order", finish())
         if stock_or_refund == "refund":
             scene.reacts(_NONE, ("then i want a refund.", "then please refund it."))
         scene.says("there is none.", *_NONE)
         if stock_or_refund == "refund":
             scene.offers_refund(agrees=True)
             summary = "exchange an order, there is no such item, so refund it"
-            return scene.draft(summary, finish(), ("refund", {"order": scene.key}))
-        return scene.draft("exchange an order, there is no such item", finish(), call)
+            return scene.done(summary, finish(), ("refund", {"order": scene.key}))
+        return scene.done("exchange an order, there is no such item", finish(), call)
 
     return family
 
@@ -222,7 +201,7 @@ def _look_up(wish: str) -> Family:
             said = _SENT if state == "sent" else (state,)
             others = [f"!{other}" for other in _STATES if other != state]
             scene.says(f"your order is {state}.", *said, *others)
-        return scene.draft(f"tell the {wish} of an order", finish())
+        return scene.done(f"tell the {wish} of an order", finish())
 
     return family
 
@@ -230,7 +209,7 @@ def _look_up(wish: str) -> Family:
 def _not_owner(draw: Draw) -> Draft:
     scene = _Scene(draw, "refund", "arrived", owner=False)
     summary = "refund an order of somebody else"
-    return scene.draft(summary, hand_over("wrong name"), ("refund", {"order": scene.key}))
+    return scene.done(summary, hand_over("wrong name"), ("refund", {"order": scene.key}))
 
 
 ORDERS = Domain(

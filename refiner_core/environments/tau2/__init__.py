@@ -23,7 +23,7 @@ How it maps:
   taken out of the basis of the reward, and excluded or asked of the recipe's judge.
 """
 
-from refiner_core.environments.tau2.environment import Tau2Environment, write_tau2_results
+from refiner_core.environments.tau2.environment import Tau2Environment
 from refiner_core.environments.tau2.package import missing_tau2, tau2_digest
 
-__all__ = ["Tau2Environment", "missing_tau2", "tau2_digest", "write_tau2_results"]
+__all__ = ["Tau2Environment", "missing_tau2", "tau2_digest"]

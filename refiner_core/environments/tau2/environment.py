@@ -16,9 +16,9 @@ import threading
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import EpisodeRecord, Task, ToolSpec, TurnRecord
-from refiner_core.environments.tau2.episode import FINISH, SPEAK, Given, Rules, Tau2Episode
+from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Given, Tau2Episode
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
     DOMAINS,
@@ -43,70 +43,19 @@ INFRASTRUCTURE_ERROR = "infrastructure_error"
 AGENT_ERROR = "agent_error"
 
 
-@dataclass(frozen=True)
-class ResultsFacts:
-    """What a file says beside its episodes. ``tasks`` are its own tasks as JSON, by the ids of the
-    records; ``describe`` is :meth:`Environment.describe`; ``reasons`` are the ways to end that the
-    installed version knows; ``agent`` names the model."""
-
-    domain: str
-    policy: str
-    tasks: Mapping[str, Mapping[str, Any]]
-    describe: Mapping[str, Any]
-    reasons: Sequence[str]
-    agent: str = ""
-
-
-def write_tau2_results(path: Path, records: Sequence[EpisodeRecord], facts: ResultsFacts) -> Path:
-    """Write the file, whole or not at all; its path."""
-    simulations, trials = [], Counter[str]()
-    for record in records:
-        trial = trials[record.task_id]
-        trials[record.task_id] += 1
-        simulation = _simulation(record, trial, facts)
-        if simulation is not None:
-            simulations.append(simulation)
-    values = {
-        "timestamp": datetime.now(tz=UTC).isoformat(),
-        "info": _info(facts, max(trials.values(), default=0)),
-        "tasks": [dict(task) for task in facts.tasks.values()],
-        "simulations": simulations,
-    }
-    with replacing(path) as file:
-        file.write(json.dumps(values, ensure_ascii=False, indent=2).encode())
-    return path
-
-
-def _info(facts: ResultsFacts, trials: int) -> dict[str, Any]:
-    user = facts.describe["user"]
-    return {
-        "git_commit": "unknown",
-        "num_trials": trials,
-        "max_steps": facts.describe["max_steps"],
-        "max_errors": facts.describe["max_errors"],
-        "user_info": {
-            "implementation": "user_simulator",
-            "llm": user["model"],
-            "llm_args": {key: user[key] for key in ("temperature", "max_tokens")},
-        },
-        "agent_info": {"implementation": "refiner", "llm": facts.agent or None, "llm_args": {}},
-        "environment_info": {"domain_name": facts.domain, "policy": facts.policy},
-    }
-
-
-def _simulation(record: EpisodeRecord, trial: int, facts: ResultsFacts) -> dict[str, Any] | None:
-    task = facts.tasks[record.task_id.rpartition("/")[2]]
+def _simulation(
+    record: EpisodeRecord, trial: int, own_id: str, reasons: Collection[str]
+) -> dict[str, Any] | None:
+    """``reasons`` are the ways to end that the installed version knows."""
     if record.status == "error":
-        if INFRASTRUCTURE_ERROR not in facts.reasons:
-            return None
-        return _broken(record, trial, str(task["id"]))
+        return _broken(record, trial, own_id) if INFRASTRUCTURE_ERROR in reasons else None
     told = record.info
     simulation = dict(told["simulation"])
-    if record.ended == "no_call" and AGENT_ERROR in facts.reasons:
+    if record.ended == "no_call" and AGENT_ERROR in reasons:
         simulation["termination_reason"] = AGENT_ERROR
     return {
         **simulation,
-        "task_id": str(task["id"]),
+        "task_id": own_id,
         "trial": trial,
         "reward_info": told["reward_info"],
         "info": {"excluded": list(record.excluded), "failure": record.failure},
@@ -156,8 +105,6 @@ def _messages(turn: TurnRecord, call_id: str) -> list[dict[str, Any]]:
     return [own, *answers]
 
 
-#: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
-MAX_ERRORS = 10
 _SUMMARY = 160
 #: A server that wants no key gets this: its client refuses to ask without one.
 _NO_KEY = "none"
@@ -396,11 +343,10 @@ class Tau2Environment:
                 expected="a simulated user at an OpenAI-compatible endpoint",
                 fix="set environment.user.model and environment.user.base_url",
             )
-        own_id = str(task.data["task_id"])
-        return Tau2Episode(Reopen(self, self._config, self._user, self._key, task.domain, own_id))
+        return Tau2Episode(partial(self.opened, task.domain, str(task.data["task_id"])))
 
-    def opened(self, domain: str, own_id: str) -> tuple[Parts, Given, Rules]:
-        """Parts of an episode at a task."""
+    def opened(self, domain: str, own_id: str) -> Given:
+        """What an episode at a task is given."""
         known = self._tasks_of(domain)
         if own_id not in known:
             raise DataError(
@@ -408,9 +354,10 @@ class Tau2Environment:
                 expected="the tasks that the data stage has seen",
                 fix="run the data stage again with the version that is installed now",
             )
-        given = Given(domain, known[own_id], self._domain(domain)[1])
-        rules = Rules(self._config.max_turns, MAX_ERRORS, self._user, self._user_args, self._judge)
-        return self._loaded(), given, rules
+        parts, tools, most = self._loaded(), self._domain(domain)[1], self._config.max_turns
+        return Given(
+            parts, domain, known[own_id], tools, most, self._user, self._user_args, self._judge
+        )
 
     def _user_args(self) -> dict[str, Any]:
         """For LiteLLM; made for each episode, so that the key is kept by none of ours."""
@@ -431,9 +378,10 @@ class Tau2Environment:
     def results_file(
         self, records: Sequence[EpisodeRecord], folder: Path, *, agent: str = ""
     ) -> tuple[Path, ...]:
-        """Results as tau2-bench's own tools read them, one file per domain; see
-        :func:`~refiner_core.environments.tau2.environment.write_tau2_results`."""
-        parts, written = self._loaded(), []
+        """Results as tau2-bench's own tools read them, one file per domain, whole or not at all;
+        ``agent`` names the model."""
+        reasons = {str(reason.value) for reason in self._loaded().TerminationReason}
+        written = []
         for domain in self.domains():
             own = [record for record in records if record.domain == domain]
             if not own:
@@ -441,37 +389,45 @@ class Tau2Environment:
             known = self._tasks_of(domain)
             named = {f"{domain}-{own_id}": task for own_id, task in known.items()}
             wanted = dict.fromkeys(record.task_id.rpartition("/")[2] for record in own)
-            facts = ResultsFacts(
-                domain=domain,
-                policy=self._domain(domain)[0],
-                tasks={name: named[name].model_dump(mode="json") for name in wanted},
-                describe=self.describe(),
-                reasons=tuple(str(reason.value) for reason in parts.TerminationReason),
-                agent=agent,
-            )
-            written.append(write_tau2_results(folder / f"tau2-{domain}.json", own, facts))
+            simulations, trials = [], Counter[str]()
+            for record in own:
+                own_id = str(named[record.task_id.rpartition("/")[2]].id)
+                simulations.append(_simulation(record, trials[record.task_id], own_id, reasons))
+                trials[record.task_id] += 1
+            values = {
+                "timestamp": datetime.now(tz=UTC).isoformat(),
+                "info": self._info(domain, max(trials.values()), agent),
+                "tasks": [named[name].model_dump(mode="json") for name in wanted],
+                "simulations": [one for one in simulations if one is not None],
+            }
+            written.append(folder / f"tau2-{domain}.json")
+            with replacing(written[-1]) as file:
+                file.write(json.dumps(values, ensure_ascii=False, indent=2).encode())
         return tuple(written)
 
+    def _info(self, domain: str, trials: int, agent: str) -> dict[str, Any]:
+        user = self._user
+        return {
+            "git_commit": "unknown",
+            "num_trials": trials,
+            "max_steps": self._config.max_turns,
+            "max_errors": MAX_ERRORS,
+            "user_info": {
+                "implementation": "user_simulator",
+                "llm": user.model,
+                "llm_args": {"temperature": user.temperature, "max_tokens": user.max_tokens},
+            },
+            "agent_info": {"implementation": "refiner", "llm": agent or None, "llm_args": {}},
+            "environment_info": {"domain_name": domain, "policy": self._domain(domain)[0]},
+        }
 
-@dataclass
-class Reopen:
-    """Gives an episode its parts, also in another process; pickled without key and judge."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self._config, self._user, self._key)
 
-    environment: Tau2Environment | None
-    config: EnvironmentConfig
-    user: UserConfig
-    key: str
-    domain: str
-    own_id: str
 
-    def __call__(self) -> tuple[Parts, Given, Rules]:
-        if self.environment is None:
-            judge = _JUDGES.get(self.key)
-            self.environment = Tau2Environment(self.config, self.user, judge)
-        return self.environment.opened(self.domain, self.own_id)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "environment": None}
+def _again(config: EnvironmentConfig, user: UserConfig, key: str) -> Tau2Environment:
+    """The environment in another process; it is pickled without key and judge."""
+    return Tau2Environment(config, user, _JUDGES.get(key))
 
 
 def _summary(task: Any) -> str:

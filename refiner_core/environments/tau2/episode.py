@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from refiner_core.environments.tau2.tasks import (
     with_judged,
     without_assertions,
 )
+from refiner_core.environments.user import user_failed
 
 #: By name, since its client need not be importable here.
 _SLOW = frozenset(
@@ -44,33 +45,16 @@ _DOWN = frozenset(
         *("APIConnectionError", "APIStatusError", "ConnectionError", "ConnectError", "OSError"),
         *("InternalServerError", "ServiceUnavailableError", "RateLimitError", "TransportError"),
         *("AuthenticationError", "PermissionDeniedError", "NotFoundError", "BadRequestError"),
+        *("APIError", "OpenAIError"),  # bases of all errors of its client
     }
 )
-#: Base of all errors of its client; those that are none of the above.
-_CLIENT = frozenset({"APIError", "OpenAIError"})
 _UNREADABLE = frozenset({"APIResponseValidationError", "JSONSchemaValidationError"})
 
 
 def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
     """The error of the infrastructure that stands for ``error``."""
     kind, detail = _kind(error)
-    words = {
-        "user_slow": f"did not answer within {user.timeout_s:g} s",
-        "user_down": "could not be asked",
-        "user_off_script": "gave no usable answer",
-    }[kind]
-    fixes = {
-        "user_slow": "raise the user's timeout_s, or give its server more room",
-        "user_down": f"check its base_url, model and key ({user.api_key_env}), and its server",
-        "user_off_script": "use a model that follows instructions and calls tools, and a server "
-        "that reads its calls",
-    }
-    return InfrastructureError(
-        f"The simulated user {user.model} {words} ({detail}, after {user.max_retries} more tries).",
-        kind=kind,
-        expected="one message, or calls of its tools",
-        fix=fixes[kind],
-    )
+    return user_failed(user, kind, f"{detail}, after {user.max_retries} more tries")
 
 
 def off_script(what: str, user: UserConfig) -> InfrastructureError:
@@ -90,7 +74,7 @@ def _kind(error: BaseException) -> tuple[str, str]:
             return "user_off_script", _shown(one)
         if names & _SLOW:
             return "user_slow", _shown(one)
-        if names & _DOWN or (names & _CLIENT):
+        if names & _DOWN:
             return "user_down", _shown(one)
     return "user_off_script", _shown(error)
 
@@ -112,6 +96,8 @@ def _shown(error: BaseException) -> str:
 
 
 SPEAK, FINISH = "respond", "done"
+#: Errors of tools, the user's included, after which tau2-bench ends an episode; its own default.
+MAX_ERRORS = 10
 #: Tool calls of a user between two things that they say.
 _MOST_USER_CALLS = 50
 _SEEDS = 2**31
@@ -120,36 +106,30 @@ _STOPPED = ("agent_stop", "user_stop")
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Settings of all episodes of an environment. ``judge`` is None where assertions in plain
-    language are excluded."""
+class Given:
+    """A task as tau2-bench has it, with the agent's ``tools`` by name, and settings of all
+    episodes. ``judge`` is None where assertions in plain language are excluded."""
 
+    parts: Parts
+    domain: str
+    task: Any
+    tools: Mapping[str, Any]
     max_steps: int
-    max_errors: int
     user: UserConfig
     user_args: Callable[[], dict[str, Any]]
     judge: Judge | None
 
 
-@dataclass(frozen=True)
-class Given:
-    """A task as tau2-bench has it; ``tools`` are the agent's by name."""
-
-    domain: str
-    task: Any
-    tools: Mapping[str, Any]
-
-
 class Tau2Episode:
     """Implements :class:`~refiner_core.environments.protocol.Episode`.
 
-    ``reopen`` gives the same task, parts and rules in another process; it is pickled in their place
-    and has to be a function of a module, or a bound method of what can be pickled.
+    ``reopen`` gives the same in another process; it is pickled in the place of what it gives, and
+    is a function of a module, or a bound method of what can be pickled.
     """
 
-    def __init__(self, reopen: Callable[[], tuple[Parts, Given, Rules]]) -> None:
-        self._reopen = reopen
-        self._parts, self._given, self._rules = reopen()
+    def __init__(self, reopen: Callable[[], Given]) -> None:
+        self._reopen, self._given = reopen, reopen()
+        self._parts = self._given.parts
         self._orchestrator: Any = None
         self._agent: Any = None
         self._seed, self._calls = 0, 0
@@ -168,7 +148,7 @@ class Tau2Episode:
         self._start(task)
         self._turn_until_agent()
         if self._orchestrator.done:
-            raise off_script("ended the conversation before it began", self._rules.user)
+            raise off_script("ended the conversation before it began", self._given.user)
         return (*said_before(task), self._told())
 
     def step(self, call: ToolCall) -> Step:
@@ -203,7 +183,7 @@ class Tau2Episode:
         simulation = self._simulation()
         measured, reward_info = self._measure(simulation)
         if reason not in _STOPPED:
-            measured = Measured(0.0, measured.components, measured.checks, measured.excluded)
+            measured = replace(measured, reward=0.0)
         failure = failure_of(measured, reason=reason, tools=self._tools, errors=self._errors)
         record = slim(simulation.model_dump(mode="json", exclude_none=True))
         record["termination_reason"] = reason or "max_steps"
@@ -223,14 +203,14 @@ class Tau2Episode:
     # ---- beginning
 
     def _start(self, task: Any) -> None:
-        parts, given, rules = self._parts, self._given, self._rules
+        parts, given = self._parts, self._given
         environment = parts.registry.get_env_constructor(given.domain)(solo_mode=False)
         self._agent = _agent_class(parts)(list(environment.get_tools()), environment.get_policy())
         user = parts.UserSimulator(
             tools=_user_tools(environment, given.task),
             instructions=given.task.user_scenario,
-            llm=f"openai/{rules.user.model}",
-            llm_args=rules.user_args(),
+            llm=f"openai/{given.user.model}",
+            llm_args=given.user_args(),
         )
         self._orchestrator = parts.Orchestrator(
             domain=given.domain,
@@ -238,8 +218,8 @@ class Tau2Episode:
             user=user,
             environment=environment,
             task=task,
-            max_steps=rules.max_steps,
-            max_errors=rules.max_errors,
+            max_steps=given.max_steps,
+            max_errors=MAX_ERRORS,
             seed=self._seed % _SEEDS,
             solo_mode=False,
         )
@@ -262,13 +242,13 @@ class Tau2Episode:
                 orchestrator.step()
             except Exception as error:
                 if asks_user:
-                    raise user_fault(error, self._rules.user) from None
+                    raise user_fault(error, self._given.user) from None
                 raise _crashed("a step failed", error) from error
             self._end_at_limits()
             user_calls += asks_user and orchestrator.to_role == role.ENV
             if user_calls > _MOST_USER_CALLS:
                 raise off_script(
-                    f"called {user_calls} tools without a word in between", self._rules.user
+                    f"called {user_calls} tools without a word in between", self._given.user
                 )
 
     def _end_at_limits(self) -> None:
@@ -288,7 +268,7 @@ class Tau2Episode:
         answers = (m for m in self._orchestrator.trajectory if getattr(m, "error", False))
         by_user = sum(answer.requestor == "user" for answer in answers)
         if 2 * by_user > self._orchestrator.num_errors:
-            raise off_script(f"made {by_user} calls of tools that failed", self._rules.user)
+            raise off_script(f"made {by_user} calls of tools that failed", self._given.user)
 
     def _message(self, call: ToolCall) -> Any:
         parts, said = self._parts, None
@@ -336,7 +316,6 @@ class Tau2Episode:
     def _simulation(self) -> Any:
         """What has happened, in its own words, as though it had ended by itself: its evaluation
         looks at nothing else where it did not."""
-        orchestrator = self._orchestrator
         reason = self._reason()
         return self._parts.SimulationRun(
             id=self._id,
@@ -345,20 +324,17 @@ class Tau2Episode:
             end_time=datetime.now(tz=UTC).isoformat(),
             duration=time.monotonic() - self._begun,
             termination_reason=reason if reason in _STOPPED else "agent_stop",
-            messages=orchestrator.get_trajectory(),
+            messages=self._orchestrator.get_trajectory(),
             seed=self._seed % _SEEDS,
         )
 
     def _measure(self, simulation: Any) -> tuple[Measured, dict[str, Any]]:
         parts, task = self._parts, self._given.task
         basis = basis_of(task)
-        measured_task = task
-        if NL_BASIS in basis:
-            measured_task = without_assertions(task)
         try:
             info = parts.evaluate_simulation(
                 simulation=simulation,
-                task=measured_task,
+                task=without_assertions(task) if NL_BASIS in basis else task,
                 evaluation_type=parts.EvaluationType.ALL,
                 solo_mode=False,
                 domain=self._given.domain,
@@ -368,11 +344,9 @@ class Tau2Episode:
         measured, assertions = read_reward_info(info), assertions_of(task)
         if NL_BASIS not in basis or not assertions:
             return measured, info
-        judge = self._rules.judge
+        judge = self._given.judge
         if judge is None:
-            return Measured(
-                measured.reward, measured.components, measured.checks, excluded=("nl",)
-            ), info
+            return replace(measured, excluded=("nl",)), info
         transcript = "\n".join(lines_of(simulation.messages))
         measured = with_judged(measured, assertions, transcript, judge)
         return measured, {**info, **_judged_info(measured, info)}
@@ -446,11 +420,7 @@ def _user_tools(environment: Any, task: Any) -> list[Any] | None:
     """The tools of a user; None where the domain has none."""
     include = getattr(task, "user_tools", None)
     try:
-        tools = (
-            environment.get_user_tools()
-            if include is None
-            else environment.get_user_tools(include=include)
-        )
+        tools = environment.get_user_tools(**({} if include is None else {"include": include}))
     except ValueError:  # "not available", says it
         return None
     return list(tools) or None

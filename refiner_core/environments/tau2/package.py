@@ -18,8 +18,8 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from refiner_core.contract.config import EnvironmentConfig
@@ -42,26 +42,8 @@ _DECIDING = ("domains", "environment", "evaluator", "gym", "orchestrator", "user
 _DATA_SUFFIXES = (".json", ".toml", ".md")
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What is used of it; the names are its own."""
-
-    registry: Any
-    GymAgent: Any
-    UserSimulator: Any
-    Orchestrator: Any
-    Role: Any
-    evaluate_simulation: Any
-    EvaluationType: Any
-    SimulationRun: Any
-    TerminationReason: Any
-    Task: Any
-    AssistantMessage: Any
-    UserMessage: Any
-    ToolMessage: Any
-    ToolCall: Any
-    version: str
-
+#: What is used of it, by its own names (:data:`_WHERE`), and its ``version``.
+Parts = SimpleNamespace
 
 _WHERE: dict[str, tuple[str, ...]] = {
     "tau2.registry": ("registry",),

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import urljoin
 
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest
@@ -110,27 +110,6 @@ class Conversations(Shares):
         self._home.pop(conversation, None)
 
 
-class Transport(Client):
-    """A session of one event loop; to be made inside it."""
-
-    def __init__(self) -> None:
-        super().__init__("", CONNECT_S, own=True)
-
-    async def complete(self, endpoint: Endpoint, body: bytes) -> Answered | Lost:
-        """Ask for a completion; how long that may take is the caller's business."""
-        return await self.post(f"{endpoint.url}/completions", endpoint, body)
-
-    async def is_well(self, endpoint: Endpoint) -> bool:
-        """True if the server says that its engine lives."""
-        return await self.probe(f"{root_of(endpoint)}/health", endpoint) == 200
-
-
-def root_of(endpoint: Endpoint) -> str:
-    """The server's address without the path of the API, below which its own routes are not."""
-    parts = urlsplit(endpoint.url)
-    return f"{parts.scheme}://{parts.netloc}"
-
-
 def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
     """Text of a server, to be quoted: one line, without the key."""
     text = " ".join(raw[: 4 * most].decode(errors="replace").split())
@@ -209,7 +188,7 @@ class Call:
         self._fleet, self._shares, self._question = fleet, shares, question
         self._in_flight, self._silence_s = in_flight, silence_s
         self._aborts: dict[int, int] = {}
-        self._transport: Transport | None = None
+        self._client: Client
         self._found: queue.SimpleQueue[tuple[int, Completion] | BaseException] = queue.SimpleQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread: LoopThread | None = None
@@ -250,7 +229,7 @@ class Call:
 
     def _begin(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._transport = Transport()
+        self._client = Client("", CONNECT_S, own=True)
         self._start(self._watch())
         self._pump()
 
@@ -259,18 +238,17 @@ class Call:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        if self._transport is not None:
-            await self._transport.close()
+        await self._client.close()
 
     def _pump(self) -> None:
         """Give work to every server that has room for it."""
-        if self._transport is None:
+        if not self._tasks:
             return  # it is about to begin
         for others in (False, True):  # what is its own first, so that nobody takes all at once
             for lane in self._shares.lanes:
-                self._fill(self._transport, lane, others=others)
+                self._fill(lane, others=others)
 
-    def _fill(self, transport: Transport, lane: Lane, *, others: bool) -> None:
+    def _fill(self, lane: Lane, *, others: bool) -> None:
         now = self._loop.time()
         while lane.up and now >= lane.held_until and len(lane.flying) < self._in_flight:
             index = self._shares.take(lane, others=others)
@@ -280,18 +258,17 @@ class Call:
                 return
             if not lane.flying and not lane.held_until:
                 lane.heard_at = now
-            lane.flying[index] = self._start(self._ask(transport, lane, index))
+            lane.flying[index] = self._start(self._ask(lane, index))
 
-    async def _ask(self, transport: Transport, lane: Lane, index: int) -> None:
+    async def _ask(self, lane: Lane, index: int) -> None:
         body = completion_body(*self._question(index))
-        answer = await transport.complete(lane.endpoint, body)
+        url = f"{lane.endpoint.url}/completions"
+        answer = await self._client.post(url, lane.endpoint, body)
         del lane.flying[index]
-        await self._take(transport, lane, index, answer)
+        await self._take(lane, index, answer)
         self._pump()
 
-    async def _take(
-        self, transport: Transport, lane: Lane, index: int, answer: Answered | Lost
-    ) -> None:
+    async def _take(self, lane: Lane, index: int, answer: Answered | Lost) -> None:
         """What an answer means for its sample and for its server."""
         if isinstance(answer, Answered) and answer.status == 200:
             lane.heard_at, lane.held_until, lane.failed = self._loop.time(), 0.0, 0
@@ -299,13 +276,13 @@ class Call:
             return
         self._shares.give_back(index)
         if isinstance(answer, Lost):
-            await self._doubt(transport, lane, answer.error)
-        elif answer.status == 503 and await transport.is_well(lane.endpoint):
+            await self._doubt(lane, answer.error)
+        elif answer.status == 503 and await self._is_well(lane.endpoint):
             lane.held_until = self._loop.time() + _FULL_S  # its queue is full
             self._loop.call_later(_FULL_S, self._pump)
         elif answer.status >= 500:
             why = f"HTTP {answer.status}: {said(answer.raw, lane.endpoint)}"
-            await self._doubt(transport, lane, why)
+            await self._doubt(lane, why)
         else:
             raise StageFailed(
                 f"The rollout server at {lane.endpoint.url} refuses a request with HTTP "
@@ -336,11 +313,15 @@ class Call:
             )
         self._shares.give_back(index)
 
-    async def _doubt(self, transport: Transport, lane: Lane, why: str) -> None:
+    async def _is_well(self, endpoint: Endpoint) -> bool:
+        """True if the server says that its engine lives: outside of the path of the API."""
+        return await self._client.probe(urljoin(endpoint.url, "/health"), endpoint) == 200
+
+    async def _doubt(self, lane: Lane, why: str) -> None:
         """A request failed: is it the server? One that is well may fail now and then."""
         lane.failed += 1
         endpoint = lane.endpoint
-        if lane.failed < _FAILURES and await transport.is_well(endpoint):
+        if lane.failed < _FAILURES and await self._is_well(endpoint):
             return
         if lane.endpoint is endpoint:
             self._down(lane, why)

@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -62,9 +61,6 @@ def _answers(call: Call) -> Iterator[tuple[int, Completion]]:
         wait_s = 0.0
 
 
-#: How often the caller hears of progress while no sample is finished, seconds.
-
-
 class VllmGenerator:
     """A :class:`~refiner_core.contract.types.Generator` over a fleet of vLLM servers.
 
@@ -93,12 +89,6 @@ class VllmGenerator:
         silence_s: float = 1800.0,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        if in_flight < 1:
-            raise ConfigurationError(
-                f"{in_flight} requests at a time sample nothing",
-                expected="1 or more",
-                fix="set grpo.generation_batch_size",
-            )
         self._fleet, self._window = fleet, window
         self._in_flight, self._silence_s = in_flight, silence_s
         self.on_step = on_step
@@ -128,8 +118,17 @@ class VllmGenerator:
         with self._fleet.busy:
             asked = Asked(params, self._fleet.stop_ids, self._fleet.version)
             shares = Shares(requests, self._fleet.endpoints())
-            call = self._call(shares, lambda index: Question(requests[index], asked))
-            return self._collect(call, len(requests), on_completion)
+            found: dict[int, Completion] = {}
+            with self._call(shares, lambda index: Question(requests[index], asked)) as call:
+                while len(found) < len(requests):
+                    with contextlib.suppress(queue.Empty):
+                        index, completion = call.next(_TICK_S)
+                        found[index] = completion
+                        if on_completion is not None:
+                            on_completion(index, completion)
+                    if self.on_step is not None:
+                        self.on_step(len(found), len(requests))
+        return [found[index] for index in range(len(requests))]
 
     def turns(self, desk: TurnDesk) -> None:
         """Sample the turns of conversations, each as soon as it may begin.
@@ -192,18 +191,3 @@ class VllmGenerator:
 
     def _call(self, shares: Shares, question: Callable[[int], Question]) -> Call:
         return Call(self._fleet, shares, question, self._in_flight, self._silence_s)
-
-    def _collect(
-        self, call: Call, count: int, on_completion: OnCompletion | None
-    ) -> list[Completion]:
-        found: dict[int, Completion] = {}
-        with call:
-            while len(found) < count:
-                with contextlib.suppress(queue.Empty):
-                    index, completion = call.next(_TICK_S)
-                    found[index] = completion
-                    if on_completion is not None:
-                        on_completion(index, completion)
-                if self.on_step is not None:
-                    self.on_step(len(found), count)
-        return [found[index] for index in range(count)]

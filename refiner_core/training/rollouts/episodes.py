@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from refiner_core.contract.config import GrpoConfig, RecipeConfig
+from refiner_core.contract.config import GrpoConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import (
@@ -236,36 +236,6 @@ def record_of(sample: Sampled) -> EpisodeRecord:
 
 
 # ---------------------------------------------------------------- before anything is sampled
-
-
-def check_tasks(prompts: Sequence[PromptRow], config: RecipeConfig) -> None:
-    """Refuse, before anything is sampled, rows that are no tasks, and policies and tools that leave
-    no room or would not fit a pack.
-
-    Raises
-    ------
-    ConfigurationError, DataError
-        Names the field, or the row.
-    """
-    grpo = config.grpo
-    for row in prompts:
-        task_of_row(row)
-    longest = max(prompts, key=lambda row: len(row.prompt_ids))
-    length = len(longest.prompt_ids)
-    if length >= grpo.max_token_length:
-        raise ConfigurationError(
-            f"Policy and tools of {longest.sample_id} have {length} tokens, which leaves no room "
-            f"in grpo.max_token_length={grpo.max_token_length}",
-            expected="a context with room for an episode",
-            fix="raise grpo.max_token_length and grpo.pack_length",
-        )
-    if grpo.pack_length < grpo.max_token_length:
-        raise ConfigurationError(
-            f"A whole episode (grpo.max_token_length={grpo.max_token_length}) does not fit in "
-            f"grpo.pack_length={grpo.pack_length}",
-            expected="packs as long as the longest episode",
-            fix=f"set grpo.pack_length={grpo.max_token_length} or more",
-        )
 
 
 def check_progress(environment: Environment, prompts: Sequence[PromptRow]) -> None:

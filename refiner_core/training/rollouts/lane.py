@@ -11,12 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from refiner_core.contract.checks.environment import (
-    alpha_of,
-    check_curriculum,
-    check_domains,
-    check_shaping,
-)
+from refiner_core.contract.checks.environment import alpha_of, check_domains
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fingerprint import derive_seed
@@ -29,7 +24,7 @@ from refiner_core.contract.types import (
     SamplingParams,
 )
 from refiner_core.environments.episodes import settings_of
-from refiner_core.environments.protocol import Environment, domain_of_id
+from refiner_core.environments.protocol import Environment, domain_of_id, task_of_row
 from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import Curriculum, require_episodes, shaped_reward
 from refiner_core.generation.completions import closing_ids, completion_text
@@ -48,7 +43,6 @@ from refiner_core.training.rollouts.episodes import (
     EpisodeBatch,
     attempts,
     check_progress,
-    check_tasks,
     episode_metrics,
     episode_rows,
     form_episode_groups,
@@ -234,8 +228,6 @@ class EpisodeLane(Lane):
         samples: bool,
     ) -> None:
         super().__init__(config, judge)
-        check_shaping(config.environment.shaping)
-        check_curriculum(config.grpo.curriculum)
         self.environment = environment
         if environment is None and samples:
             if judge is None and config.environment.nl_assertions == "judge":
@@ -250,9 +242,11 @@ class EpisodeLane(Lane):
         self.curriculum = Curriculum(config.grpo.curriculum)
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
-        """See :func:`~refiner_core.training.rollouts.episodes.check_tasks` and
+        """Refuse, before anything is sampled, rows that are no tasks or leave no room; and see
         :func:`~refiner_core.training.rollouts.episodes.check_progress`."""
-        check_tasks(prompts, self.config)
+        for row in prompts:
+            task_of_row(row)
+        check_room(prompts, self.grpo)
         if self.environment is not None and not self.config.environment.domains:
             # the data stage has said so too, but is skipped where its outputs are there already
             check_domains(self.config.environment.shaping, self.environment.domains())
