@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-import shlex
-from dataclasses import asdict
 import click
 
 from flows.cli.options import command_line, json_option, say_next, show, split_workspace

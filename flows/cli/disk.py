@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.options import json_option, say, say_next, show, split_workspace
-from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
@@ -22,6 +20,7 @@ from flows.cli.options import (
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report

@@ -208,6 +208,7 @@ def certify_command(
     show_default=True,
     help="kill -9 of the worker, requests to stop, or in turn",
 )
+@click.option("--processes", type=int, metavar="N", help="training processes (default: the recipe)")
 @click.option(
     "--resume-processes",
     type=int,

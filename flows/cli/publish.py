@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli.run import detach_option, finish, leave_to, stop_on_signals
-from infra.disk.keeper import gib
-from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
@@ -26,8 +23,10 @@ from flows.cli.options import (
     working_options,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
+from infra.disk.keeper import gib
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
-from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
@@ -24,6 +23,7 @@ from flows.cli.options import (
     word_of,
 )
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.nightly.history import Reading

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
@@ -23,6 +22,7 @@ from flows.cli.options import (
     show,
 )
 from refiner_core.contract.records import picked, to_json
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from refiner_core.report.printing import table_lines
 import click
 
 from flows.cli.options import (
@@ -26,6 +25,7 @@ from flows.cli.run import finish, leave_to, say_left, stop_on_signals
 from infra.store.sweep_records import sweep_versions
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.running.background import Launch

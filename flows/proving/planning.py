@@ -53,6 +53,7 @@ class Asked:
     interruptions: int = 4
     seed: int = 0
     how: Literal["kill", "stop", "both"] = "both"
+    processes: int | None = None
     resume_processes: int | None = None
     tolerance: float | None = None
 
@@ -111,7 +112,7 @@ def plan_resume_proofs(recipe: str, overrides: Sequence[str] = (), **options: An
         As for :func:`flows.api.run_recipe`.
     **options
         Fields of :class:`flows.proving.planning.Asked`: ``stage``, ``steps``, ``interruptions``,
-        ``seed``, ``how``, ``resume_processes``, ``tolerance``.
+        ``seed``, ``how``, ``processes``, ``resume_processes``, ``tolerance``.
 
     Returns
     -------
@@ -155,6 +156,7 @@ def _check(asked: Asked) -> None:
     for option, value, least in (
         ("--steps", asked.steps, 2),  # one to be interrupted in, and one after it
         ("--interruptions", asked.interruptions, 1),
+        ("--processes", asked.processes, 1),
         ("--resume-processes", asked.resume_processes, 1),
         ("--tolerance", asked.tolerance, 0),
     ):
@@ -205,6 +207,8 @@ def _changed(
         "dispatch.retries.killed": -1,
     }
     for kind in trained:
+        if asked.processes is not None and kind in kinds:
+            found[f"{kind}.nproc_per_node"] = asked.processes
         stage = next(s for s in whole.stages if s.kind == kind)
         if kind not in kinds and workspace.read_result(stage.id) is not None:
             continue

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from refiner_core.contract.records import ArmRecord, to_json
 from flows.checking.models import asked_of_model, check_model_files
 from flows.checking.sources import each_read_once, resolve_sources
 from flows.sweeping.evidence import read_evidence
@@ -38,7 +37,7 @@ from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, what_follows, whole_paths
-from refiner_core.contract.records import picked, to_json
+from refiner_core.contract.records import ArmRecord, picked, to_json
 from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields

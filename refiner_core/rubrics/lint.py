@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from refiner_core.contract.files import keys_twice
 from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.files import keys_twice
 from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
 from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets

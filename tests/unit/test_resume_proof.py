@@ -377,7 +377,7 @@ def test_impossible_options_are_refused_before_anything_runs() -> None:
     [
         (Asked("tiny-zero3", stage="sft", resume_processes=1), 2, 1),
         (Asked("tiny-zero3", stage="sft", resume_processes=2), 2, None),
-        (Asked("tiny-zero3", ("sft.nproc_per_node=1",), stage="sft", resume_processes=2), 1, 2),
+        (Asked("tiny-zero3", stage="sft", processes=1, resume_processes=2), 1, 2),
         (Asked("tiny", stage="grpo", resume_processes=1), 1, None),
     ],
 )

@@ -50,10 +50,11 @@ def general_findings(
     known = quantities(document)
     shares = list(impossible_shares(document, known))
     impossible = [q for finding, q in shares if q is not None and finding.is_error]
+    ours = is_ours(document)
     found = [
         *front.findings,
-        *([_NO_EVIDENCE] if is_ours(document) and not has_evidence else []),
-        *text_findings(document),
+        *([_NO_EVIDENCE] if ours and not has_evidence else []),
+        *text_findings(document, is_ours=ours),
         *table_findings(document, known),
         *(finding for finding, _ in shares),
         *claim_findings(document, known, impossible),

@@ -14,14 +14,17 @@ from itertools import islice
 
 from refiner_core.cards.lint.markdown import Document, Finding, Paragraph, Severity
 from refiner_core.cards.lint.quantities import (
+    OVERALL,
     Figure,
     Quantity,
     agree,
+    metric_of,
     metrics_in,
     parse_figure,
     parse_number,
     role_of,
     same_elsewhere,
+    words,
 )
 
 _BETTER = r"(?:improvement|better|higher|increase|gain|boost|more accurate)"
@@ -263,6 +266,18 @@ _REASONS = re.compile(
     rf"(?<![\d.,])(?P<part>{_COUNT})\s+of\s+(?:{_COUNT})\s+[^:.\n]{{1,60}}:\s+"
     rf"(?P<list>(?:{_COUNT})\s+`[^`\n]+`(?:,\s+(?:and\s+)?(?:{_COUNT})\s+`[^`\n]+`)*)"
 )
+_MENTION = re.compile(
+    r"(?<![\d.,/])(?:(?P<before>\d+(?:\.\d+)?)\s?%\**\s+\**(?P<metric>pass\s?@\s?\d+|accuracy|F1)\b"
+    r"|\b(?P<name>pass\s?@\s?\d+|accuracy|F1)\**\s+(?:score\s+)?(?:of|:|=|is)\s+\**"
+    r"(?P<after>\d+(?:\.\d+)?)\s?%)",
+    re.IGNORECASE,
+)
+#: Numbers in sentences that are looked for in tables.
+_MOST_MENTIONS = 200
+_OWN_WORDS = re.compile(
+    r"(?i)\b(?:this|our|the) model\b|\bachiev|\breach|\battain|\bwe (?:get|obtain)"
+)
+_ON = re.compile(r"[\s*_<>/a-z]*?\bon\s+(?:the\s+)?[\s*_`\[]*(?P<what>[\w.+-]+)", re.IGNORECASE)
 _TOO_MUCH = re.compile(
     r"(?<![\d.,])(?P<value>\d+(?:\.\d+)?)\s?%\**\s+"
     r"(?:pass\s?@\s?\d+|accuracy|precision|recall|F1)\b",
@@ -274,6 +289,9 @@ def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
     """All findings in sentences, and between them and tables."""
     for paragraph in document.paragraphs:
         yield from _counts(paragraph)
+    mentions = ((p, m) for p in document.paragraphs for m in _MENTION.finditer(p.without_code))
+    for paragraph, found in islice(mentions, _MOST_MENTIONS):
+        yield from _mentioned(paragraph, found, known)
     for table in document.tables:
         for row in table.rows:
             for found in _QUOTED.finditer(" ".join(f"{cell.text}\t" for cell in row.cells)):
@@ -333,6 +351,45 @@ def _quotient(line: int, found: re.Match[str]) -> Iterator[Finding]:
 
 
 # ---------------------------------------------------------------- one quantity, one value
+
+
+def _mentioned(
+    paragraph: Paragraph, found: re.Match[str], known: Sequence[Quantity]
+) -> Iterator[Finding]:
+    """``59% Pass@4`` is one of the table's numbers of that metric."""
+    metric = metric_of(found["metric"] or found["name"])
+    figure = parse_figure((found["before"] or found["after"]) + "%")
+    there = [q for q in known if metric and q.metric.key == metric.key]
+    if figure is None or not there or any(agree(figure, q.figure) for q in there):
+        return
+    named = [q for q in there if _named(q, paragraph.text)]
+    ours = _OWN_WORDS.search(paragraph.text)
+    after = paragraph.without_code[found.end() : found.end() + 200]
+    if named or (ours and _is_of(there, paragraph.text, after)):
+        other = (named or there)[0]
+        yield Finding(
+            paragraph.line_of(found.start()),
+            "two-values",
+            f"{found.group().replace('*', '')} stands in no table; "
+            f"{other.label or 'there'} has {other.shown} (line {other.line})",
+            "correct one of them",
+        )
+
+
+def _named(q: Quantity, text: str) -> bool:
+    label = words(q.label)
+    return len(q.label) > 3 and not q.compares and bool(label) and label <= words(text)
+
+
+def _is_of(there: Sequence[Quantity], sentence: str, after: str) -> bool:
+    """True if a number can only be one of these: they stand in one section, and what the sentence
+    says that it was measured on is named there."""
+    sections = {q.table.headings[:2] for q in there}
+    on = _ON.match(after)
+    places = [words(" ".join([*q.table.headings, *q.name])) for q in there]
+    if on is not None:
+        return len(sections) == 1 and any(words(on["what"]) <= place for place in places)
+    return len(sections) == 1 and all(q.name <= words(sentence) | OVERALL for q in there)
 
 
 def _twice(known: Sequence[Quantity]) -> Iterator[Finding]:

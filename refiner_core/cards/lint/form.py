@@ -30,24 +30,30 @@ _IN_PROSE = (
     re.compile(rf"\[\s*(?P<what>{_NOT_A_NUMBER})\s*,", re.IGNORECASE),
     re.compile(rf"\d\s*,\s*(?P<what>{_NOT_A_NUMBER})\s*\]", re.IGNORECASE),
 )
-#: Somebody's own folder.
+#: Somebody's own folder, and what may be in a container or what everybody has: for our own cards.
 _PATH = re.compile(
     r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
     r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
 )
+_OF_OURS = re.compile(
+    r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
+    r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
+)
 
 
-def text_findings(document: Document) -> Iterator[Finding]:
-    """All findings that need no numbers."""
+def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
+    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
+    a machine at all."""
+    paths = _OF_OURS if is_ours else _PATH
     for paragraph in document.paragraphs:
-        for path in _PATH.finditer(paragraph.text):
+        for path in paths.finditer(paragraph.text):
             yield _path(paragraph.line_of(path.start()), path)
         for pattern in _IN_PROSE:
             for found in pattern.finditer(paragraph.without_code):
                 yield _nan(paragraph.line_of(found.start("what")), found["what"])
     for table in document.tables:
         for row in table.rows:
-            yield from (_path(row.line, m) for c in row.cells for m in _PATH.finditer(c.text))
+            yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c.text))
             for cell in row.cells[1:]:
                 if said := _IN_CELL.search(cell.text):
                     yield _nan(row.line, said["what"] or said["later"])
