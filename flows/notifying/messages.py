@@ -16,7 +16,7 @@ from infra.host.secrets import masked
 from infra.orchestrator.timeline import WHAT, rough
 from infra.store.layout import call_title, is_sweep
 from refiner_core.contract.types import StageView
-from refiner_core.report.printing import counted
+from refiner_core.report.printing import counted, measured
 
 
 class Sight(NamedTuple):
@@ -178,10 +178,10 @@ def number_lines(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
     """``reward: 0.000 (base) -> 8.633 [8.324, 8.896] (grpo)``, by the main decoding."""
     from refiner_core.evaluation.metrics import main_metrics, of_tasks  # brings numpy: 0.3 s
 
-    measured = [n for n in numbers if n["stage"] != "random_copier" and n["value"] is not None]
-    if not measured:
+    known = [n for n in numbers if n["stage"] != "random_copier" and n["value"] is not None]
+    if not known:
         return []
-    sampled = [n for n in measured if n["decoding"] == "sampled"] or measured
+    sampled = [n for n in known if n["decoding"] == "sampled"] or known
     first = sampled[0]
     here = [n for n in sampled if all(n[k] == first[k] for k in ("under", "decoding"))]
     models = list(dict.fromkeys(str(n["stage"]) for n in here))
