@@ -26,7 +26,6 @@ from typing import Any, Protocol
 from unittest import mock
 
 import infra.attempt.attempt
-import infra.orchestrator.waiting
 import infra.store.atomic
 import infra.store.workspace
 from infra.attempt import attempt as room
@@ -40,6 +39,7 @@ from infra.jobs import signals
 from infra.jobs.signals import SlurmJob
 from infra.store import atomic, checkpoints
 from tests.simulation.world import World
+from tests.support import probing
 
 BEAT_S = 100.0
 
@@ -214,7 +214,7 @@ def _jobs(put: Put, world: World, scheduler: Scheduler) -> None:
 
 
 def _room(put: Put, world: World, disk: Disk) -> None:
-    for module in (infra.store.atomic, infra.orchestrator.waiting, infra.store.workspace):
+    for module in (infra.store.atomic, probing, infra.store.workspace):
         put(module, "has_room", disk.has_room)
 
     def refusal(folder: Path, size: int) -> int | None:

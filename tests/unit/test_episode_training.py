@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.checks.training import check_training
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig
 from refiner_core.contract.errors import (
@@ -18,6 +19,7 @@ from refiner_core.contract.errors import (
     Interrupted,
     UnsupportedError,
 )
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.training_config import CurriculumConfig, ShapingConfig
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.data.prepared import load_prompts
@@ -351,12 +353,16 @@ def test_credit_by_turns_needs_an_environment_that_tells_progress(new):
     assert fine()["steps"] == 1
 
 
+def test_a_pack_that_is_shorter_than_an_episode_is_refused_when_planned() -> None:
+    words = ["grpo.max_token_length=400", "grpo.pack_length=399"]
+    with pytest.raises(ConfigurationError, match="cannot hold an episode of 400"):
+        check_config(load_recipe("tiny-tools", words))
+
+
 @pytest.mark.parametrize(
     ("environment", "grpo", "error", "says"),
     [
-        ({}, {"pack_length": 399}, ConfigurationError, "grpo.pack_length=400"),
         ({}, {"max_token_length": 20}, ConfigurationError, "grpo.max_token_length"),
-        ({"shaping": ShapingConfig(weights=("x",))}, {}, ConfigurationError, "shaping.weights"),
         ({"nl_assertions": "judge"}, {}, ValueError, "rank 0, and no other, has the judge"),
     ],
 )

@@ -566,7 +566,9 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
     missing = [m for m in ("openai", "uvicorn", "fastapi") if importlib.util.find_spec(m) is None]
     require("serving", not missing, f"`transformers serve` needs {', '.join(missing)}")
     model = str(tiny_model_dir())
-    judge = JudgeConfig("openai", model, serve=ServeConfig("transformers", python=sys.executable))
+    judge = JudgeConfig(
+        "openai", model, serve=ServeConfig(engine="transformers", python=sys.executable)
+    )
     judge = serve(judge, args=("--device cpu",), setup=("export OMP_NUM_THREADS=1",))
     with Server(judge, tmp_path) as server:
         check_chat(server.endpoint, model)
@@ -576,7 +578,7 @@ def test_transformers_serves_the_shipped_model(tmp_path: Path) -> None:
 def test_vllm_serves_the_shipped_model_with_a_key(tmp_path: Path) -> None:
     python = os.environ.get("REFINER_VLLM_PYTHON")
     require("vllm", python, "REFINER_VLLM_PYTHON names no interpreter that has vLLM")
-    judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig("vllm", python=python))
+    judge = JudgeConfig("openai", "builtin:tiny", serve=ServeConfig(engine="vllm", python=python))
     judge = serve(judge, args=("--dtype float32", "--max-model-len 8192", "--enforce-eager"))
     with server_of(tmp_path, judge, weights=str(tiny_model_dir())) as server:
         check_chat(server.endpoint, "builtin:tiny")
