@@ -25,7 +25,6 @@ from refiner_core.contract.steering_config import Resources as Resources
 from refiner_core.contract.steering_config import RetryConfig as RetryConfig
 from refiner_core.contract.steering_config import TrackingConfig as TrackingConfig
 from refiner_core.contract.training_config import CurriculumConfig as CurriculumConfig
-from refiner_core.contract.training_config import EngineConfig
 from refiner_core.contract.training_config import EnvironmentConfig as EnvironmentConfig
 from refiner_core.contract.training_config import GrpoConfig as GrpoConfig
 from refiner_core.contract.training_config import HealthConfig as HealthConfig
@@ -153,7 +152,7 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class ServeConfig(EngineConfig):
+class ServeConfig:
     """A judge's server that refiner starts, shares and ends by itself.
 
     Nothing here changes what a judgement is, so that stages do not run again because their judge is
@@ -169,6 +168,23 @@ class ServeConfig(EngineConfig):
         "job",
         doc="`job`: a job of its own, shared by all that judge alike; `beside`: within the job "
         "that judges, on its resources",
+    )
+    python: str | None = execution(
+        None,
+        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
+        "`transformers`) command on PATH after `setup`",
+    )
+    setup: tuple[str, ...] = execution(
+        (), doc="shell lines before it starts, e.g. `module load vllm/0.33`"
+    )
+    container: str | None = execution(
+        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
+    )
+    args: tuple[str, ...] = execution(
+        (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
+    )
+    start_timeout_s: float = execution(
+        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
     )
     idle_timeout_s: float = execution(
         600.0, ge=0, doc="it ends when nobody has held a lease for this long, seconds"

@@ -137,21 +137,7 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True)
-class GenerationConfig:
-    """What samples in the stages that train or sample."""
-
-    generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples; servers are those of grpo.rollout_server"
-    )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
-    )
-
-
-@dataclass(frozen=True)
-class SampleConfig(GenerationConfig):
+class SampleConfig:
     """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
 
     attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
@@ -175,6 +161,14 @@ class SampleConfig(GenerationConfig):
         "tools",
         doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
         "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
+    )
+    generation_backend: Literal["transformers", "vllm"] = identity(
+        "transformers", doc="what samples; servers are those of grpo.rollout_server"
+    )
+    generation_batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
     )
     save_freq: int = execution(
         1, ge=1, doc="batches between checkpoints; finished attempts are kept"
@@ -228,36 +222,27 @@ class HealthConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How the program that serves a model is started."""
-
-    python: str | None = execution(
-        None,
-        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
-        "`transformers`) command on PATH after `setup`",
-    )
-    setup: tuple[str, ...] = execution(
-        (), doc="shell lines before it starts, e.g. `module load vllm/0.33`"
-    )
-    container: str | None = execution(
-        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
-    )
-    args: tuple[str, ...] = execution(
-        (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
-    )
-    start_timeout_s: float = execution(
-        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
-    )
-
-
-@dataclass(frozen=True)
-class RolloutServerConfig(EngineConfig):
+class RolloutServerConfig:
     """vLLM servers that a GRPO stage starts on its own nodes, as children of its attempt.
 
     They are reached over HTTP and live in an environment of their own; weights go to them at every
     step. How many there are is `grpo.vllm_num_engines`.
     """
 
+    python: str | None = execution(
+        None,
+        doc="interpreter of the environment that has vLLM; none is the first `vllm` command on "
+        "PATH after `setup`",
+    )
+    setup: tuple[str, ...] = execution(
+        (), doc="shell lines before one starts, e.g. `module load vllm/0.33`"
+    )
+    container: str | None = execution(
+        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
+    )
+    args: tuple[str, ...] = execution(
+        (), doc="further arguments of `vllm serve`, e.g. `--gpu-memory-utilization 0.8`"
+    )
     weight_transfer: Literal["auto", "reload", "nccl", "ipc"] = execution(
         "auto",
         doc="how weights get there: files in memory (`reload`), NCCL between GPUs, CUDA IPC on one "
@@ -268,6 +253,9 @@ class RolloutServerConfig(EngineConfig):
     )
     colocate: bool = execution(
         False, doc="servers share the GPUs of the trainer instead of having their own"
+    )
+    start_timeout_s: float = execution(
+        1800.0, gt=0, doc="how long one may take from its start until it answers, seconds"
     )
     request_timeout_s: float = execution(
         1800.0, gt=0, doc="how long one batch of requests may take before its server counts as hung"
@@ -286,13 +274,29 @@ class RolloutServerConfig(EngineConfig):
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
-    """What all training here has in common."""
+class SftConfig:
+    """Supervised fine-tuning on assistant tokens only."""
 
+    learning_rate: float = identity(1e-5, ge=0, doc="peak learning rate of AdamW")
+    muon_learning_rate: float = identity(
+        0.01, ge=0, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
+    )
+    optimizer: Literal["adamw", "muon"] = identity(
+        "adamw", doc="`muon`: Muon on hidden matrices, AdamW on the rest"
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
+        "cosine", doc="schedule after the warm-up"
+    )
+    warmup_ratio: float = identity(0.03, ge=0, le=1, doc="share of steps in linear warm-up")
+    num_train_epochs: float = identity(2.0, gt=0, doc="passes over the demonstrations")
+    max_train_steps: int | None = identity(None, ge=1, doc="stop after this many optimiser steps")
     pack_length: int = identity(8192, ge=1, doc="tokens in one pack")
     per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
+    gradient_accumulation_steps: int = identity(1, ge=1, doc="forward passes per optimiser step")
     weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
     max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
+    eval_freq: int = execution(50, ge=1, doc="steps between validation losses")
+    save_freq: int = execution(200, ge=1, doc="steps between checkpoints")
     first_save: int | None = execution(
         None,
         ge=1,
@@ -316,33 +320,11 @@ class TrainingConfig:
         True, doc="write checkpoints while training goes on; costs their size in host memory"
     )
     health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
-
-
-@dataclass(frozen=True)
-class SftConfig(TrainingConfig):
-    """Supervised fine-tuning on assistant tokens only."""
-
-    learning_rate: float = identity(1e-5, ge=0, doc="peak learning rate of AdamW")
-    muon_learning_rate: float = identity(
-        0.01, ge=0, doc="peak learning rate of Muon on matrices (with optimizer=muon only)"
-    )
-    optimizer: Literal["adamw", "muon"] = identity(
-        "adamw", doc="`muon`: Muon on hidden matrices, AdamW on the rest"
-    )
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = identity(
-        "cosine", doc="schedule after the warm-up"
-    )
-    warmup_ratio: float = identity(0.03, ge=0, le=1, doc="share of steps in linear warm-up")
-    num_train_epochs: float = identity(2.0, gt=0, doc="passes over the demonstrations")
-    max_train_steps: int | None = identity(None, ge=1, doc="stop after this many optimiser steps")
-    gradient_accumulation_steps: int = identity(1, ge=1, doc="forward passes per optimiser step")
-    eval_freq: int = execution(50, ge=1, doc="steps between validation losses")
-    save_freq: int = execution(200, ge=1, doc="steps between checkpoints")
     resources: Resources = section(Resources, doc="resources of the SFT job")
 
 
 @dataclass(frozen=True)
-class GrpoConfig(TrainingConfig, GenerationConfig):
+class GrpoConfig:
     """Group-relative policy optimisation; names and seed values of the reference trainer."""
 
     num_training_steps: int = identity(1000, ge=1, doc="optimiser steps of the whole run")
@@ -358,6 +340,7 @@ class GrpoConfig(TrainingConfig, GenerationConfig):
         ge=1,
         doc="prompt and response together (tokens); the reference's flag bounds prompt and labels",
     )
+    pack_length: int = identity(8192, ge=1, doc="tokens in one pack")
     stop_strings: tuple[str, ...] = identity(
         (), doc="sampling ends after one of these; they stay in the text"
     )
@@ -366,6 +349,9 @@ class GrpoConfig(TrainingConfig, GenerationConfig):
         "constant", doc="schedule after the warm-up"
     )
     warmup_ratio: float = identity(0.0, ge=0, le=1, doc="share of steps in linear warm-up")
+    weight_decay: float = identity(0.0, ge=0, doc="AdamW weight decay")
+    max_grad_norm: float = identity(1.0, doc="gradient clipping (global 2-norm)")
+    per_device_train_batch_size: int = identity(1, ge=1, doc="packs in one forward pass")
     num_mini_batches: int = identity(1, ge=1, doc="optimiser steps per batch of rollouts")
     num_epochs: int = identity(1, ge=1, doc="passes over one batch of rollouts")
     beta: float = identity(0.001, ge=0, doc="KL coefficient; 0 keeps no reference model in memory")
@@ -419,10 +405,41 @@ class GrpoConfig(TrainingConfig, GenerationConfig):
     curriculum: CurriculumConfig = section(
         CurriculumConfig, doc="weights of tasks by their success so far"
     )
+    generation_backend: Literal["transformers", "vllm"] = identity(
+        "transformers", doc="what samples the rollouts"
+    )
+    generation_batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
+    )
     save_freq: int = execution(50, ge=1, doc="steps between checkpoints")
+    first_save: int | None = execution(
+        None,
+        ge=1,
+        doc="save after this step, too: a sweep's first trial shows early what a save takes",
+    )
+    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
+    deepspeed_stage: Literal[0, 1, 2, 3] | None = execution(
+        None, doc="ZeRO stage; none trains with plain torch (several processes share gradients)"
+    )
+    nproc_per_node: int | None = execution(
+        None,
+        ge=1,
+        doc="training processes per node (torchrun); none is one per GPU that no rollout server "
+        "takes, and one on the CPU",
+    )
+    offload_optimizer: bool = execution(
+        False, doc="keep optimiser state in host memory (ZeRO-1 to 3)"
+    )
+    offload_param: bool = execution(False, doc="keep weights in host memory (ZeRO-3)")
+    async_save: bool = execution(
+        True, doc="write checkpoints while training goes on; costs their size in host memory"
+    )
     vllm_num_engines: int = execution(1, ge=1, doc="rollout servers of the vllm backend")
     vllm_tensor_parallel_size: int = execution(1, ge=1, doc="GPUs per rollout server")
     rollout_server: RolloutServerConfig = section(
         RolloutServerConfig, doc="servers of the vllm backend"
     )
+    health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
     resources: Resources = section(Resources, doc="resources of the GRPO job")
