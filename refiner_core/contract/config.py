@@ -14,10 +14,11 @@ these classes and refuses what does not fit. Cross-field checks live in
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.marks import added, execution, identity, section
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.marks import STRICT, added, execution, identity, section
 from refiner_core.contract.steering_config import DiskConfig as DiskConfig
 from refiner_core.contract.steering_config import DispatchConfig as DispatchConfig
 from refiner_core.contract.steering_config import NotifyConfig as NotifyConfig
@@ -38,7 +39,7 @@ from refiner_core.contract.training_config import UserConfig as UserConfig
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class CommandConfig:
     """A training script of somebody else's, run under the same care (stage `command`).
 
@@ -119,7 +120,7 @@ def placeholders(text: str) -> list[str]:
 LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RewardConfig:
     """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
 
@@ -151,7 +152,7 @@ class RewardConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ServeConfig:
     """A judge's server that refiner starts, shares and ends by itself.
 
@@ -191,7 +192,7 @@ class ServeConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class JudgeConfig:
     """Who scores rubrics and citations."""
 
@@ -272,7 +273,7 @@ class JudgeConfig:
     resources: Resources = section(Resources, doc="resources of the judge's server")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The model that the first training stage starts from."""
 
@@ -299,7 +300,7 @@ class ModelConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """From raw rows to tokenised training, validation and held-out sets."""
 
@@ -347,7 +348,7 @@ class DataConfig:
     resources: Resources = section(Resources, doc="resources of the data job")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PublishConfig:
     """Which checkpoints go where, and with what card.
 
@@ -407,7 +408,7 @@ class PublishConfig:
     resources: Resources = section(Resources, doc="resources of the publish job")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class EvaluateConfig:
     """The protocol of an evaluation, and which models it is applied to."""
 
@@ -460,7 +461,7 @@ class EvaluateConfig:
     resources: Resources = section(Resources, doc="resources of the evaluation job")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RecipeConfig:
     """A whole recipe."""
 

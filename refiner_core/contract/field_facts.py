@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import field_info, suggest
+from refiner_core.contract.fields import adapter, field_info, suggest
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.evaluate import ONLY_OF_EPISODES
 from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
@@ -247,14 +247,12 @@ def _notes(path: str) -> tuple[str, ...]:
 SCHEMA_FILE = "recipe.schema.json"
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
-_ABOUT = ("title", "description", "default", "x-mark")
+_ABOUT = ["title", "description", "default", "x-mark", "minimum", "exclusiveMinimum", "maximum"]
 
 
 def recipe_schema() -> dict[str, Any]:
     """The schema (draft 2020-12) of a recipe's YAML file."""
-    from pydantic import TypeAdapter
-
-    schema = TypeAdapter(RecipeConfig).json_schema()
+    schema = adapter(RecipeConfig).json_schema()
     for section in (schema, *schema["$defs"].values()):
         section["additionalProperties"] = False
         section["properties"] = {k: _value(v) for k, v in section["properties"].items()}

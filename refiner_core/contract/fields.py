@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import types
+import json
+import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.marks import FieldInfo, walk
+from refiner_core.contract.marks import STRICT, FieldInfo, is_section, walk
 
 
 def suggest(word: str, known: typing.Iterable[str]) -> str:
@@ -26,9 +29,9 @@ def suggest(word: str, known: typing.Iterable[str]) -> str:
 
 
 @functools.cache
-def hints(kind: type) -> dict[str, Any]:
-    """The types of a section's fields."""
-    return typing.get_type_hints(kind)
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Pydantic's validator of a section or of a field's type."""
+    return TypeAdapter(kind, config=None if is_section(kind) else STRICT)
 
 
 def replace_fields(config: RecipeConfig, changes: Mapping[str, Any]) -> RecipeConfig:
@@ -112,43 +115,66 @@ def unknown_key(path: str, origin: str) -> ConfigurationError:
     )
 
 
-def typed(kind: Any, value: Any, path: str) -> Any:
-    """``value`` as ``kind``; ints pass as floats, lists as tuples, nothing else is converted."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return typed(next(a for a in args if a is not type(None)), value, path)
-    if origin is Literal:
-        if value is False and "off" in args:  # what YAML makes of the bare word
-            return "off"
-        if value in args and type(value) in {type(a) for a in args}:
-            return value
-        near = suggest(str(value), [str(a) for a in args])
-        raise _wrong(path, value, "one of " + ", ".join(map(str, args)), near)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _wrong(path, value, "a list, e.g. [a, b]", fix=f"set {path}='[{value}]'")
-        return tuple(typed(args[0], v, f"{path}[{i}]") for i, v in enumerate(value))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        if kind is str and isinstance(value, int | float):
-            note = " It reads as a value of another type; text that looks like one is quoted."
-            text = str(value).lower() if isinstance(value, bool) else value
-            fix = f"quote it, for YAML and for the shell: {path}='\"{text}\"'"
-            raise _wrong(path, value, _NAMES[kind], note, fix)
-        may_be_empty = kind is str and getattr(_fields().get(path), "default", 0) == ""
-        empty = f"drop it, or write {path}='\"\"' for empty text" if may_be_empty else ""
-        raise _wrong(path, value, _NAMES.get(kind, str(kind)), fix=empty if value is None else "")
-    return value
+def typed(kind: Any, value: Any, path: str = "", origin: str = "") -> Any:
+    """``value``, as it stands in YAML or in a record, as a section or a field's type: whole numbers
+    pass as floats, lists as tuples, nothing else is converted.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the first field that does not fit, and what it is besides.
+    """
+    text = json.dumps(value, default=lambda v: {type(v).__name__: str(v)})
+    try:
+        return adapter(kind).validate_json(text)
+    except ValidationError as error:
+        found = [_refusal(e, path, origin) for e in error.errors(include_url=False)]
+    first, *others = sorted(found, key=lambda refusal: not refusal.what.startswith("There is no"))
+    more = "".join(f" {e.what.rstrip('.')} (expected {e.expected})." for e in others)
+    what = f"{first.what}{more and ' Besides:'}{more}"
+    raise ConfigurationError(what, expected=first.expected, fix=first.fix)
 
 
-_NAMES: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
+def _refusal(error: Any, path: str, origin: str) -> ConfigurationError:
+    """One error of pydantic's, in our words."""
+    for part in error["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    kind, value = error["type"], error["input"]
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(_deepest(path, value), origin)
+    if kind == "dataclass_type":
+        what, fix = f"Section `{path}` is {value!r}.", f"write e.g. `{path}.FIELD=VALUE`"
+        return ConfigurationError(what, expected="a mapping of fields", fix=fix)
+    if kind == "tuple_type":
+        return _wrong(path, value, "a list, e.g. [a, b]", fix=f"set {path}='[{value}]'")
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'|(\d+)", error["ctx"]["expected"])
+        names = [text or number for text, number in choices]
+        return _wrong(path, value, f"one of {', '.join(names)}", suggest(str(value), names))
+    expected = _NAMES.get(kind, error["msg"])
+    if kind == "string_type" and isinstance(value, int | float):
+        note = " It reads as a value of another type; text that looks like one is quoted."
+        text = str(value).lower() if isinstance(value, bool) else value
+        fix = f"quote it, for YAML and for the shell: {path}='\"{text}\"'"
+        return _wrong(path, value, expected, note, fix)
+    may_be_empty = getattr(_fields().get(path), "default", 0) == ""
+    empty = f"drop it, or write {path}='\"\"' for empty text" if may_be_empty else ""
+    return _wrong(path, value, expected, fix=empty if value is None else "")
+
+
+def _deepest(path: str, value: Any) -> str:
+    """``grpoo.beta`` rather than ``grpoo``: what the user typed, not where it was noticed."""
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((key, value),) = value.items()
+        path = f"{path}.{key}"
+    return path
+
+
+_NAMES = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
 }
 
 

@@ -25,13 +25,10 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import (
     field_value,
-    hints,
     nested,
     replace_fields,
     typed,
-    unknown_key,
 )
-from refiner_core.contract.marks import is_section
 from refiner_core.contract.recipes import (
     FILE_FIELDS,
     JSON_FIELDS,
@@ -180,36 +177,7 @@ def parse_config(values: Mapping[str, Any], *, name: str = "", origin: str = "")
     """
     values = dict(values)
     values.setdefault("recipe", name or "unnamed")
-    values = without_former(values)
-    return typing.cast(RecipeConfig, _section(RecipeConfig, values, "", origin))
-
-
-def _section(kind: type, values: Any, prefix: str, origin: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise ConfigurationError(
-            f"Section `{prefix[:-1]}` is {values!r}.",
-            expected="a mapping of fields",
-            fix=f"write e.g. `{prefix}FIELD=VALUE`",
-        )
-    known = hints(kind)
-    built: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{prefix}{key}"
-        if key not in known:
-            raise unknown_key(_deepest(path, value), origin)
-        if is_section(known[key]):
-            built[key] = _section(known[key], {} if value is None else value, f"{path}.", origin)
-        else:
-            built[key] = typed(known[key], value, path)
-    return kind(**built)
-
-
-def _deepest(path: str, value: Any) -> str:
-    """``grpoo.beta`` rather than ``grpoo``: what the user typed, not where it was noticed."""
-    while isinstance(value, Mapping) and len(value) == 1:
-        ((key, value),) = value.items()
-        path = f"{path}.{key}"
-    return path
+    return typing.cast(RecipeConfig, typed(RecipeConfig, without_former(values), origin=origin))
 
 
 def read_values(values: Mapping[str, Any], folder: Path, origin: str = "") -> dict[str, Any]:

@@ -6,8 +6,8 @@ declares ``legacy_value``: the value that all older runs had in effect (with :fu
 default). A field at its legacy value is left out of the fingerprint, so adding an option never
 invalidates finished work. The range of a number stands in its declaration, too.
 
->>> from dataclasses import dataclass
->>> @dataclass(frozen=True)
+>>> from pydantic.dataclasses import dataclass
+>>> @dataclass(frozen=True, config=STRICT)
 ... class Example:
 ...     beta: float = identity(0.001, doc="KL coefficient")
 ...     log_level: str = execution("info", doc="verbosity of the log")
@@ -23,6 +23,12 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BeforeValidator, ConfigDict
+
+#: How pydantic takes the sections: nothing is converted, no unknown field passes.
+STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
+#: What YAML makes of the bare word ``off``.
+OFF = BeforeValidator(lambda value: "off" if value is False else value)
 Mark = Literal["identity", "execution"]
 
 
@@ -35,6 +41,8 @@ class _Absent:
 
 ABSENT = _Absent()
 _KEY = "refiner"
+#: Names of limits in a JSON Schema.
+_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
 
 
 class Range(NamedTuple):
@@ -79,11 +87,12 @@ class FieldInfo(NamedTuple):
 
 
 def _marked(mark: Mark, default: Any, doc: str, legacy_value: Any, limits: Range) -> Any:
-    bounds = {name: value for name, value in limits._asdict().items() if value is not None}
+    bounds = {_LIMITS[k]: v for k, v in limits._asdict().items() if v is not None}
     metadata = {
         _KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value, "range": limits},
-        # In pydantic's words, for the JSON Schema.
-        **{"description": doc, "json_schema_extra": {"x-mark": mark}, **bounds},
+        "description": doc,
+        # Limits of numbers are checked by the plan: a record from before a limit can be read.
+        "json_schema_extra": {"x-mark": mark, **bounds},
     }
     return dataclasses.field(default=default, metadata=metadata)
 

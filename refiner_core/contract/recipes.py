@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import hints
 from refiner_core.contract.files import yaml_fields, yaml_node
 from refiner_core.contract.marks import is_section
 from refiner_core.contract.protocols import ProtocolFile, parse_protocol, protocol_of
@@ -259,7 +258,7 @@ def without_empty_sections(node: Any, section: type = RecipeConfig) -> Any:
     """
     from omegaconf import OmegaConf
 
-    for name, kind in hints(section).items():
+    for name, kind in typing.get_type_hints(section).items():
         if not is_section(kind) or name not in node:
             continue
         if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):

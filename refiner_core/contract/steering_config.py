@@ -6,13 +6,14 @@ Every field is execution: none changes what is computed. See :mod:`refiner_core.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
-from refiner_core.contract.marks import execution, section
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.marks import STRICT, execution, section
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Resources:
     """What a stage's job asks for. Execution only: the same numbers come out of any of it."""
 
@@ -23,7 +24,7 @@ class Resources:
     time_limit_min: int = execution(60, ge=1, doc="wall-clock limit of one attempt, minutes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TrackingConfig:
     """W&B as a sink; our own JSON lines are the truth."""
 
@@ -36,7 +37,7 @@ class TrackingConfig:
     notes: str = execution("", doc="what to remember of the run: `refiner status` and W&B show it")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RetryConfig:
     """How many attempts in a row may end in a failure class without getting further.
 
@@ -77,7 +78,7 @@ class RetryConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DispatchConfig:
     """Where jobs run and how patient the orchestrator is."""
 
@@ -109,7 +110,7 @@ class DispatchConfig:
     retries: RetryConfig = section(RetryConfig, doc="attempts per failure class")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DiskConfig:
     """Room for what a run writes: how it is measured, and what happens when there is too little."""
 
@@ -154,7 +155,7 @@ class DiskConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class NotifyConfig:
     """Who hears of a run or sweep, and of what. Quiet as long as no channel is named."""
 
@@ -194,7 +195,7 @@ def is_place(name: str) -> bool:
     return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Alarm:
     """One way in which a message goes out.
 

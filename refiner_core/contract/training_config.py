@@ -13,14 +13,15 @@ used (a turn ends at ``</tool_call>``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from refiner_core.contract.marks import added, execution, identity, section
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.marks import OFF, STRICT, added, execution, identity, section
 from refiner_core.contract.steering_config import Resources
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class UserConfig:
     """The user whom an agent talks to, where it is a model (environments may bring their own)."""
 
@@ -39,7 +40,7 @@ class UserConfig:
     max_retries: int = execution(5, ge=0, doc="tries after a first one that failed")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ShapingConfig:
     """Partial credit: ``reward + alpha x partial``, where partial is the weighted share of checks
     that passed, renormalised over the kinds of checks that a task has."""
@@ -57,7 +58,7 @@ class ShapingConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class EnvironmentConfig:
     """What an agent works in; see :mod:`refiner_core.environments`."""
 
@@ -124,7 +125,7 @@ class EnvironmentConfig:
     shaping: ShapingConfig = section(ShapingConfig, doc="partial credit")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class CurriculumConfig:
     """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
 
@@ -136,7 +137,7 @@ class CurriculumConfig:
     low_weight: float = added(0.5, ge=0, doc="factor on the advantages of hard tasks")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SampleConfig:
     """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
 
@@ -179,10 +180,10 @@ class SampleConfig:
 
 #: What follows from a finding: a line in the log and the metrics; the update is not made; the stage
 #: ends, and can be resumed from the checkpoint before the step.
-HealthPolicy = Literal["off", "warn", "skip", "stop"]
+HealthPolicy = Annotated[Literal["off", "warn", "skip", "stop"], OFF]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class HealthConfig:
     """What is watched at every step, and what follows: `off`, `warn`, `skip` (the update is not
     made), `stop` (resumable). A check's policy and limits are part of what a stage is only where
@@ -221,7 +222,7 @@ class HealthConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RolloutServerConfig:
     """vLLM servers that a GRPO stage starts on its own nodes, as children of its attempt.
 
@@ -273,7 +274,7 @@ class RolloutServerConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SftConfig:
     """Supervised fine-tuning on assistant tokens only."""
 
@@ -323,7 +324,7 @@ class SftConfig:
     resources: Resources = section(Resources, doc="resources of the SFT job")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class GrpoConfig:
     """Group-relative policy optimisation; names and seed values of the reference trainer."""
 
