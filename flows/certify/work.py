@@ -22,7 +22,7 @@ from refiner_core.contract.config import GrpoConfig, ModelConfig, RecipeConfig, 
 from refiner_core.contract.placement import ModelShape
 from refiner_core.contract.proofs import CertifiedCheck, CheckVerdict
 from refiner_core.contract.records import from_json
-from refiner_core.contract.steering_config import Resources
+from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.types import DemonstrationRow
 from refiner_core.data.prepared import write_demonstrations
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.checking.sources import protocol_sources
-from refiner_core.contract.checks.environment import check_name
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -32,6 +31,7 @@ from refiner_core.contract.recipes import (
     shipped_protocols,
 )
 from refiner_core.contract.records import picked
+from refiner_core.contract.sections.environment import check_name
 from refiner_core.environments import checking
 from refiner_core.environments.protocol import Environment, Message, Outcome, Task, ToolCall
 from refiner_core.environments.registry import open_environment

@@ -13,13 +13,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains, check_kinds
+from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import DataConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
+from refiner_core.contract.sections.environment import check_domains, check_kinds
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.environments.registry import DESK, TAU2, environment_digest

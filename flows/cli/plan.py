@@ -22,7 +22,7 @@ from refiner_core.contract.records import picked
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
     from refiner_core.contract.plan import Plan
-    from refiner_core.contract.steering_config import Resources
+    from refiner_core.contract.sections.steering import Resources
 
 
 @click.command("plan")

@@ -18,11 +18,10 @@ from flows.notifying.sender import NOT_TOLD
 from infra.host.processes import host_name
 from infra.orchestrator.timeline import run_events
 from infra.store.workspace import Workspace
-from refiner_core.contract.checks.recipe import check_notify
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.steering_config import alarms_of
+from refiner_core.contract.sections.steering import alarms_of, check_notify
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
         It cannot, or names no channel.
     """
     config = load_recipe(recipe, overrides)
-    check_notify(config)
+    check_notify(config.notify)
     if not alarms_of(config.notify):
         raise ConfigurationError(
             f"{recipe} tells nobody: it names no channel.",

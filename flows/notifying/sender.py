@@ -28,7 +28,7 @@ from infra.host.processes import own_python
 from infra.store.records import now_text
 from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.steering_config import Alarm, alarms_of
+from refiner_core.contract.sections.steering import Alarm, alarms_of
 
 log = logging.getLogger(__name__)
 NOT_TOLD = "not_told"

@@ -28,7 +28,7 @@ from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord, SweepRecord
-from refiner_core.contract.steering_config import alarms_of
+from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
 
 

@@ -257,7 +257,7 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
 def warn_of_silence(config: RecipeConfig) -> None:
     """Say beforehand that nobody will be told by an address; the run goes on all the same."""
     from flows.notifying.channels import addresses
-    from refiner_core.contract.steering_config import alarms_of
+    from refiner_core.contract.sections.steering import alarms_of
 
     for alarm in alarms_of(config.notify):
         if alarm.channel == "url" and not addresses(alarm.what):

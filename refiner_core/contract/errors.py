@@ -9,6 +9,9 @@ Classes are also the builtin error that they specialise, so library users can ca
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 EXIT_CODES: dict[int, str] = {
     0: "everything that was asked for is done",
     1: "a stage failed; its log says why (`refiner logs STAGE`)",
@@ -23,6 +26,12 @@ EXIT_CODES: dict[int, str] = {
     9: "the Hub refuses (token, permission, name, storage); the same command tries again",
     70: "a bug in refiner itself (`--debug` shows the traceback)",
 }
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
+    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {hits[0]!r}?" if hits else ""
 
 
 class RefinerError(Exception):

@@ -20,7 +20,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import adapter, field_info, suggest
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.kinds.evaluate import ONLY_OF_EPISODES
-from refiner_core.contract.marks import ABSENT, Mark, is_section, walk
+from refiner_core.contract.marks import ABSENT, LIMITS, Mark, is_section, walk
 from refiner_core.contract.planned import (
     HEALTH_CHECKS_OF,
     NAMED_BY_SOURCE,
@@ -247,7 +247,7 @@ def _notes(path: str) -> tuple[str, ...]:
 SCHEMA_FILE = "recipe.schema.json"
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
-_ABOUT = ["title", "description", "default", "x-mark", "minimum", "exclusiveMinimum", "maximum"]
+_ABOUT = ["title", "description", "default", "x-mark", *LIMITS.values()]
 
 
 def recipe_schema() -> dict[str, Any]:

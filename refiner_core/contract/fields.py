@@ -6,12 +6,9 @@ would fit, with the nearest name that there is.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 import json
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,13 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.marks import STRICT, FieldInfo, is_section, walk
-
-
-def suggest(word: str, known: typing.Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known word, else nothing."""
-    hits = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {hits[0]!r}?" if hits else ""
+from refiner_core.contract.errors import suggest as suggest
+from refiner_core.contract.marks import STRICT, FieldInfo, is_section, unchecked, walk
 
 
 @functools.cache
@@ -76,9 +68,8 @@ def _fields() -> dict[str, FieldInfo]:
 
 def _replace(node: Any, parts: Sequence[str], value: Any) -> Any:
     head, *rest = parts
-    return dataclasses.replace(
-        node, **{head: _replace(getattr(node, head), rest, value) if rest else value}
-    )
+    new = _replace(getattr(node, head), rest, value) if rest else value
+    return unchecked(type(node), {**vars(node), head: new})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

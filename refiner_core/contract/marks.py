@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict
+from pydantic.dataclasses import is_pydantic_dataclass
 
 #: How pydantic takes the sections: nothing is converted, no unknown field passes.
 STRICT = ConfigDict(strict=True, extra="forbid", defer_build=True)
@@ -42,26 +43,30 @@ class _Absent:
 ABSENT = _Absent()
 _KEY = "refiner"
 #: Names of limits in a JSON Schema.
-_LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum"}
+LIMITS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 
 class Range(NamedTuple):
-    """Limits of a number: at least ``ge``, above ``gt``, at most ``le``."""
+    """Limits of a number: at least ``ge``, above ``gt``, at most ``le``, below ``lt``."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
+    lt: float | None = None
 
     def holds(self, value: float) -> bool:
         """Say whether a number lies in it."""
         above = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
-        return above and (self.le is None or value <= self.le)
+        below = (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+        return above and below
 
     @property
     def words(self) -> str:
         """For people; empty where every number will do."""
         if (self.ge, self.le) == (0, 1):
             return "a share between 0 and 1"
+        if self.lt is not None:
+            return f"a share {'strictly between 0 and 1' if self.gt == 0 else 'below 1'}"
         if self.gt is not None:
             above = {0.0: "zero", 1.0: "one"}.get(self.gt, f"{self.gt:g}")
             most = f", at most {self.le:g}" if self.le is not None else ""
@@ -87,7 +92,7 @@ class FieldInfo(NamedTuple):
 
 
 def _marked(mark: Mark, default: Any, doc: str, legacy_value: Any, limits: Range) -> Any:
-    bounds = {_LIMITS[k]: v for k, v in limits._asdict().items() if v is not None}
+    bounds = {LIMITS[k]: v for k, v in limits._asdict().items() if v is not None}
     metadata = {
         _KEY: {"mark": mark, "doc": doc, "legacy_value": legacy_value, "range": limits},
         "description": doc,
@@ -120,8 +125,17 @@ def section(kind: type, *, doc: str) -> Any:
 
 
 def is_section(value_type: Any) -> bool:
-    """Say whether a field's type is a nested configuration section."""
-    return isinstance(value_type, type) and dataclasses.is_dataclass(value_type)
+    """Say whether a type is a section of the configuration."""
+    return isinstance(value_type, type) and is_pydantic_dataclass(value_type)
+
+
+def unchecked(section: Any, values: Mapping[str, Any]) -> Any:
+    """A section with values that are checked already, or that stand in a record: another version
+    may have taken what this one refuses."""
+    made = section()
+    for field, value in values.items():
+        object.__setattr__(made, field, value)
+    return made
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.steering_config import Resources
+from refiner_core.contract.sections.steering import Resources
 
 #: These say which evaluations and publications exist, not what one of them is.
 NOT_IN_A_STAGE = (

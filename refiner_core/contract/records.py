@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from refiner_core.contract.marks import is_section, unchecked
+
 #: Version of the record files. Raised when an older reader would misread them.
 RECORD_VERSION = 1
 
@@ -243,9 +245,8 @@ def _build(kind: Any, data: Any, name: str) -> Any:
         _check_type(dict, data, name)
         hints = _hints(kind)
         known = {f.name for f in dataclasses.fields(kind)}
-        return kind(
-            **{k: _build(hints[k], v, f"{name}.{k}") for k, v in data.items() if k in known}
-        )
+        values = {k: _build(hints[k], v, f"{name}.{k}") for k, v in data.items() if k in known}
+        return unchecked(kind, values) if is_section(kind) else kind(**values)
     if origin is typing.Literal:
         _check_type(type(args[0]), data, name)  # a newer version may know more of them
     else:

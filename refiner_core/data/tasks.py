@@ -36,10 +36,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.checks.environment import BUILTIN_ROWS, check_domains
+from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import canonical_json, derive_seed
+from refiner_core.contract.sections.environment import check_domains
 from refiner_core.contract.types import DemonstrationRow, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.datacard import (

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from refiner_core.contract.checks.environment import check_name
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.sections.environment import check_name
 from refiner_core.contract.types import Judge
 from refiner_core.environments.protocol import Environment
 

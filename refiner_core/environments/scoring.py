@@ -20,9 +20,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.errors import EnvironmentOutage
-from refiner_core.contract.training_config import CurriculumConfig, EnvironmentConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, alpha_of, check_weights
+from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.environments.protocol import Check, EpisodeRecord
 

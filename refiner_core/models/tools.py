@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.desk.words import WORDS
 from refiner_core.models import tiny_model_dir

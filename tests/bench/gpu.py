@@ -34,7 +34,7 @@ from flows.certify.device import PEAK_FLOPS
 from flows.certify.work import SHAPES
 from infra.store.provenance import host
 from refiner_core.contract.config import ModelConfig, RecipeConfig
-from refiner_core.contract.steering_config import Resources
+from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.types import PromptRow
 from refiner_core.training.batches import Sample, pack_samples
 from tests.bench.training_work import (

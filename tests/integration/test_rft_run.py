@@ -19,7 +19,7 @@ from infra.store.checkpoints import hash_of
 from refiner_core.contract.config import RecipeConfig, SampleConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.records import from_json
-from refiner_core.contract.training_config import RolloutServerConfig
+from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.judges import LexicalJudge
 from refiner_core.rejection.attempts import Attempt, load_attempts

@@ -50,8 +50,8 @@ from refiner_core.contract.errors import (
     KilledError,
     StageFailed,
 )
-from refiner_core.contract.steering_config import Resources
-from refiner_core.contract.training_config import RolloutServerConfig
+from refiner_core.contract.sections.steering import Resources
+from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
 from tests.support.command import Stage, start, wait_until
@@ -571,7 +571,7 @@ def test_a_server_sees_its_own_gpus_and_nothing_of_our_ranks(tmp_path: Path) -> 
 def test_the_way_of_weights_follows_from_where_the_gpus_are(
     gpus: int, server: dict[str, Any], servers: int, way: str
 ) -> None:
-    from refiner_core.contract.steering_config import Resources
+    from refiner_core.contract.sections.steering import Resources
 
     settings = config(servers, grpo={"resources": Resources(gpus=gpus)}, **server)
     assert weight_transfer(settings, servers) == way

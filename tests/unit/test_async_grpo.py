@@ -23,7 +23,7 @@ from refiner_core.contract.errors import (
     StageFailed,
     WorkspaceError,
 )
-from refiner_core.contract.training_config import HealthConfig
+from refiner_core.contract.sections.training import HealthConfig
 from refiner_core.contract.types import RewardResult
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.judges import LexicalJudge

@@ -18,9 +18,9 @@ import pytest
 
 from flows.cli.main import main
 from flows.proving.planning import Asked, draw_points
-from refiner_core.contract.checks.recipe import LICENSES
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.sections.publish import LICENSES
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.environments.registry import open_environment

@@ -16,7 +16,7 @@ import pytest
 
 from refiner_core import words as world
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import VERSION, DeskEnvironment, desk_digest, draw_tasks, words
 from refiner_core.environments.desk.environment import FLAWS
 from refiner_core.environments.desk.episode import DeskEpisode

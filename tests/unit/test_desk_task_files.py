@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.errors import DataError
-from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import DeskEnvironment, desk_digest
 from refiner_core.environments.desk.tasks import own_tasks
 from refiner_core.environments.protocol import Task

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import refiner_core.environments
-from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.checking import check_environment
 from refiner_core.environments.desk import DeskEnvironment
 from refiner_core.environments.protocol import FAILURES

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from infra.jobs.failures import classify
-from refiner_core.contract.checks.environment import check_curriculum, check_shaping
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, EnvironmentOutage
 from refiner_core.contract.fields import replace_fields
-from refiner_core.contract.training_config import (
-    CurriculumConfig,
+from refiner_core.contract.sections.environment import (
     EnvironmentConfig,
     ShapingConfig,
+    check_shaping,
 )
+from refiner_core.contract.sections.training import CurriculumConfig, check_curriculum
 from refiner_core.environments.protocol import Check, EpisodeRecord, TurnRecord, record_from_json
 from refiner_core.environments.scoring import (
     Curriculum,

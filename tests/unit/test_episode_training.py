@@ -20,7 +20,8 @@ from refiner_core.contract.errors import (
     UnsupportedError,
 )
 from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.training_config import CurriculumConfig, ShapingConfig
+from refiner_core.contract.sections.environment import ShapingConfig
+from refiner_core.contract.sections.training import CurriculumConfig
 from refiner_core.contract.types import Completion, PromptRow
 from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.protocol import record_from_json

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from refiner_core.contract.errors import HealthStop, NotFiniteError
-from refiner_core.contract.training_config import HealthConfig
+from refiner_core.contract.sections.training import HealthConfig
 from refiner_core.training.steps.health import WARM_UP, WINDOW, HealthMonitor
 
 #: Policies of all checks at once.

@@ -120,6 +120,20 @@ def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
         load_recipe("tiny", [override])
 
 
+def test_every_value_that_does_not_fit_is_named_at_once() -> None:
+    wrong = ["grpo.beta=much", "judge.kind=humann", "grpo.learning_rat=1", "seed=1.5"]
+    with pytest.raises(ConfigurationError) as refused:
+        load_recipe("tiny", wrong)
+    said = str(refused.value)
+    for part in ("'grpo.learning_rat'", "'grpo.learning_rate'", "'much'", "'humann'", "1.5"):
+        assert part in said
+    assert said.count("`grpo.beta`") == 1, "once"
+
+
+def test_yaml_s_bare_off_is_a_word_where_a_field_takes_it() -> None:
+    assert load_recipe("tiny", ["grpo.health.loss_spike=off"]).grpo.health.loss_spike == "off"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -138,7 +152,7 @@ def test_overrides_that_cannot_be_meant(override: str, says: str) -> None:
         ("judge.base_url='http://me:secret@host/v1'", "judge.api_key_env"),
         ("data.rl_path=null", "`data.rl_path` is empty"),
         ("publish.repo_id=a/{date}", r"only the placeholders"),
-        ("data.validation_fraction=1", r"something must be left to train on"),
+        ("data.validation_fraction=1", r"a share below 1"),
         ("publish.repo_id=a}b", r"only the placeholders"),
         ("publish.repo_id=../../etc/x", r"outside of the target"),
         ("publish.repo_id=/etc/x", r"outside of the target"),

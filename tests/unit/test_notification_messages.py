@@ -28,7 +28,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.loading import load_recipe, warn_former
 from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.steering_config import Alarm, alarms_of
+from refiner_core.contract.sections.steering import Alarm, alarms_of
 from refiner_core.contract.types import StageView
 from tests.support.command import wait_until
 from tests.support.hook import Hook

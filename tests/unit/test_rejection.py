@@ -19,8 +19,8 @@ from refiner_core.contract.config import RecipeConfig, RewardConfig, SampleConfi
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.placement import sampling_servers
 from refiner_core.contract.plan import make_plan
+from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.services import asks_judge
-from refiner_core.contract.training_config import EnvironmentConfig
 from refiner_core.contract.types import PromptRow
 from refiner_core.rejection.attempts import Attempt, Report, choose, require_kept
 from refiner_core.rejection.lanes import highest_reward, with_ends_of_turns

@@ -26,7 +26,7 @@ from refiner_core.contract.errors import (
     StageFailed,
 )
 from refiner_core.contract.fingerprint import derive_seed
-from refiner_core.contract.training_config import EnvironmentConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,

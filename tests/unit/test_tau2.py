@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from refiner_core.contract.checks.environment import alpha_of, check_weights
 from refiner_core.contract.config import EnvironmentConfig, RecipeConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
 from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.sections.environment import alpha_of, check_weights
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import (
     EpisodeRecord,

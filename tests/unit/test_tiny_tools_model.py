@@ -12,10 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from refiner_core.contract.config import ModelConfig  # noqa: E402
 from refiner_core.contract.errors import ConfigurationError  # noqa: E402
-from refiner_core.contract.training_config import (  # noqa: E402
-    EnvironmentConfig,
-    UserConfig,
-)
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig  # noqa: E402
 from refiner_core.environments.conversation import Conversation, prompt_ids  # noqa: E402
 from refiner_core.environments.desk import DeskEnvironment  # noqa: E402
 from refiner_core.environments.turns import call_text, parse_turn  # noqa: E402

@@ -1,180 +1,20 @@
-"""Checks of the tool-use lane, made when a plan is made; partial credit and curriculum as numbers.
+"""Checks of a recipe with an environment, made when a plan is made.
 
-In: a configuration, ``NAME=VALUE`` settings of the sections ``environment.shaping`` and
-``grpo.curriculum``. Out: numbers, or the first refusal. What an environment itself cannot do (a
-domain that it does not have, a user without an endpoint) is refused where it is opened.
+What an environment itself cannot do (a domain that it does not have, a user without an endpoint) is
+refused where it is opened.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from urllib.parse import urlsplit
-
-from refiner_core.contract.config import RecipeConfig, UserConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.marks import walk
-from refiner_core.contract.steering_config import VARIABLE
-from refiner_core.contract.training_config import CurriculumConfig, ShapingConfig
-
-_SHAPING, _CURRICULUM = "environment.shaping", "grpo.curriculum"
-
-
-def check_shaping(shaping: ShapingConfig) -> None:
-    """Refuse partial credit that cannot be meant.
-
-    Raises
-    ------
-    ConfigurationError
-        A setting is not ``NAME=VALUE``, stands twice, is negative or not finite, or all weights of
-        a domain are 0.
-    """
-    _settings(shaping, "alpha_by_domain")
-    _settings(shaping, "weights")
-    own = _own_weights(shaping)
-    for domain in ("", *own):
-        if sum(check_weights(shaping, domain).values()) > 0:
-            continue
-        where = f" of {domain}" if domain else ""
-        raise ConfigurationError(
-            f"All weights{where} are 0 ({_SHAPING}.weights{'_by_domain' if domain else ''}): no "
-            "check would count for partial credit.",
-            expected="at least one weight above 0",
-            fix=f"set one, or switch partial credit off with {_SHAPING}.alpha=0",
-        )
-
-
-def check_curriculum(curriculum: CurriculumConfig) -> None:
-    """Refuse a curriculum that cannot be meant.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field.
-    """
-    if not 0 <= curriculum.low <= curriculum.high <= 1:
-        raise ConfigurationError(
-            f"`{_CURRICULUM}.low` is {curriculum.low}, and `{_CURRICULUM}.high` {curriculum.high}.",
-            expected="shares with 0 <= low <= high <= 1",
-            fix=f"set {_CURRICULUM}.low=0.25 and {_CURRICULUM}.high=0.75",
-        )
-
-
-def alpha_of(shaping: ShapingConfig, domain: str) -> float:
-    """How much a domain's partial score counts: ``alpha`` times the domain's factor, 1 where it has
-    none."""
-    return shaping.alpha * _settings(shaping, "alpha_by_domain").get(domain, 1.0)
-
-
-def check_weights(shaping: ShapingConfig, domain: str) -> Mapping[str, float]:
-    """Weights of the kinds of checks in a domain. A kind that ``weights_by_domain`` does not name
-    for it has the weight that it has everywhere."""
-    return _settings(shaping, "weights") | _own_weights(shaping).get(domain, {})
-
-
-def check_domains(shaping: ShapingConfig, known: Collection[str]) -> None:
-    """Refuse settings of domains that an environment does not have.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field and the domains that there are.
-    """
-    factors = _settings(shaping, "alpha_by_domain")
-    named = (("alpha_by_domain", factors), ("weights_by_domain", _own_weights(shaping)))
-    for field, domains in named:
-        for domain in domains:
-            if domain not in known:
-                raise ConfigurationError(
-                    f"`{_SHAPING}.{field}` names {domain!r}, which is no domain of the "
-                    "environment.",
-                    expected=f"one of: {', '.join(known)}",
-                    fix=f"correct {_SHAPING}.{field}",
-                )
-
-
-def check_kinds(shaping: ShapingConfig, known: Collection[str], domains: Collection[str]) -> None:
-    """Refuse weights of kinds of checks that an environment does not have: they would count for
-    nothing, and nobody would see it.
-
-    Raises
-    ------
-    ConfigurationError
-        Names the field, the kinds, and the domains, which stand elsewhere.
-    """
-    defaults = _settings(ShapingConfig(), "weights")
-    named = [("weights", kind) for kind in _settings(shaping, "weights") if kind not in defaults]
-    named += [("weights_by_domain", k) for own in _own_weights(shaping).values() for k in own]
-    for field, kind in named:
-        if kind not in known:
-            raise ConfigurationError(
-                f"`{_SHAPING}.{field}` names {kind!r}, which is no kind of check of the "
-                "environment.",
-                expected=f"kinds among {', '.join(known)}; its domains are {', '.join(domains)}",
-                fix=f"correct {_SHAPING}.{field}; a weight for one domain stands in "
-                f"{_SHAPING}.weights_by_domain, as DOMAIN.KIND=WEIGHT",
-            )
-
-
-def _own_weights(shaping: ShapingConfig) -> dict[str, dict[str, float]]:
-    """Domain -> kind -> weight."""
-    own: dict[str, dict[str, float]] = {}
-    for name, value in _settings(shaping, "weights_by_domain").items():
-        domain, dot, kind = name.rpartition(".")
-        if not dot or not domain or not kind:
-            raise _unreadable("weights_by_domain", f"{name}={value:g}")
-        own.setdefault(domain, {})[kind] = value
-    return own
-
-
-#: How each setting of partial credit is written.
-_FORMS = {
-    "alpha_by_domain": "NAME=FACTOR",
-    "weights": "KIND=WEIGHT",
-    "weights_by_domain": "DOMAIN.KIND=WEIGHT",
-}
-
-
-def _settings(shaping: ShapingConfig, which: str) -> dict[str, float]:
-    field, values = f"{_SHAPING}.{which}", dict[str, float]()
-    for text in getattr(shaping, which):
-        name, equals, number = (part.strip() for part in text.partition("="))
-        try:
-            value = float(number)
-        except ValueError:
-            raise _unreadable(which, text) from None
-        if not name or not equals:
-            raise _unreadable(which, text)
-        if name in values:
-            raise ConfigurationError(
-                f"`{field}` has {name} twice ({values[name]:g} and {value:g}).",
-                expected="each name once",
-                fix=f"remove one of them from {field}",
-            )
-        if not math.isfinite(value) or value < 0:
-            raise ConfigurationError(
-                f"`{field}: {name}` is {value:g}.",
-                expected="a finite number, 0 or more",
-                fix=f"correct {field}: {name}",
-            )
-        values[name] = value
-    return values
-
-
-def _unreadable(which: str, text: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"`{_SHAPING}.{which}` has {text!r}.",
-        expected=f"{_FORMS[which]}, a number after the sign",
-        fix=f"correct {_SHAPING}.{which}",
-    )
-
+from refiner_core.contract.sections.environment import check_name, check_shaping, check_user
+from refiner_core.contract.sections.training import check_curriculum
 
 #: In the place of a source of rows: what the environment itself has.
 BUILTIN_ROWS = "builtin:synthetic"
-#: Environments that go by a name alone.
-SHIPPED = ("desk", "tau2")
 #: Fields that mean nothing without an environment, or nothing with one.
 ONLY_OF_AGENTS = ("environment.", "evaluate.user.", "grpo.curriculum.", "grpo.credit")
 _NOT_OF_AGENTS = (
@@ -211,8 +51,8 @@ def check_environment(config: RecipeConfig) -> None:
     check_name(config.environment.name)
     _refuse_with(config)
     _check_demonstrations(config)
-    _check_user("environment", config.environment.user)
-    _check_user("evaluate", config.evaluate.user)
+    check_user("environment", config.environment.user)
+    check_user("evaluate", config.evaluate.user)
     _check_user_of_tau2(config)
     check_curriculum(config.grpo.curriculum)
 
@@ -242,31 +82,6 @@ def _refuse_with(config: RecipeConfig) -> None:
             )
 
 
-def check_name(name: str) -> None:
-    """Refuse what ``environment.name`` cannot be; whether there is such a file is seen later.
-
-    Raises
-    ------
-    ConfigurationError
-        It is neither shipped nor FILE.py:NAME.
-    """
-    file, colon, attribute = name.rpartition(":")
-    if name in SHIPPED or (file.endswith(".py") and colon and attribute.isidentifier()):
-        return
-    if name.rstrip(":").endswith(".py") or file.endswith(".py"):
-        begun = (file or name).rstrip(":")
-        raise ConfigurationError(
-            f"There is no environment {name!r} (environment.name): a file has several.",
-            expected="FILE.py:NAME, where NAME is the class or function that makes it",
-            fix=f"write e.g. {begun}:Environment",
-        )
-    raise ConfigurationError(
-        f"There is no environment {name!r} (environment.name).{suggest(name, SHIPPED)}",
-        expected="`desk`, `tau2`, or FILE.py:NAME of your own",
-        fix="correct environment.name, or leave it empty for the refiner's task",
-    )
-
-
 def _check_splits(config: RecipeConfig) -> None:
     if config.environment.train_split == config.environment.test_split:
         raise ConfigurationError(
@@ -294,51 +109,6 @@ def _check_demonstrations(config: RecipeConfig) -> None:
             expected="one source of demonstrations",
             fix="drop one of the two",
         )
-
-
-def _check_user(where: str, user: UserConfig) -> None:
-    if user.base_url and not user.model:
-        raise ConfigurationError(
-            f"`{where}.user.base_url` is set, but `{where}.user.model` is empty.",
-            expected="the name by which the endpoint knows the model",
-            fix=f"set {where}.user.model=NAME",
-        )
-    addresses = [user.base_url] if user.base_url else []
-    for what, expected, fix in of_server(f"{where}.user", user.api_key_env, addresses):
-        raise ConfigurationError(what, expected=expected, fix=fix)
-
-
-#: What is wrong, what was expected, and what mends it.
-Refusal = tuple[str, str, str]
-
-
-def of_server(section: str, variable: str, addresses: Iterable[str]) -> Iterator[Refusal]:
-    """What is wrong with where a server is asked, and with the name of its key's variable."""
-    if not VARIABLE.fullmatch(variable):
-        yield (
-            f"`{section}.api_key_env` is no name of an environment variable.",
-            "a name such as OPENAI_API_KEY, never the key itself: fields are recorded",
-            "put the key into the environment: export OPENAI_API_KEY=…",
-        )
-    if not all(map(is_web_address, addresses)):
-        yield (
-            f"`{section}.base_url` (or one of several) is no address of a server, or holds a user, "
-            "a password or a query.",
-            "http:// or https://, a host, and no secret, because addresses are recorded",
-            f"set e.g. {section}.base_url=http://127.0.0.1:8000/v1, and put a key into the "
-            f"environment variable that {section}.api_key_env names",
-        )
-
-
-def is_web_address(text: str) -> bool:
-    """Say whether it names a server over HTTP, and holds no user, password or query."""
-    try:
-        parts = urlsplit(text)
-        host, _ = parts.hostname, parts.port  # each raises for what it cannot be
-    except ValueError:
-        return False
-    plain = not ("@" in parts.netloc or parts.query or parts.fragment)
-    return parts.scheme in ("http", "https") and bool(host) and plain
 
 
 def _check_user_of_tau2(config: RecipeConfig) -> None:

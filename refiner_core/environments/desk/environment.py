@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.training_config import EnvironmentConfig, UserConfig
+from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
 from refiner_core.environments.desk import user as scripted
 from refiner_core.environments.desk import words
 from refiner_core.environments.desk.domain import FINISH, HAND_OVER, SPEAK

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from refiner_core.contract.checks.environment import alpha_of, check_domains
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.fingerprint import derive_seed
+from refiner_core.contract.sections.environment import alpha_of, check_domains
 from refiner_core.contract.types import (
     Completion,
     Judge,

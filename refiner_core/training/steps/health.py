@@ -55,7 +55,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from refiner_core.contract.errors import HealthStop, NotFiniteError
-from refiner_core.contract.training_config import HealthConfig
+from refiner_core.contract.sections.training import HealthConfig
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,7 @@
-"""Configuration of the stages that sample and train, and of the environment that an agent works in.
+"""Sections of the stages that sample and train: `sft`, `rft`, `sample`, `grpo`.
 
 Names are those of the reference trainer where it has one (open-instruct's GRPO), and of torchrun
 and DeepSpeed where those are meant.
-
-A recipe whose ``environment.name`` is empty is the refiner's: one prompt, one answer. With a name,
-every prompt is a *task* and every rollout an *episode*: turns of the model, answered by tools and a
-user. Formulas stand in ``refiner_core/environments/README.md``. Three fields of GRPO then mean
-this: ``grpo.response_length`` is the largest number of sampled tokens of *one turn*,
-``grpo.max_token_length`` the context limit of the whole episode, and ``grpo.stop_strings`` are not
-used (a turn ends at ``</tool_call>``).
 """
 
 from __future__ import annotations
@@ -17,166 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import OFF, STRICT, added, execution, identity, section
-from refiner_core.contract.steering_config import Resources
-
-
-@dataclass(frozen=True, config=STRICT)
-class UserConfig:
-    """The user whom an agent talks to, where it is a model (environments may bring their own)."""
-
-    model: str = added(
-        "",
-        doc="model of the simulated user at an OpenAI-compatible endpoint; empty is the "
-        "environment's own scripted user, where it has one",
-    )
-    base_url: str = execution("", doc="its endpoint, e.g. `http://127.0.0.1:8000/v1`")
-    api_key_env: str = execution(
-        "OPENAI_API_KEY", doc="environment variable that holds its key; a key stands nowhere else"
-    )
-    temperature: float = added(0.7, ge=0, le=10, doc="its sampling temperature")
-    max_tokens: int = added(512, ge=1, doc="longest message of the user (tokens)")
-    timeout_s: float = execution(60.0, gt=0, doc="how long one request may take, seconds")
-    max_retries: int = execution(5, ge=0, doc="tries after a first one that failed")
-
-
-@dataclass(frozen=True, config=STRICT)
-class ShapingConfig:
-    """Partial credit: ``reward + alpha x partial``, where partial is the weighted share of checks
-    that passed, renormalised over the kinds of checks that a task has."""
-
-    alpha: float = added(0.25, ge=0, doc="weight of partial credit in training")
-    alpha_by_domain: tuple[str, ...] = added(
-        (), doc="factors on alpha by domain, `NAME=FACTOR` each; 1 where none"
-    )
-    weights: tuple[str, ...] = added(
-        ("action=0.5", "communicate=0.15", "environment=0.35"),
-        doc="weights of the kinds of checks, `KIND=WEIGHT` each",
-    )
-    weights_by_domain: tuple[str, ...] = added(
-        (), doc="weights of a domain of its own, `DOMAIN.KIND=WEIGHT` each"
-    )
-
-
-@dataclass(frozen=True, config=STRICT)
-class EnvironmentConfig:
-    """What an agent works in; see :mod:`refiner_core.environments`."""
-
-    name: str = added(
-        "",
-        doc="`desk` (shipped), `tau2` (where it is installed), or FILE.py:NAME of your own; empty "
-        "is the refiner's task without tools",
-    )
-    domains: tuple[str, ...] = added((), doc="domains that are used; none is all")
-    train_split: str = added("train", doc="split of the training tasks")
-    test_split: str = added("test", doc="split of the held-out tasks")
-    tasks: str | None = added(None, doc="file of tasks in the place of the environment's own")
-    max_train_tasks: int | None = added(None, ge=1, doc="use at most this many training tasks")
-    demonstrations: int = added(
-        0,
-        ge=0,
-        doc="demonstrations that the environment's own expert makes for SFT, where it has one and "
-        "data.sft_path names no file",
-    )
-    flawed_demonstrations: float = added(
-        0.0, ge=0, le=1, doc="share of those demonstrations in which the expert makes a mistake"
-    )
-    max_turns: int = added(100, ge=1, doc="turns of the agent in an episode")
-    repairs: Literal[0, 1] = added(
-        1, doc="further attempts, at temperature 0, at a turn that is no tool call"
-    )
-    unparsable: Literal["failure", "exclude"] = added(
-        "failure",
-        doc="an episode that ends with a turn that is no tool call: a failure, or left out of "
-        "training as the reference does (survivorship bias); in evaluation it is a failure",
-    )
-    max_argument_bytes: int = added(
-        65536, ge=16, doc="a tool call with longer arguments is refused, bytes"
-    )
-    nl_assertions: Literal["exclude", "judge"] = added(
-        "exclude",
-        doc="assertions in plain language: left out of the reward, which is said, or asked of the "
-        "recipe's judge",
-    )
-    schedule: Literal["auto", "ordered", "eager"] = added(
-        "auto",
-        doc="when a turn begins: `ordered`, at a step of decoding that the episodes alone decide "
-        "(bitwise repeatable); `eager`, as soon as its tools have answered; `auto`: ordered where "
-        "the environment is deterministic",
-    )
-    turn_timeout_s: float = execution(
-        300.0,
-        gt=0,
-        doc="how long tools and user may take over one turn before that is an error of the "
-        "infrastructure, seconds",
-    )
-    episode_timeout_s: float = execution(
-        3600.0, gt=0, doc="the same of a whole episode, without the model's own turns, seconds"
-    )
-    workers: int = execution(16, ge=1, le=4096, doc="tools and users that are at work at a time")
-    max_error_share: float = execution(
-        0.5,
-        ge=0,
-        le=1,
-        doc="share of a step's (or an evaluation's) episodes that errors of the infrastructure may "
-        "end before the stage stops, resumable",
-    )
-    user: UserConfig = section(UserConfig, doc="the user in training")
-    shaping: ShapingConfig = section(ShapingConfig, doc="partial credit")
-
-
-@dataclass(frozen=True, config=STRICT)
-class CurriculumConfig:
-    """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
-
-    enabled: bool = added(False, doc="weigh tasks by their success rate")
-    min_attempts: int = added(5, ge=1, doc="attempts at a task before it is weighed")
-    high: float = added(0.75, doc="success rate above which a task is easy")
-    low: float = added(0.25, doc="success rate below which it is hard")
-    high_weight: float = added(0.1, ge=0, doc="factor on the advantages of easy tasks")
-    low_weight: float = added(0.5, ge=0, doc="factor on the advantages of hard tasks")
-
-
-@dataclass(frozen=True, config=STRICT)
-class SampleConfig:
-    """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
-
-    attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
-    temperature: float = identity(0.8, ge=0, doc="sampling temperature")
-    top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
-    top_k: int = identity(0, ge=0, doc="sample from the likeliest tokens only; 0 is off")
-    success: float = identity(
-        1.0,
-        gt=0,
-        le=1,
-        doc="least reward of a full success, as a share of the highest possible reward",
-    )
-    min_partial: float = identity(
-        0.6,
-        ge=0,
-        doc="of a prompt without a full success its best attempt is kept from this score on (the "
-        "partial score of an episode, the share of the reward of an answer); above 1: none",
-    )
-    max_kept: int | None = identity(None, ge=1, doc="keep at most this many attempts of one prompt")
-    distinct: Literal["none", "text", "tools"] = identity(
-        "tools",
-        doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
-        "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
-    )
-    generation_backend: Literal["transformers", "vllm"] = identity(
-        "transformers", doc="what samples; servers are those of grpo.rollout_server"
-    )
-    generation_batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
-    )
-    save_freq: int = execution(
-        1, ge=1, doc="batches between checkpoints; finished attempts are kept"
-    )
-    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
-    resources: Resources = section(Resources, doc="resources of the sampling job")
-
+from refiner_core.contract.sections.steering import Resources
 
 #: What follows from a finding: a line in the log and the metrics; the update is not made; the stage
 #: ends, and can be resumed from the checkpoint before the step.
@@ -322,6 +158,78 @@ class SftConfig:
     )
     health: HealthConfig = section(HealthConfig, doc="what is watched, and what follows")
     resources: Resources = section(Resources, doc="resources of the SFT job")
+
+
+@dataclass(frozen=True, config=STRICT)
+class SampleConfig:
+    """Rejection sampling: attempts at each training prompt or task, and which of them are kept."""
+
+    attempts: int = identity(8, ge=1, doc="attempts per prompt or task")
+    temperature: float = identity(0.8, ge=0, doc="sampling temperature")
+    top_p: float = identity(1.0, gt=0, le=1, doc="nucleus sampling; 1 is off")
+    top_k: int = identity(0, ge=0, doc="sample from the likeliest tokens only; 0 is off")
+    success: float = identity(
+        1.0,
+        gt=0,
+        le=1,
+        doc="least reward of a full success, as a share of the highest possible reward",
+    )
+    min_partial: float = identity(
+        0.6,
+        ge=0,
+        doc="of a prompt without a full success its best attempt is kept from this score on (the "
+        "partial score of an episode, the share of the reward of an answer); above 1: none",
+    )
+    max_kept: int | None = identity(None, ge=1, doc="keep at most this many attempts of one prompt")
+    distinct: Literal["none", "text", "tools"] = identity(
+        "tools",
+        doc="of a prompt's successes keep one of each: `tools` (sequence of the tools called; of "
+        "answers the same as `text`), `text` (what was sampled), or `none`: keep all",
+    )
+    generation_backend: Literal["transformers", "vllm"] = identity(
+        "transformers", doc="what samples; servers are those of grpo.rollout_server"
+    )
+    generation_batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
+    )
+    save_freq: int = execution(
+        1, ge=1, doc="batches between checkpoints; finished attempts are kept"
+    )
+    keep: int = execution(2, ge=1, doc="resume checkpoints kept; the newest complete one always is")
+    resources: Resources = section(Resources, doc="resources of the sampling job")
+
+
+@dataclass(frozen=True, config=STRICT)
+class CurriculumConfig:
+    """Advantages of tasks that teach little weigh less, by the success seen so far in training."""
+
+    enabled: bool = added(False, doc="weigh tasks by their success rate")
+    min_attempts: int = added(5, ge=1, doc="attempts at a task before it is weighed")
+    high: float = added(0.75, doc="success rate above which a task is easy")
+    low: float = added(0.25, doc="success rate below which it is hard")
+    high_weight: float = added(0.1, ge=0, doc="factor on the advantages of easy tasks")
+    low_weight: float = added(0.5, ge=0, doc="factor on the advantages of hard tasks")
+
+
+_CURRICULUM = "grpo.curriculum"
+
+
+def check_curriculum(curriculum: CurriculumConfig) -> None:
+    """Refuse a curriculum that cannot be meant.
+
+    Raises
+    ------
+    ConfigurationError
+        Names the field.
+    """
+    if not 0 <= curriculum.low <= curriculum.high <= 1:
+        raise ConfigurationError(
+            f"`{_CURRICULUM}.low` is {curriculum.low}, and `{_CURRICULUM}.high` {curriculum.high}.",
+            expected="shares with 0 <= low <= high <= 1",
+            fix=f"set {_CURRICULUM}.low=0.25 and {_CURRICULUM}.high=0.75",
+        )
 
 
 @dataclass(frozen=True, config=STRICT)

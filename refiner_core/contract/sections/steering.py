@@ -1,16 +1,19 @@
-"""Configuration of what only steers a run: jobs and their resources, tracking, disk, notifications.
+"""Sections that only steer a run: jobs and their resources, tracking, disk, notifications.
 
-Every field is execution: none changes what is computed. See :mod:`refiner_core.contract.config`.
+Every field is execution: none changes what is computed.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass as plain_dataclass
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.marks import STRICT, execution, section
+from refiner_core.contract.sections.addresses import is_place
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -186,16 +189,9 @@ class NotifyConfig:
 
 
 Channel = Literal["command", "url"]
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def is_place(name: str) -> bool:
-    """Whether this names a variable or, from the root or home, a file: addresses are often secrets,
-    and stand in no recipe."""
-    return bool(VARIABLE.fullmatch(name)) or (name.startswith(("/", "~/")) and "://" not in name)
-
-
-@dataclass(frozen=True, config=STRICT)
+@plain_dataclass(frozen=True)
 class Alarm:
     """One way in which a message goes out.
 
@@ -217,3 +213,34 @@ def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
     command = [Alarm("command", notify.command)] if notify.command is not None else []
     names = [*notify.urls, *([notify.webhook] if notify.webhook is not None else [])]
     return (*command, *(Alarm("url", name) for name in dict.fromkeys(names)))
+
+
+_ADDRESS = re.compile(r"(?i)\bhttps?://")
+
+
+def check_notify(notify: NotifyConfig) -> None:
+    """Refuse a `notify` section that cannot work, or that would put an address into records. What
+    is wrong with it is not repeated: it may be a secret."""
+    for field, names in (("urls", notify.urls), ("webhook", (notify.webhook or "URL",))):
+        if not all(map(is_place, names)):
+            raise ConfigurationError(
+                f"`notify.{field}` has an address in it, or something else that is no name of a "
+                "variable.",
+                expected="the name of the environment variable, or the path (from / or ~/) of the "
+                "file, that holds the address: it is often a secret, and would stand in every "
+                "record of the run",
+                fix="export MY_HOOK=…, and set notify.urls=[MY_HOOK]",
+            )
+    if notify.command is not None and not notify.command.strip():
+        raise ConfigurationError(
+            "`notify.command` is empty.",
+            expected="a shell command, which gets the message as JSON on its standard input",
+            fix="set e.g. notify.command='cat >> ~/told.jsonl', or notify.command=null for none",
+        )
+    if notify.command is not None and _ADDRESS.search(notify.command):
+        raise ConfigurationError(
+            "`notify.command` has an address in it.",
+            expected="no address: the command stands in every record of the run, and whoever reads "
+            "such an address can often post to it",
+            fix='export MY_WEBHOOK=…, and write "$MY_WEBHOOK" in the command, in single quotes',
+        )

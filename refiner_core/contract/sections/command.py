@@ -1,0 +1,185 @@
+"""Section `command`: another trainer's script, and the placeholders of its texts."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.marks import STRICT, execution, identity, section
+from refiner_core.contract.sections.steering import Resources
+
+#: Doubled braces, the shell's own ``${…}``, or a placeholder.
+PLACEHOLDER = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{(?P<name>[A-Za-z_]+)\}")
+
+
+@dataclass(frozen=True, config=STRICT)
+class CommandConfig:
+    """A training script of somebody else's, run under the same care (stage `command`).
+
+    ``run``, ``resume_arguments`` and the values of ``env`` may use these placeholders, which come
+    quoted for the shell (in ``env`` as they are). ``{{`` and ``}}`` stand for single braces.
+
+    ``{output}``
+        folder for what it makes; the same one in all attempts.
+    ``{seed}``, ``{workdir}``
+        run seed; folder it starts in.
+    ``{data}``
+        output folder of the `data` stage.
+    ``{model}``
+        folder of the model that it starts from: the recipe's newest one, else the base model.
+    ``{resume}``
+        ``resume_arguments``; nothing as long as there is no complete checkpoint.
+    ``{checkpoint}``
+        the newest complete checkpoint (in ``resume_arguments`` only).
+    """
+
+    run: str = identity("", doc="the shell command that trains")
+    version: str = identity("", doc="a name for the script's state, when its text is not in `run`")
+    adopted: str = identity(
+        "", doc="digest of the weights that `refiner adopt` has taken over, in the place of `run`"
+    )
+    env: tuple[str, ...] = identity((), doc="settings for it, `NAME=VALUE` each; no secrets")
+    workdir: str | None = execution(None, doc="folder it starts in; none is where `refiner` ran")
+    resume_arguments: str = execution(
+        "", doc="what `{resume}` becomes from the second start on, e.g. `--resume {checkpoint}`"
+    )
+    checkpoints: str = execution(
+        "checkpoint-*", doc="pattern of its checkpoint folders or files, below `{output}`"
+    )
+    step_pattern: str = execution(
+        r"(\d+)(?!.*\d)", doc="regular expression whose group is the step in a checkpoint's name"
+    )
+    complete: str = execution(
+        "weights",
+        doc="when a checkpoint counts: `weights` (every shard can be read, and it has what its "
+        "siblings have), `file:NAME` (that file is there), or `quiet:SECONDS` (unchanged for so "
+        "long)",
+    )
+    keep: int = execution(2, ge=1, doc="complete checkpoints kept when room is short, at least 1")
+    heartbeat: Literal["output", "files"] = execution(
+        "output", doc="sign of life: something printed, or something written below `{output}`"
+    )
+    progress_pattern: str = execution(
+        r"[Ss]tep[ :=]+(?P<step>\d+)(?:\s*/\s*(?P<total>\d+))?",
+        doc="regular expression on printed lines: groups `step`, `total`, and any metric by name",
+    )
+    exports: str = identity(
+        "auto", doc="folder of the final weights below `{output}`; `auto` is the newest checkpoint"
+    )
+    companions: str = identity(
+        "",
+        doc="folder with the config and tokenizer that exports lack; `{model}` is the model that "
+        "it starts from",
+    )
+    stop_signal: Literal["TERM", "INT", "USR1", "USR2"] = execution(
+        "TERM", doc="signal that asks it to save and end"
+    )
+    needs_network: bool = execution(False, doc="whether it must run where the internet is")
+    resources: Resources = section(Resources, doc="resources of its job")
+
+
+def uses(command: CommandConfig, placeholder: str) -> bool:
+    """Say whether a command's texts name ``{placeholder}``."""
+    texts = (command.run, command.resume_arguments, command.companions, *command.env)
+    return any(placeholder in placeholders(text) for text in texts)
+
+
+def placeholders(text: str) -> list[str]:
+    """The names in single braces, in order: ``{{x}}`` and the shell's ``${x}`` are none."""
+    return [m.group("name") for m in PLACEHOLDER.finditer(text) if m.group("name")]
+
+
+def check_command(command: CommandConfig) -> None:
+    """Refuse a `command` section that cannot work, naming the field."""
+    if bool(command.run.strip()) == bool(command.adopted):
+        both = "both `command.run` and `command.adopted`" if command.adopted else "no command"
+        raise ConfigurationError(
+            f"The recipe has a `command` stage and {both}.",
+            expected="the shell command that trains (or weights that were adopted, not both)",
+            fix="set command.run='python train.py --out {output} {resume}'",
+        )
+    _check_placeholders(command)
+    for name in ("step_pattern", "progress_pattern"):
+        _check_pattern(f"command.{name}", getattr(command, name))
+    if not re.compile(command.step_pattern).groups:
+        raise ConfigurationError(
+            f"`command.step_pattern` {command.step_pattern!r} has no group.",
+            expected="a group around the number, e.g. `ckpt_(\\d+)`",
+            fix="put brackets around the part that is the step",
+        )
+    rule, _, value = command.complete.partition(":")
+    wrong = {
+        "weights": bool(value),
+        "file": not value or value.startswith("/") or ".." in value.split("/"),
+        "quiet": not _is_seconds(value),
+    }
+    if wrong.get(rule, True):
+        raise ConfigurationError(
+            f"`command.complete` is {command.complete!r}.",
+            expected="`weights`, `file:NAME` (a name inside the checkpoint) or `quiet:SECONDS`",
+            fix="set e.g. command.complete=file:trainer_state.json",
+        )
+    for name in ("checkpoints", "exports"):
+        text = getattr(command, name)
+        if not text or text.startswith(("/", "~")) or ".." in text.split("/"):
+            raise ConfigurationError(
+                f"`command.{name}` is {text!r}.",
+                expected="a path below {output}, not an absolute one",
+                fix=f"set e.g. command.{name}=" + ("ckpt_*" if name == "checkpoints" else "final"),
+            )
+    for setting in command.env:
+        if not re.match(r"[A-Za-z_]\w*=", setting):
+            raise ConfigurationError(
+                f"`command.env` holds {setting.partition('=')[0]!r}, which sets nothing.",
+                expected="NAME=VALUE each",
+                fix="correct command.env",
+            )
+
+
+def _check_placeholders(command: CommandConfig) -> None:
+    everywhere = ("output", "seed", "data", "model", "workdir")
+    allowed = {
+        "run": (*everywhere, "resume"),
+        "resume_arguments": (*everywhere, "checkpoint"),
+        "companions": ("model",),
+    }
+    texts = [(f"command.{name}", getattr(command, name), known) for name, known in allowed.items()]
+    texts += [("command.env", setting, everywhere) for setting in command.env]
+    for path, text, known in texts:
+        for name in placeholders(text):
+            if name not in known:
+                raise ConfigurationError(
+                    f"`{path}` has the placeholder {{{name}}}.",
+                    expected="one of " + ", ".join(f"{{{k}}}" for k in known),
+                    fix=f"correct it, or write {{{{{name}}}}} where the braces are meant",
+                )
+    resumes = "checkpoint" in placeholders(command.resume_arguments)
+    if command.resume_arguments and not ("resume" in placeholders(command.run) and resumes):
+        raise ConfigurationError(
+            "`command.resume_arguments` would never reach the trainer.",
+            expected="{resume} in command.run, and {checkpoint} in command.resume_arguments",
+            fix="set e.g. command.run='python train.py {resume}' and "
+            "command.resume_arguments='--resume_from {checkpoint}'",
+        )
+
+
+def _check_pattern(path: str, text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigurationError(
+            f"`{path}` {text!r} is no regular expression: {error}.",
+            expected="a Python regular expression",
+            fix=f"correct {path}",
+        ) from error
+
+
+def _is_seconds(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and float(text) > 0
+    except ValueError:
+        return False

@@ -1,0 +1,222 @@
+"""Sections `reward` and `judge`: how an answer becomes a number, and who scores it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.marks import STRICT, added, execution, identity, section
+from refiner_core.contract.sections.addresses import Refusal, of_server
+from refiner_core.contract.sections.steering import Resources
+
+#: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
+LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")
+
+
+@dataclass(frozen=True, config=STRICT)
+class RewardConfig:
+    """How judgements and citations become one number (`--refiner_reward_*` of the reference)."""
+
+    verification_reward: float = identity(10.0, gt=0, doc="scale of the [0, 1] score")
+    apply_paper_citation_reward: bool = identity(True, doc="include the citation term")
+    paper_citation_weight: float = identity(0.2, ge=0, le=1, doc="w of the citation term, 0 to 1")
+    combination: Literal["convex", "additive"] = identity(
+        "convex", doc="(1-w)*judge + w*citation, or judge + w*citation"
+    )
+    gate_judge_score_with_format_bonus: bool = identity(
+        False, doc="multiply the judge term by the format bonus"
+    )
+    non_stop_penalty: bool = identity(
+        False, doc="replace the score of a completion that did not stop"
+    )
+    non_stop_penalty_value: float = identity(0.0, doc="the score that replaces it")
+    rubric_source: Literal["instance", "static", "instance+static", "none"] = identity(
+        "instance", doc="which rubrics a rollout is judged by"
+    )
+    static_rubrics: str = identity(
+        "v3", doc="name of a shipped rubric set, or a YAML file, for the static part"
+    )
+    instance_rubrics_only: bool = added(
+        False, doc="drop static rubrics from the reward and from logging"
+    )
+    rubric_aggregation: Literal["weighted_mean", "signed_mean", "positive_sum"] = identity(
+        "weighted_mean",
+        doc="sum|w|s'/sum|w| with flipped negatives; sum w s/sum|w|; sum w s/max(sum w+, 1)",
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class ServeConfig:
+    """A judge's server that refiner starts, shares and ends by itself.
+
+    Nothing here changes what a judgement is, so that stages do not run again because their judge is
+    served elsewhere; servers are shared by those who would start the same one.
+    """
+
+    engine: Literal["none", "vllm", "transformers", "command"] = execution(
+        "none",
+        doc="what serves `judge.model`: vLLM, `transformers serve`, or `judge.serve_command`; "
+        "`none`, or an address in `judge.base_url`, uses that server",
+    )
+    where: Literal["job", "beside"] = execution(
+        "job",
+        doc="`job`: a job of its own, shared by all that judge alike; `beside`: within the job "
+        "that judges, on its resources",
+    )
+    python: str | None = execution(
+        None,
+        doc="interpreter of the environment that has the engine; none is the first `vllm` (or "
+        "`transformers`) command on PATH after `setup`",
+    )
+    setup: tuple[str, ...] = execution(
+        (), doc="shell lines before it starts, e.g. `module load vllm/0.33`"
+    )
+    container: str | None = execution(
+        None, doc="words before the command, e.g. `apptainer exec --nv vllm.sif`"
+    )
+    args: tuple[str, ...] = execution(
+        (), doc="further arguments of the engine, e.g. `--tensor-parallel-size 2`"
+    )
+    start_timeout_s: float = execution(
+        1800.0, gt=0, doc="how long it may take from its start until it answers, seconds"
+    )
+    idle_timeout_s: float = execution(
+        600.0, ge=0, doc="it ends when nobody has held a lease for this long, seconds"
+    )
+
+
+@dataclass(frozen=True, config=STRICT)
+class JudgeConfig:
+    """Who scores rubrics and citations."""
+
+    kind: Literal["lexical", "openai"] = identity(
+        "lexical",
+        doc="`lexical`: deterministic word overlap; `openai`: any OpenAI-compatible server",
+    )
+    model: str = identity(
+        LEXICAL_MODELS[0],
+        doc="name of the judge model; of the lexical one `lexical-1`, or `lexical-loose-1`, which "
+        "is content with less",
+    )
+    revision: str | None = identity(None, doc="revision of the judge model")
+    prompt: str = identity(
+        "v2", doc="version of the judge's prompts, or a folder with prompts of your own"
+    )
+    form: Literal["per_rubric", "batched"] = added(
+        "per_rubric", doc="a call for each rubric, or one for all rubrics of an answer"
+    )
+    structured_output: Literal["auto", "json_schema", "none"] = identity(
+        "auto",
+        doc="ask the server to write JSON of a schema; `auto`: where the server takes it",
+        legacy_value="none",
+    )
+    temperature: float | None = identity(
+        0.0, ge=0, doc="sampling temperature of the judge; null is not sent"
+    )
+    max_tokens: int = identity(
+        512, ge=1, doc="longest judgement; one that ends by length is a failure"
+    )
+    extra_body: str = added(
+        "",
+        doc="further fields of each request, a mapping or JSON text, e.g. "
+        '`{"chat_template_kwargs": {"enable_thinking": false}}`',
+    )
+    max_failed_share: float = identity(
+        0.2,
+        ge=0,
+        le=1,
+        doc="stop (resumable) when more than this share of a step's rollouts is unscored",
+    )
+    base_url: str | None = execution(None, doc="server address, e.g. http://127.0.0.1:8000/v1")
+    base_urls: tuple[str, ...] = execution(
+        (), doc="further servers of the same judge; calls are balanced over all of them"
+    )
+    api_key_env: str = execution(
+        "REFINER_JUDGE_API_KEY", doc="environment variable that holds the key"
+    )
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = execution(
+        "max_tokens", doc="what the server calls the limit; newer OpenAI models take the second"
+    )
+    concurrency: int = execution(256, ge=1, doc="requests in flight")
+    timeout_s: float = execution(
+        120.0, gt=0, doc="deadline of one judgement, seconds; pauses of an outage do not count"
+    )
+    batch_timeout_s: float = execution(
+        3600.0,
+        gt=0,
+        doc="deadline of what is asked together (in training, a rollout's judgements), seconds; "
+        "pauses do not count",
+    )
+    max_retries: int = execution(5, ge=0, doc="tries after a retryable failure")
+    outage_patience_s: float = execution(
+        900.0,
+        ge=0,
+        doc="how long a step waits for servers that are all gone, seconds; then the attempt ends "
+        "as `judge outage` and is taken up again later",
+    )
+    cache_gb: float = execution(
+        1.0, ge=0, doc="largest size of the workspace's store of judgements, GiB; 0 keeps none"
+    )
+    serve_command: str | None = execution(
+        None,
+        doc="command that serves the judge, with {model}, {revision}, {host} and {port}; its key "
+        "is in the environment as REFINER_SERVER_KEY",
+    )
+    serve: ServeConfig = section(ServeConfig, doc="a server that refiner starts")
+    resources: Resources = section(Resources, doc="resources of the judge's server")
+
+
+#: Fields of a request to a judge that have a field of their own, or are none of the user's.
+_OWN_OF_BODY = frozenset(
+    ("max_completion_tokens", "max_tokens", "messages", "model", "stream", "temperature")
+)
+
+
+def _is_extra_body(text: str) -> bool:
+    if not text.strip():
+        return True
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and not _OWN_OF_BODY & value.keys()
+
+
+def addresses_of(judge: JudgeConfig) -> list[str]:
+    """The running servers of a judge."""
+    return [a for a in (judge.base_url, *judge.base_urls) if a is not None]
+
+
+def refused_in_judge(judge: JudgeConfig) -> Iterator[Refusal]:
+    """What cannot be meant in a `judge` section."""
+    lexical = judge.model in LEXICAL_MODELS
+    if judge.kind != "lexical" and lexical:
+        yield (
+            f"`judge.kind` is openai, but `judge.model` is still {judge.model!r}.",
+            "the name by which the server knows its model",
+            "set judge.model=NAME",
+        )
+    if judge.kind == "lexical" and not lexical:
+        yield (
+            f"`judge.model` is {judge.model!r}, but `judge.kind` is lexical: word overlap would "
+            "be recorded under the name of a model.",
+            f"{' or '.join(LEXICAL_MODELS)} for the lexical judge, or a judge that is a model",
+            "set judge.kind=openai and judge.base_url=http://127.0.0.1:8000/v1, or "
+            f"judge.model={LEXICAL_MODELS[0]}",
+        )
+    if judge.serve.engine == "command" and not judge.serve_command:
+        yield (
+            "`judge.serve.engine` is command, but `judge.serve_command` is empty.",
+            "the command that serves the judge",
+            "set e.g. judge.serve_command='vllm serve {model} --host {host} --port {port}'",
+        )
+    if not _is_extra_body(judge.extra_body):
+        yield (
+            f"`judge.extra_body` is {judge.extra_body!r:.80}.",
+            f"a JSON object, without {', '.join(sorted(_OWN_OF_BODY))}, which refiner sets itself",
+            """set e.g. judge.extra_body='{"chat_template_kwargs": {"enable_thinking": false}}'""",
+        )
+    yield from of_server("judge", judge.api_key_env, addresses_of(judge))

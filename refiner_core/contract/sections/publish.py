@@ -1,0 +1,168 @@
+"""Sections `publish` and `evaluate`: what leaves the run, and how its models are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from refiner_core.contract.errors import suggest
+from refiner_core.contract.marks import STRICT, added, execution, identity, section
+from refiner_core.contract.sections.addresses import Refusal
+from refiner_core.contract.sections.environment import UserConfig
+from refiner_core.contract.sections.steering import Resources
+
+
+@dataclass(frozen=True, config=STRICT)
+class PublishConfig:
+    """Which checkpoints go where, and with what card.
+
+    `which`, `steps` and `evaluate` say which publications there are, not what one of them is, so
+    they invalidate nothing that is published already.
+    """
+
+    target: Literal["folder", "hub"] = identity("folder", doc="a folder in Hub layout, or the Hub")
+    path: str | None = identity(None, doc="folder target; none is WORKSPACE/published")
+    repo_id: str = identity(
+        "refiner/{recipe}-seed{seed}-{fingerprint}",
+        doc="repository, OWNER/NAME on the Hub; may use {recipe}, {seed}, {step} and {fingerprint} "
+        "(of the weights)",
+    )
+    which: Literal["final", "every-save", "best", "listed"] = added(
+        "final",
+        doc="checkpoints that are published: the last, every saved one, the best by an evaluation, "
+        "or `steps`; all but the last while training goes on",
+    )
+    steps: tuple[int, ...] = added((), doc="with which=listed: the steps")
+    evaluate: bool = added(True, doc="evaluate each published step for its card")
+    best_metric: str = added("reward", doc="with which=best: the metric that decides")
+    best_decoding: Literal["greedy", "sampled"] = added(
+        "greedy", doc="with which=best: the decoding that it is taken from"
+    )
+    per_step: Literal["tag", "branch", "repository"] = added(
+        "tag",
+        doc="how steps share a repository: `tag` (main moves on, each step keeps a tag), `branch` "
+        "(each step has one), `repository` (each has its own: {step} in repo_id)",
+    )
+    replace: bool = execution(
+        False, doc="put this run's weights in the place of another run's in the same repository"
+    )
+    malformed: bool = execution(
+        False, doc="publish a trained model none of whose answers was well formed, too"
+    )
+    private: bool = identity(True, doc="Hub only: create the repository private")
+    license: str = identity("apache-2.0", doc="licence in the card's front matter")
+    files: tuple[str, ...] = added(
+        (),
+        doc="patterns of the exported files that go along (README.md always does); none: all that "
+        "a model needs",
+    )
+    card_template: str | None = added(
+        None,
+        doc="a Jinja file to make the card from, which goes along in refiner.json; none is the "
+        "shipped one",
+    )
+    request_timeout_s: float = execution(60.0, doc="Hub only: deadline of one small request")
+    patience_s: float = execution(
+        300.0, doc="Hub only: how long one attempt bears rate limits and outages before it pauses"
+    )
+    price_per_gpu_hour: float | None = execution(
+        None, doc="what a GPU costs an hour, for the card's cost; none: GPU-hours alone"
+    )
+    currency: str = execution("USD", doc="currency of `price_per_gpu_hour`")
+    resources: Resources = section(Resources, doc="resources of the publish job")
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluateConfig:
+    """The protocol of an evaluation, and which models it is applied to."""
+
+    models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
+        ("base", "sft", "rft", "grpo", "command"),
+        doc="models evaluated, where the recipe makes them",
+    )
+    decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
+        ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
+    )
+    max_prompts: int | None = identity(
+        None,
+        ge=1,
+        doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
+        "by its share",
+    )
+    num_samples: int = identity(4, ge=1, doc="samples per prompt of the sampled decoding")
+    temperature: float = identity(1.0, ge=0, doc="temperature of the sampled decoding")
+    top_p: float = identity(
+        1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
+    )
+    top_k: int = added(
+        0, ge=0, doc="the sampled decoding draws from the likeliest tokens only; 0 is off"
+    )
+    user: UserConfig = section(
+        UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
+    )
+    bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
+    seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
+    batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
+    )
+    occasion: str = added(
+        "",
+        doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
+        "evaluation, nor from the store of judgements",
+    )
+    protocols: tuple[str, ...] = added(
+        (),
+        doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
+        "them too; a configuration holds what they say, as JSON",
+    )
+    fresh_reference: bool = execution(
+        True,
+        doc="ask a served judge about the random copier's answers anew in every evaluation, "
+        "whatever the store knows: the control against a judge that drifts; one answer a prompt",
+    )
+    resources: Resources = section(Resources, doc="resources of the evaluation job")
+
+
+#: Licences that the Hub knows; it refuses a card with another. One that is not on its list is
+#: ``other``, and its text stands in the card (``publish.card_template``).
+_OF_THE_HUB = (
+    "apache-2.0 mit afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear "
+    "ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 isc "
+    "lgpl lgpl-2.1 lgpl-3.0 lgpl-lr lppl-1.3c ms-pl mpl-2.0 ncsa ofl-1.1 openmdw-1.0 osl-3.0 "
+    "postgresql unlicense wtfpl zlib "
+    "cc cc0-1.0 cc-by-2.0 cc-by-2.5 cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 "
+    "cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 "
+    "cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 "
+    "c-uda cdla-sharing-1.0 cdla-permissive-1.0 cdla-permissive-2.0 odc-by odbl pddl "
+    "openrail openrail++ bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0 "
+    "bigcode-openrail-m apple-ascl apple-amlr deepfloyd-if-license "
+    "fair-noncommercial-research-license h-research intel-research gemma grok2-community llama2 "
+    "llama3 llama3.1 llama3.2 llama3.3 llama4 unknown other"
+)
+
+
+LICENSES = frozenset(_OF_THE_HUB.split())
+
+
+def refused_in_publish(publish: PublishConfig) -> Iterator[Refusal]:
+    """What cannot be meant in a `publish` section."""
+    if publish.license not in LICENSES:
+        near = suggest(publish.license.lower().replace(" ", "-"), LICENSES)
+        yield (
+            f"`publish.license` is {publish.license!r}, which is no licence of the Hub's "
+            f"list.{near}",
+            "an identifier as apache-2.0, mit, cc-by-4.0, llama3.1, or `other`",
+            "set publish.license=other for a licence of another name, and tell it by a card of "
+            "your own (publish.card_template)",
+        )
+    by_step = publish.per_step == "repository" and publish.which not in ("final", "best")
+    if by_step and "{step}" not in publish.repo_id:
+        yield (
+            f"publish.per_step=repository, but `publish.repo_id` is {publish.repo_id!r}.",
+            "a repository for each step",
+            "write {step} into publish.repo_id, or set publish.per_step=tag",
+        )
