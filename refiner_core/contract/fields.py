@@ -121,9 +121,9 @@ def typed(kind: Any, value: Any, path: str = "", origin: str = "") -> Any:
     except ValidationError as error:
         found = [_refusal(e, path, origin) for e in error.errors(include_url=False)]
     first, *others = sorted(found, key=lambda refusal: not refusal.what.startswith("There is no"))
-    more = "".join(f" {e.what.rstrip('.')} (expected {e.expected})." for e in others)
-    what = f"{first.what}{more and ' Besides:'}{more}"
-    raise ConfigurationError(what, expected=first.expected, fix=first.fix)
+    also = "".join(f" {e.what.rstrip('.')} (expected {e.expected})." for e in others)
+    fix = f"{first.fix}. Wrong besides:{also}" if also else first.fix
+    raise ConfigurationError(first.what, expected=first.expected, fix=fix)
 
 
 def _refusal(error: Any, path: str, origin: str) -> ConfigurationError:
