@@ -29,8 +29,7 @@ from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
 from refiner_core.cards.facts import UNKNOWN, CardFacts, attempt_notes, finite
-from refiner_core.cards.notes import public_proof
-from refiner_core.cards.training import public_certificate
+from refiner_core.cards.words import public_certificate, public_proof
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import model_order
