@@ -59,7 +59,7 @@ def general_findings(
         *(finding for finding, _ in shares),
         *claim_findings(document, known, impossible),
         *prose_findings(document, known),
-        *index_findings(document, front.index, known),
+        *index_findings(front.index, known),
         *command_findings(document, command_check),
     ]
     return sorted(set(found))
@@ -67,8 +67,7 @@ def general_findings(
 
 def is_ours(document: Document) -> bool:
     """True if a README looks like one that refiner has made."""
-    has = {title for _, title in document.headings}
-    return has >= _OUR_SECTIONS and any(
+    return {*document.headings} >= _OUR_SECTIONS and any(
         line.startswith("refiner ") for fence in document.fences for line in fence.lines
     )
 

@@ -14,17 +14,13 @@ from itertools import islice
 
 from refiner_core.cards.lint.markdown import Document, Finding, Paragraph, Severity
 from refiner_core.cards.lint.quantities import (
-    OVERALL,
-    Figure,
     Quantity,
     agree,
-    metric_of,
     metrics_in,
     parse_figure,
     parse_number,
     role_of,
     same_elsewhere,
-    words,
 )
 
 _BETTER = r"(?:improvement|better|higher|increase|gain|boost|more accurate)"
@@ -45,9 +41,6 @@ _POINTS = re.compile(
     r"(?<![\d.])\+?(?P<value>\d+(?:\.\d+)?)\s?(?:%[- ]points?|percentage[- ]points?|pp|points?)\b"
     rf"[^.\n]{{0,30}}?\b(?:{_BETTER}|over|above)\b",
     re.IGNORECASE,
-)
-_FROM_TO = re.compile(
-    r"\bfrom\s+\**(?P<first>\d+(?:\.\d+)?\s?%?)\**\s+to\s+\**(?P<last>\d+(?:\.\d+)?\s?%?)"
 )
 _PROTOCOL = re.compile(
     r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
@@ -79,15 +72,14 @@ class Claim:
         return points * 100 if own.fractions and not own.figure.percent else points
 
     def holds(self, own: Quantity, base: Quantity) -> bool:
-        """True if two numbers of tables can give the claim."""
+        """True if two numbers of tables, as printed, can give the claim."""
         whole = own.fractions and not own.figure.percent and not self.is_factor
-        return self.fits(own.figure, base.figure, 100 if whole else 1)
-
-    def fits(self, own: Figure, base: Figure, times: int = 1) -> bool:
-        """True if two printed numbers, each so many ``times``, can give the claim."""
         step = Fraction(10) ** -self.decimals
         room = step if self.hedged else step / 2
-        a, b, ua, ub = (x * times for x in (own.value, base.value, own.unit, base.unit))
+        a, b, ua, ub = (
+            x * (100 if whole else 1)
+            for x in (own.figure.value, base.figure.value, own.figure.unit, base.figure.unit)
+        )
         if self.is_factor:
             low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
         else:
@@ -112,7 +104,7 @@ def _claims(document: Document) -> Iterator[Claim]:
                 if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
                     continue
                 yield Claim(
-                    " ".join(found.group().replace("*", "").split()),
+                    " ".join(found.group().split()),
                     paragraph.line_of(found.start("value")),
                     *number,
                     bool(found["hedge"]),
@@ -135,10 +127,6 @@ def _context(paragraph: Paragraph, offset: int) -> str:
 def _judge(
     claim: Claim, known: Sequence[Quantity], impossible: Collection[Quantity]
 ) -> Iterator[Finding]:
-    stated = _from_to(claim)
-    if stated is not None:
-        yield from stated
-        return
     pairs = _pairs(claim, known)
     holding = [(own, base) for own, base in pairs if claim.holds(own, base)]
     clean = [p for p in holding if not set(p) & set(impossible)]
@@ -165,25 +153,6 @@ def _judge(
             f"{claim.text!r} does not recompute: {_computed(claim, own, base)}{more}",
             "say what it was computed from, or correct it",
         )
-
-
-def _from_to(claim: Claim) -> list[Finding] | None:
-    """A claim whose sentence has both numbers (``from 14.3 % to 59 %``), held against them; None
-    where it has not."""
-    found = list(_FROM_TO.finditer(claim.sentence))
-    if len(found) != 1:
-        return None
-    first, last = (parse_figure(found[0][name]) for name in ("first", "last"))
-    if first is None or last is None or first.value <= 0:
-        return None
-    if claim.fits(last, first):
-        return []
-    result = last.value / first.value if claim.is_factor else last.value - first.value
-    sign = "/" if claim.is_factor else "-"
-    message = f"{claim.text!r} does not recompute: {last.text} {sign} {first.text} = "
-    return [
-        Finding(claim.line, "comparison", f"{message}{float(result):.2f}", "correct one of them")
-    ]
 
 
 def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
@@ -266,20 +235,8 @@ _REASONS = re.compile(
     rf"(?<![\d.,])(?P<part>{_COUNT})\s+of\s+(?:{_COUNT})\s+[^:.\n]{{1,60}}:\s+"
     rf"(?P<list>(?:{_COUNT})\s+`[^`\n]+`(?:,\s+(?:and\s+)?(?:{_COUNT})\s+`[^`\n]+`)*)"
 )
-_MENTION = re.compile(
-    r"(?<![\d.,/])(?:(?P<before>\d+(?:\.\d+)?)\s?%\**\s+\**(?P<metric>pass\s?@\s?\d+|accuracy|F1)\b"
-    r"|\b(?P<name>pass\s?@\s?\d+|accuracy|F1)\**\s+(?:score\s+)?(?:of|:|=|is)\s+\**"
-    r"(?P<after>\d+(?:\.\d+)?)\s?%)",
-    re.IGNORECASE,
-)
-#: Numbers in sentences that are looked for in tables.
-_MOST_MENTIONS = 200
-_OWN_WORDS = re.compile(
-    r"(?i)\b(?:this|our|the) model\b|\bachiev|\breach|\battain|\bwe (?:get|obtain)"
-)
-_ON = re.compile(r"[\s*_<>/a-z]*?\bon\s+(?:the\s+)?[\s*_`\[]*(?P<what>[\w.+-]+)", re.IGNORECASE)
 _TOO_MUCH = re.compile(
-    r"(?<![\d.,])(?P<value>\d+(?:\.\d+)?)\s?%\**\s+"
+    r"(?<![\d.,])(?P<value>\d+(?:\.\d+)?)\s?%\s+"
     r"(?:pass\s?@\s?\d+|accuracy|precision|recall|F1)\b",
     re.IGNORECASE,
 )
@@ -289,9 +246,6 @@ def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
     """All findings in sentences, and between them and tables."""
     for paragraph in document.paragraphs:
         yield from _counts(paragraph)
-    mentions = ((p, m) for p in document.paragraphs for m in _MENTION.finditer(p.without_code))
-    for paragraph, found in islice(mentions, _MOST_MENTIONS):
-        yield from _mentioned(paragraph, found, known)
     for table in document.tables:
         for row in table.rows:
             for found in _QUOTED.finditer(" ".join(f"{cell.text}\t" for cell in row.cells)):
@@ -325,7 +279,7 @@ def _counts(paragraph: Paragraph) -> Iterator[Finding]:
             yield Finding(
                 paragraph.line_of(found.start()),
                 "out-of-range",
-                f"{found.group().replace('*', '')} is no share of anything",
+                f"{found.group()} is no share of anything",
             )
 
 
@@ -348,48 +302,6 @@ def _quotient(line: int, found: re.Match[str]) -> Iterator[Finding]:
             f"{found.group().rstrip()}: {part} of {whole} are "
             f"{float(share):.{max(figure.decimals, 1)}f} %",
         )
-
-
-# ---------------------------------------------------------------- one quantity, one value
-
-
-def _mentioned(
-    paragraph: Paragraph, found: re.Match[str], known: Sequence[Quantity]
-) -> Iterator[Finding]:
-    """``59% Pass@4`` is one of the table's numbers of that metric."""
-    metric = metric_of(found["metric"] or found["name"])
-    figure = parse_figure((found["before"] or found["after"]) + "%")
-    there = [q for q in known if metric and q.metric.key == metric.key]
-    if figure is None or not there or any(agree(figure, q.figure) for q in there):
-        return
-    named = [q for q in there if _named(q, paragraph.text)]
-    ours = _OWN_WORDS.search(paragraph.text)
-    after = paragraph.without_code[found.end() : found.end() + 200]
-    if named or (ours and _is_of(there, paragraph.text, after)):
-        other = (named or there)[0]
-        yield Finding(
-            paragraph.line_of(found.start()),
-            "two-values",
-            f"{found.group().replace('*', '')} stands in no table; "
-            f"{other.label or 'there'} has {other.shown} (line {other.line})",
-            "correct one of them",
-        )
-
-
-def _named(q: Quantity, text: str) -> bool:
-    label = words(q.label)
-    return len(q.label) > 3 and not q.compares and bool(label) and label <= words(text)
-
-
-def _is_of(there: Sequence[Quantity], sentence: str, after: str) -> bool:
-    """True if a number can only be one of these: they stand in one section, and what the sentence
-    says that it was measured on is named there."""
-    sections = {q.table.headings[:2] for q in there}
-    on = _ON.match(after)
-    places = [words(" ".join([*q.table.headings, *q.name])) for q in there]
-    if on is not None:
-        return len(sections) == 1 and any(words(on["what"]) <= place for place in places)
-    return len(sections) == 1 and all(q.name <= words(sentence) | OVERALL for q in there)
 
 
 def _twice(known: Sequence[Quantity]) -> Iterator[Finding]:

@@ -18,18 +18,13 @@ from refiner_core.cards.facts import CONTROLS
 from refiner_core.cards.lint.markdown import Document, Fence, Finding
 from refiner_core.contract.checks.secrets import has_secret
 
-_NOT_A_NUMBER = r"[-+]?\.?(?:nan|inf|infinity)(?![\w-])"
-_IN_CELL = re.compile(
-    rf"(?:^(?P<what>{_NOT_A_NUMBER})(?=\s*(?:$|%|±|,\s*n\s*=|[\[(]\s*(?:[-\d]|{_NOT_A_NUMBER})))"
-    rf"|(?:[\d\])]|[\[(±,])\s*(?P<later>{_NOT_A_NUMBER})(?=\s*(?:$|[,\])%])))",
-    re.IGNORECASE,
+_NAN = r"([-+]?\.?(?:nan|inf|infinity)(?![\w-]))"
+#: Where a number should stand: behind a sign, in an interval, and in a cell at its beginning.
+_IN_PROSE = re.compile(
+    rf"(?:[=≈±]|\+/-)\s*{_NAN}|:\s*{_NAN}[\s.]*$|\[\s*{_NAN}\s*,|\d\s*,\s*{_NAN}\s*\]",
+    re.IGNORECASE | re.MULTILINE,
 )
-_IN_PROSE = (
-    re.compile(rf"(?:[=≈±]|\+/-)[\s*_]*(?P<what>{_NOT_A_NUMBER})", re.IGNORECASE),
-    re.compile(rf":[\s*_]*(?P<what>{_NOT_A_NUMBER})[\s*_.]*$", re.IGNORECASE | re.MULTILINE),
-    re.compile(rf"\[\s*(?P<what>{_NOT_A_NUMBER})\s*,", re.IGNORECASE),
-    re.compile(rf"\d\s*,\s*(?P<what>{_NOT_A_NUMBER})\s*\]", re.IGNORECASE),
-)
+_IN_CELL = re.compile(rf"{_NAN}\s*(?:$|[%±,\[(])", re.IGNORECASE)
 #: Somebody's own folder, and what may be in a container or what everybody has: for our own cards.
 _PATH = re.compile(
     r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
@@ -48,15 +43,14 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
     for paragraph in document.paragraphs:
         for path in paths.finditer(paragraph.text):
             yield _path(paragraph.line_of(path.start()), path)
-        for pattern in _IN_PROSE:
-            for found in pattern.finditer(paragraph.without_code):
-                yield _nan(paragraph.line_of(found.start("what")), found["what"])
+        for found in _IN_PROSE.finditer(paragraph.without_code):
+            yield _nan(paragraph.line_of(found.start(found.lastindex or 0)), found)
     for table in document.tables:
         for row in table.rows:
             yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c.text))
             for cell in row.cells[1:]:
-                if said := _IN_CELL.search(cell.text):
-                    yield _nan(row.line, said["what"] or said["later"])
+                if said := _IN_CELL.match(cell.text) or _IN_PROSE.search(cell.text):
+                    yield _nan(row.line, said)
     yield from _signs(document)
 
 
@@ -65,13 +59,9 @@ def _path(line: int, found: re.Match[str]) -> Finding:
     return Finding(line, "machine-path", message, "name what others can get")
 
 
-def _nan(line: int, what: str) -> Finding:
-    return Finding(
-        line,
-        "not-finite",
-        f"{what!r} stands where a number should",
-        "a number that was not computed is a dash",
-    )
+def _nan(line: int, found: re.Match[str]) -> Finding:
+    message = f"{found[found.lastindex or 0]!r} stands where a number should"
+    return Finding(line, "not-finite", message, "a number that was not computed is a dash")
 
 
 def _signs(document: Document) -> Iterator[Finding]:
@@ -244,8 +234,6 @@ CommandCheck = Callable[[Sequence[str]], str | None]
 
 _SHELLS = ("bash", "sh", "shell", "zsh")
 _PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
-#: What shlex does not know: text up to a mark of its own, and what is expanded.
-_BEYOND = re.compile(r"<<-?\s*['\"]?\w|\$\(|`|\$'|\$\{[^}]{0,200}['\"#]")
 _MORE = "\\"
 #: Lines of a block, and commands of a card, that are looked at.
 _MOST_LINES, _MOST_COMMANDS = 300, 100
@@ -257,20 +245,18 @@ def command_findings(document: Document, check: CommandCheck | None) -> Iterator
     a command of refiner."""
     left = _MOST_COMMANDS
     for fence in document.fences:
-        lines = _commands(fence)
-        if (
-            fence.language in _SHELLS
-            and fence.closed
-            and not _BEYOND.search("\n".join(fence.lines))
-        ):
-            yield from _quotes(fence, lines)
-        for number, line in lines:
-            words = _words(line)
+        for number, line in _commands(fence):
+            problem, words = None, list[str]()
+            try:
+                words = _words(line)
+            except ValueError as error:
+                if line.startswith("refiner "):
+                    problem = f"a shell cannot read it ({str(error).lower()})"
             if words[:1] == ["refiner"] and check is not None and left:
                 left -= 1
                 problem = check(words[1:])
-                if problem:
-                    yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
+            if problem:
+                yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
 
 
 def _commands(fence: Fence) -> list[tuple[int, str]]:
@@ -296,33 +282,9 @@ def _commands(fence: Fence) -> list[tuple[int, str]]:
     return found
 
 
-def _quotes(fence: Fence, lines: Sequence[tuple[int, str]]) -> Iterator[Finding]:
-    """A quote that is never closed; one that is closed some lines later is."""
-    problem = _problem("\n".join(line for _, line in lines))
-    if problem is None:
-        return
-    for position, (number, _) in enumerate(lines):
-        rest = "\n".join(text for _, text in lines[position + 1 :])
-        if _problem(rest) is None:
-            yield Finding(number, "command", f"`{_short(lines[position][1])}`: {problem}", _FIX)
-            return
-
-
-def _problem(text: str) -> str | None:
-    try:
-        shlex.split(text, comments=True)
-    except ValueError as error:
-        return f"a shell cannot read it ({str(error).lower()})"
-    return None
-
-
 def _words(line: str) -> list[str]:
-    """The words of a command, without variables that are set in front of it; empty where it does
-    not parse."""
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:
-        return []
+    """The words of a command, without variables that are set in front of it."""
+    words = shlex.split(line, comments=True)
     while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
         words = words[1:]
     return words

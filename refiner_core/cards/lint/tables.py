@@ -13,7 +13,6 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from math import comb, lcm
-from typing import Any
 
 from refiner_core.cards.lint.form import IndexValue
 from refiner_core.cards.lint.markdown import Document, Finding, Table
@@ -30,7 +29,6 @@ from refiner_core.cards.lint.quantities import (
     nearest_shares,
     parse_figure,
     repeats_in,
-    role_of,
     scale,
     total_kind,
     uneven_in,
@@ -320,42 +318,17 @@ def _counts(text: str) -> bool:
     return _YES_NO.search(text) is not None
 
 
-_MARK = re.compile(r"\b[0-9a-f]{12,64}\b")
-_DECODING = re.compile(r"\b(?:greedy|sampled)\b")
-
-
-def index_findings(
-    document: Document, index: Sequence[IndexValue], known: Sequence[Quantity]
-) -> Iterator[Finding]:
+def index_findings(index: Sequence[IndexValue], known: Sequence[Quantity]) -> Iterator[Finding]:
     """All findings about ``model-index``."""
     for entry in index:
         figure, metric = parse_figure(entry.text), _index_metric(entry)
         if figure is None:
             continue
-        there = [(q.figure, q.line) for q in _same(entry, metric, known)] if metric else []
-        there = there or _by_label(entry, document)
-        if there and not any(agree(figure, printed) for printed, _ in there):
-            printed, line = there[0]
+        there = _same(entry, metric, known) if metric else []
+        if there and not any(agree(figure, q.figure) for q in there):
             what = f"{entry.name or entry.type} is {entry.text} here"
-            message = f"{what} and {printed.text} in line {line}"
+            message = f"{what} and {there[0].shown} in line {there[0].line}"
             yield Finding(entry.line, "model-index", message, "correct one of them")
-    yield from _pass_at_k(index)
-
-
-def _by_label(entry: IndexValue, document: Document) -> list[tuple[Figure, int]]:
-    """Numbers of the card's own model in rows that are called as the entry's type, under a heading
-    that names the fingerprint in its data set's name, and the decoding in its own."""
-    marks = _MARK.findall(entry.dataset) + _DECODING.findall(entry.name)
-    found = []
-    for table in document.tables:
-        heading = " ".join(table.headings[-1:])
-        if not _MARK.search(entry.dataset) or not all(mark in heading for mark in marks):
-            continue
-        own = [c for c, label in enumerate(table.header) if role_of(label) == "own"]
-        for row, figures in zip(table.rows, figures_of(table), strict=True):
-            if row.cells[0].text == entry.type:
-                found += [(f, row.line) for c in own if (f := figures[c]) is not None]
-    return found
 
 
 def _index_metric(entry: IndexValue) -> Metric | None:
@@ -376,22 +349,3 @@ def _same(entry: IndexValue, metric: Metric, known: Sequence[Quantity]) -> list[
         q for q in there if dataset and dataset <= words(f"{q.label} {' '.join(q.table.headings)}")
     ]
     return [q for q in of_set if not said and not (q.name - dataset)]
-
-
-def _pass_at_k(index: Sequence[IndexValue]) -> Iterator[Finding]:
-    groups: dict[Any, list[tuple[int, IndexValue, Figure]]] = {}
-    for entry in index:
-        metric, figure = _index_metric(entry), parse_figure(entry.text)
-        if metric is not None and metric.k is not None and figure is not None:
-            name = re.sub(r"(?i)pass\s?@\s?\d+", "", entry.name).strip().lower()
-            groups.setdefault((entry.dataset, name), []).append((metric.k, entry, figure))
-    for group in groups.values():
-        ordered = sorted(group, key=lambda g: g[0])
-        for (k, _, less), (more_k, entry, more) in pairwise(ordered):
-            if k != more_k and less.value > more.value:
-                yield Finding(
-                    entry.line,
-                    "pass-at-k",
-                    f"pass@{k} of {less.text} is more than pass@{more_k} of {more.text}",
-                    "correct one of them",
-                )
