@@ -34,8 +34,7 @@ from refiner_core.cards.results import (
     progression_tables,
     result_tables,
 )
-from refiner_core.cards.settings import grpo_flags, own_settings
-from refiner_core.cards.words import Sentences, training_curve
+from refiner_core.cards.words import Sentences, grpo_flags, own_settings, training_curve
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.kinds import KINDS, card_words
 

@@ -20,8 +20,7 @@ from refiner_core.cards.results import (
     progression_tables,
     result_tables,
 )
-from refiner_core.cards.settings import grpo_flags
-from refiner_core.cards.words import Sentences, training_curve
+from refiner_core.cards.words import Sentences, grpo_flags, training_curve
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
     Desk,

@@ -2,10 +2,12 @@
 
 In: text. Out: a :class:`Document`, in which everything knows the line that it stands in, counted
 from 1. Blocks and inline marks are those that markdown-it finds; prose is kept as a reader sees it.
+Nothing is executed.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -13,8 +15,11 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+
+from refiner_core.contract.checks.secrets import has_secret
 
 # Cards are anybody's: no pattern here may look at a character more than a few times.
 _MARKUP = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]*+>", re.DOTALL)
@@ -261,3 +266,153 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
         return asdict(self)
+
+
+# ---------------------------------------------------------------- front matter
+
+#: Characters of a front matter; YAML is slow to read.
+_LARGEST = 100_000
+_REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
+_PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
+_INDEX_VALUE = re.compile(
+    r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
+)
+_NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias where it stands."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "it has an alias, which cards need none of", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+@dataclass(frozen=True)
+class IndexValue:
+    """One number of ``model-index``, as it is written, with its line in the file."""
+
+    text: str
+    line: int
+    type: str = ""
+    name: str = ""
+    dataset: str = ""
+
+
+@dataclass
+class Front:
+    """The numbers of ``model-index``, and what is wrong."""
+
+    index: list[IndexValue] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read_front(block: str | None, first_line: int, *, unknown_base: bool = False) -> Front:
+    """Read the front matter.
+
+    Parameters
+    ----------
+    block
+        The text; None where there is none.
+    first_line
+        Line of the file that it begins in.
+    unknown_base
+        The card says that nobody has recorded the base model.
+    """
+    front = Front()
+
+    def refused(line: int, what: str, fix: str = "") -> Front:
+        front.findings.append(Finding(line, "front-matter", what, fix))
+        return front
+
+    if block is None:
+        missing = "there is no front matter (a block between two lines of ---)"
+        return refused(1, missing, "begin the file with one: license, base_model, …")
+    if len(block) > _LARGEST:
+        size = f"{len(block)} characters, at most {_LARGEST} are read"
+        return refused(1, f"the front matter has {size}")
+    try:
+        loader = _Loader(block)
+        node = loader.get_single_node()
+        matter = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        line = first_line + (mark.line if mark else 0)
+        return refused(line, f"the front matter is not YAML: {reason}")
+    if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
+        return refused(first_line, "the front matter is not a mapping")
+    front.index = list(_index_values(node, first_line))
+    front.findings += _missing(matter, unknown_base)
+    front.findings += _leaf_findings(node, first_line)
+    return front
+
+
+def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
+    for key, rule in _REQUIRED.items():
+        if not matter.get(key):
+            open_about_it = key == "base_model" and unknown_base
+            yield Finding(
+                1,
+                rule,
+                f"the front matter has no {key}",
+                f"add `{key}:`",
+                "warning" if open_about_it else "error",
+            )
+
+
+def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
+    for path, node in _leaves(root, ""):
+        line, text, tag = first_line + node.start_mark.line, node.value, node.tag
+        where = f"{path} in the front matter"
+        is_value = path.startswith("model-index") and path.endswith(".value")
+        if tag.endswith(":float") and not math.isfinite(_float(text)):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif has_secret(text):
+            yield Finding(
+                line, "secret", f"{where} looks like a secret", "take it out, and revoke it"
+            )
+        elif is_value and tag.endswith(":str") and _NO_NUMBER.fullmatch(text.strip()):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
+            yield Finding(line, "not-a-number", f"{where} is not a number")
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower())
+    except ValueError:
+        return math.nan if "nan" in text.lower() else math.inf if "inf" in text.lower() else 0.0
+
+
+def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _leaves(value, f"{path}.{key.value}" if path else str(key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            yield from _leaves(value, f"{path}[{position}]")
+    elif isinstance(node, yaml.ScalarNode):
+        yield path, node
+
+
+def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
+    known: dict[str, yaml.ScalarNode] = {}
+    for path, node in _leaves(root, ""):
+        known.setdefault(path, node)
+    texts = {path: str(node.value) for path, node in known.items()}
+    for path, node in known.items():
+        if found := _INDEX_VALUE.fullmatch(path):
+            yield IndexValue(
+                node.value,
+                first_line + node.start_mark.line,
+                texts.get(f"{found['metric']}.type", ""),
+                texts.get(f"{found['metric']}.name", ""),
+                texts.get(f"{found['result']}.dataset.name", ""),
+            )
