@@ -22,15 +22,16 @@ from flows.publishing.lineage import (
     need_result,
     recorded_subject,
     runs_of,
+    subject_at_work,
     weights_of,
 )
+from flows.stages.work import StageWork
 from infra.publishing import step_revision
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
 from refiner_core.cards.facts import UNKNOWN, CardFacts, attempt_notes, finite
-from refiner_core.cards.notes import public_proof
-from refiner_core.cards.training import public_certificate
+from refiner_core.cards.words import public_certificate, public_proof
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import model_order
@@ -154,12 +155,15 @@ def _refuse_mixed(found: Sequence[Candidate]) -> None:
 class Collected:
     """Facts of a publication, and the weights that it is about.
 
+    ``role`` is that of the weights among the stage's inputs, ``asked`` the call that asked for it.
     ``decided`` is for the stage's report: what cannot be found out from records later.
     ``choice`` is set where the best checkpoint is published.
     """
 
     facts: CardFacts
     made: Behind
+    role: str
+    asked: RunRecord | None
     decided: Mapping[str, Any]
     choice: Choice | None = None
 
@@ -180,6 +184,11 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
         A record that it rests on is gone.
     """
     return collect(recorded_subject(workspace, stage_id)).facts
+
+
+def collect_at_work(work: StageWork) -> Collected:
+    """Facts of the stage that is being carried out."""
+    return collect(subject_at_work(work))
 
 
 def collect(subject: Subject) -> Collected:
@@ -233,7 +242,7 @@ def collect(subject: Subject) -> Collected:
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
     )
-    return Collected(facts, made, decided, choice)
+    return Collected(facts, made, role, runs[0], decided, choice)
 
 
 def _measured_as(made: Behind, role: str, model: str) -> str:

@@ -284,6 +284,32 @@ def decide(
         No command makes the model again, or the template is not what it was.
     """
     (asked, began), config = runs, subject.config
+    return {
+        "runs": [None if r is None else r.run for r in (asked, began)],
+        **(_checked_before(subject.workspace, asked, made) or _checked(config, asked, made)),
+        "template": _template(config, subject.spec.sources.get("card_template")),
+        "static_rubrics": _static_rubrics(config, made),
+        "stopped": _stopped(subject, made),
+    }
+
+
+#: What is decided once for all publications of a run that are of one training.
+_OF_COMMANDS = ("makes", "command", "recipe_file", "not_the_shipped_recipe", "sources")
+
+
+def _checked_before(
+    workspace: Workspace, asked: RunRecord | None, made: Behind
+) -> dict[str, Any] | None:
+    """The command that another publication of the run has checked."""
+    for name, stage_id in asked.stages.items() if asked else ():
+        result = workspace.read_result(stage_id) if name.startswith("publish") else None
+        told = (result.report.get("made_with") or {}) if result is not None else {}
+        if told.get("makes") == made.model.spec.fingerprint:
+            return {key: told[key] for key in _OF_COMMANDS}
+    return None
+
+
+def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dict[str, Any]:
     command = reproduce(
         Made(
             recipe=str(asked.provenance.get("recipe") or asked.recipe) if asked else "",
@@ -294,14 +320,11 @@ def decide(
         )
     )
     return {
-        "runs": [None if r is None else r.run for r in (asked, began)],
+        "makes": made.model.spec.fingerprint,
         "command": command.command,
         "recipe_file": command.recipe_file,
         "not_the_shipped_recipe": list(command.why_not_shipped),
         "sources": dict(command.files),
-        "template": _template(config, subject.spec.sources.get("card_template")),
-        "static_rubrics": _static_rubrics(config, made),
-        "stopped": _stopped(subject, made),
     }
 
 

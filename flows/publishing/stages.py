@@ -12,12 +12,11 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flows.cards.reproduction import RECIPE_FILE
-from flows.publishing.facts import Collected, collect
-from flows.publishing.lineage import need_result, runs_of, subject_at_work, weights_of
+from flows.publishing.facts import Collected, collect_at_work
+from flows.publishing.lineage import need_result
 from flows.stages.work import StageWork
 from infra.foreign.exports import require_whole
 from infra.hub.target import make_target
@@ -85,14 +84,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def papers(facts: CardFacts, files: Sequence[OutputFile], output_dir: Path) -> list[FileToPublish]:
-    """The card, what it was made from, and the recipe where it is no shipped one; also written to
-    ``output_dir``.
-
-    Parameters
-    ----------
-    files
-        The other files of the publication.
+def papers(facts: CardFacts, files: Sequence[OutputFile]) -> list[FileToPublish]:
+    """The card, what it was made from, and the recipe where it is no shipped one; ``files`` are the
+    others of the publication.
 
     Raises
     ------
@@ -105,11 +99,7 @@ def papers(facts: CardFacts, files: Sequence[OutputFile], output_dir: Path) -> l
     others = {f.path: f for f in (*files, *(p.described for p in made))}
     card, evidence = build_card(facts), evidence_text(facts, list(others.values()))
     refuse_unless_it_holds(card, evidence, template=facts.template)
-    made += [FileToPublish.of_text(CARD, card), FileToPublish.of_text(EVIDENCE, evidence)]
-    for paper in made:
-        assert paper.content is not None, "made of text"
-        (output_dir / paper.name).write_bytes(paper.content)
-    return made
+    return [*made, FileToPublish.of_text(CARD, card), FileToPublish.of_text(EVIDENCE, evidence)]
 
 
 def refuse_unless_it_holds(card: str, evidence: str, *, template: str | None) -> None:
@@ -136,21 +126,12 @@ def refuse_unless_it_holds(card: str, evidence: str, *, template: str | None) ->
 log = logging.getLogger(__name__)
 
 
-class _Papers(NamedTuple):
-    """Card and evidence that are sent; ``kept`` where those at the target say more."""
-
-    files: tuple[FileToPublish, ...]
-    card: str
-    kept: bool
-
-
 def publish(work: StageWork) -> dict[str, Any]:
     """Weights and a card to the target. Numbers that are not there yet come later, by ``card``."""
-    found = collect(subject_at_work(work))
+    found = collect_at_work(work)
     _require_an_answer(work, found)
-    role = next(r for r, i in weights_of(subject_at_work(work)).items() if i == found.made.weights)
     if work.spec.model == "command":
-        require_whole(work.inputs[role] / "model", "publishing")
+        require_whole(work.inputs[found.role] / "model", "publishing")
     weights = model_files(work.workspace, found.made.weights, work.config.publish.files)
     message = f"Step {found.facts.step}"
     if found.choice is not None:
@@ -175,8 +156,9 @@ def _require_an_answer(work: StageWork, found: Collected) -> None:
         return
     model = work.spec.model
     doubt = all_malformed(found.made.reports.get(model, {}))
-    if not doubt and (run := runs_of(subject_at_work(work), found.made.trained)[0]) is not None:
-        measured = (i for n, i in run.stages.items() if without_protocol(n) == f"evaluate-{model}")
+    if not doubt and found.asked is not None:
+        stages = found.asked.stages.items()
+        measured = (i for n, i in stages if without_protocol(n) == f"evaluate-{model}")
         results = filter(None, map(work.workspace.read_result, measured))
         doubt = next(filter(None, (all_malformed(r.report) for r in results)), "")
     if doubt:
@@ -190,7 +172,7 @@ def _require_an_answer(work: StageWork, found: Collected) -> None:
 
 def refresh_card(work: StageWork) -> dict[str, Any]:
     """The card that is published, with the evaluations' numbers in it."""
-    found = collect(subject_at_work(work))
+    found = collect_at_work(work)
     published = need_result(work.workspace, work.input_stages["publish"]).report
     listed = [OutputFile(f["path"], f["bytes"], f["sha256"]) for f in published["files"]]
     message = f"Step {found.facts.step}: numbers in the card"
@@ -208,10 +190,10 @@ def _send(
     """Send card and evidence, and ``weights`` where they are not there already; ``others`` are the
     publication's files beside card and evidence."""
     target = make_target(work.config, work.workspace.layout.published)
-    sent = _papers(work, found, target, others)
+    sent, kept = _papers(work, found, target, others)
     publication = Publication(
         repo_id=repo_id,
-        files=(*(weights or ()), *sent.files),
+        files=(*(weights or ()), *sent.values()),
         step=found.facts.step,
         final=found.ends_run,
         fingerprint=found.facts.fingerprint,
@@ -223,8 +205,8 @@ def _send(
         **report_of(published, publication),
         "final": publication.final,
         "only_these": publication.only_these,
-        "card": sent.card,
-        "card_kept": sent.kept,
+        "card": (sent[CARD].content or b"").decode(),
+        "card_kept": kept,
         "made_with": dict(found.decided),
     }
     if found.choice is not None:
@@ -232,43 +214,39 @@ def _send(
     return report
 
 
-# ---------------------------------------------------------------- the newer card stays
-
-
 def _papers(
     work: StageWork, found: Collected, target: Target, files: Sequence[OutputFile]
-) -> _Papers:
-    """Card and evidence to send: those of this stage, unless others that lie there already say the
-    same of the same weights and more (a stage that is repeated after a later one)."""
-    made = papers(found.facts, files, work.output_dir)
-    texts = {paper.name: (paper.content or b"").decode() for paper in made}
-    there = _newer(target, found.facts, texts[EVIDENCE])
-    if there is None:
-        return _Papers(tuple(made), texts[CARD], kept=False)
-    log.info("the card that is published has more numbers than this stage knows: it stays")
-    rest = tuple(paper for paper in made if paper.name not in there)
-    kept = tuple(FileToPublish.of_text(name, text) for name, text in there.items())
-    for paper in kept:
-        (work.output_dir / paper.name).write_bytes(paper.content or b"")
-    return _Papers((*rest, *kept), there[CARD], kept=True)
+) -> tuple[dict[str, FileToPublish], bool]:
+    """Card and evidence to send, by name: those of this stage, unless (True) others that lie there
+    already say the same of the same weights and more (a stage that is repeated after a later
+    one)."""
+    sent = {paper.name: paper for paper in papers(found.facts, files)}
+    evidence = (sent[EVIDENCE].content or b"").decode()
+    there = _newer(target, found.facts, evidence)
+    if there:
+        log.info("the card that is published has more numbers than this stage knows: it stays")
+    sent |= {name: FileToPublish.of_text(name, text) for name, text in there.items()}
+    for name, paper in sent.items():
+        (work.output_dir / name).write_bytes(paper.content or b"")
+    return sent, bool(there)
 
 
-def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str] | None:
+def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str]:
     """Card and evidence at the target, if they are of these weights and know all numbers of
     ``facts`` and others."""
     text = target.read_text(facts.repo_id, facts.revision, EVIDENCE)
     if text is None:
-        return None
+        return {}
     try:
         there, ours = load_evidence(text), load_evidence(evidence)
     except DataError as error:
         log.warning("the %s at the target is replaced: %s", EVIDENCE, error)
-        return None
+        return {}
     same = (there.fingerprint, there.step, there.files) == (ours.fingerprint, ours.step, ours.files)
     if not same or not _numbers(ours.facts) < _numbers(there.facts):
-        return None
+        return {}
     card = target.read_text(facts.repo_id, facts.revision, CARD)
-    return None if card is None else {CARD: card, EVIDENCE: text}
+    return {} if card is None else {CARD: card, EVIDENCE: text}
 
 
 def _numbers(facts: CardFacts) -> set[tuple[str, ...]]:

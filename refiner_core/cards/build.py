@@ -27,7 +27,6 @@ from refiner_core.cards.facts import (
     record_of,
     unmarked,
 )
-from refiner_core.cards.notes import known_notes
 from refiner_core.cards.results import (
     index_numbers,
     model_index,
@@ -35,13 +34,9 @@ from refiner_core.cards.results import (
     progression_tables,
     result_tables,
 )
-from refiner_core.cards.settings import grpo_flags, own_settings
-from refiner_core.cards.setup import earlier_stages, setup_lines
-from refiner_core.cards.training import cost_lines, training_curve
+from refiner_core.cards.words import Sentences, grpo_flags, own_settings, training_curve
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.kinds import KINDS, TRAINED, card_words
-from refiner_core.contract.placement import STAGES
-from refiner_core.contract.planned import stage_changes
+from refiner_core.contract.kinds import KINDS, card_words
 
 _FIX = "correct the template (`refiner card template` prints the shipped one, to start from)"
 
@@ -122,65 +117,7 @@ _EVIDENCE = """\
 <snippet id=S_a1B9xQ2>The bridge was opened in 1932.</snippet>
 </tool_output>"""
 _ANSWER = "<answer><snippet id=S_a1B9xQ2>The bridge has been open since 1932.</snippet></answer>"
-_CODE = '''\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = "{name}"
-tokenizer = AutoTokenizer.from_pretrained(name{revision})
-model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
-
-prompt = """{evidence}"""
-inputs = tokenizer.apply_chat_template(
-    [{{"role": "user", "content": prompt}}],
-    add_generation_prompt=True,{thinking}
-    return_tensors="pt",
-    return_dict=True,
-)
-output = model.generate(**inputs, max_new_tokens={tokens}, do_sample=False{stop})
-answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
-print(answer)'''
-
-
 _TURN = '<tool_call>{"name": "respond", "arguments": {"content": "May I have the id?"}}</tool_call>'
-_AGENT_CODE = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = "{name}"
-tokenizer = AutoTokenizer.from_pretrained(name{revision})
-model = AutoModelForCausalLM.from_pretrained(name{revision}, dtype="auto")
-
-tools = [{{
-    "type": "function",
-    "function": {{
-        "name": "respond",
-        "description": "Say something to the user.",
-        "parameters": {{
-            "type": "object",
-            "properties": {{"content": {{"type": "string"}}}},
-            "required": ["content"],
-        }},
-    }},
-}}]
-messages = [
-    {{"role": "system", "content": "Serve the user by the rules."}},
-    {{"role": "user", "content": "Hello, I need help with my order."}},
-]
-inputs = tokenizer.apply_chat_template(
-    messages,
-    tools=tools,
-    add_generation_prompt=True,
-    enable_thinking=False,
-    return_tensors="pt",
-    return_dict=True,
-)
-output = model.generate(
-    **inputs,
-    max_new_tokens={tokens},
-    do_sample=False,
-    stop_strings=["</tool_call>"],
-    tokenizer=tokenizer,
-)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))"""
 
 
 class OutputFormat(NamedTuple):
@@ -211,68 +148,8 @@ def _modes(facts: CardFacts) -> tuple[str, ...]:
     return tuple(sorted(mode for mode, count in counts.items() if count))
 
 
-def usage_code(facts: CardFacts) -> str:
-    """Python that loads this very step and refines one search result, or takes one turn.
-
-    A folder has no revisions, and transformers would pass over one without a word: there a step is
-    loaded from the folder of its own, ``OWNER/NAME@step-50``.
-    """
-    stops = facts.config.grpo.stop_strings
-    name, revision = facts.repo_id, ""
-    if facts.revision != "main" and facts.config.publish.target == "folder":
-        name = f"{name}@{facts.revision}"
-    elif facts.revision != "main":
-        revision = f', revision="{facts.revision}"'
-    return (_AGENT_CODE if facts.is_agent else _CODE).format(
-        name=name,
-        revision=revision,
-        evidence=_EVIDENCE,
-        thinking="\n    enable_thinking=False," if output_format(facts).answer_only else "",
-        tokens=facts.config.grpo.response_length,
-        stop=f", stop_strings={list(stops)!r}, tokenizer=tokenizer" if stops else "",
-    )
-
-
-def reproduction_lines(facts: CardFacts) -> list[str]:
-    """Needs of the command, and signs that it is the same."""
-    lines = []
-    version = (facts.provenance.get("packages") or {}).get("refiner")
-    if version:
-        commit = facts.provenance.get("commit")
-        at = f" at commit `{commit}`" if commit else ""
-        lines.append(f"It takes refiner {version}{at}.")
-    if facts.recipe_file is not None:
-        lines.append(
-            f"`recipe.yaml` lies beside this card (SHA-256 `{facts.recipe_file}`); give the "
-            "command in its folder."
-        )
-    lines += [
-        f"It reads `{name}` from the folder that it is given in (SHA-256 `{digest}`)."
-        for name, digest in sorted(facts.sources.items())
-    ]
-    if facts.fingerprint:
-        lines.append(
-            f"With `--dry-run` it shows the fingerprint of the stage `{facts.stage}`, "
-            f"`{facts.fingerprint}`: the same one means the same training."
-        )
-    if facts.stage in STAGES and not facts.final:
-        save = getattr(facts.config, facts.stage).save_freq
-        lines.append(
-            f"It trains to the end of the run; step {facts.step} is a checkpoint that it saves on "
-            f"the way (every {save} steps)."
-        )
-    return lines
-
-
 _BUILTIN = "builtin:"
-_SERVING = (
-    "given the rules and tools of a domain, serve a user over several turns, each of them one tool "
-    "call"
-)
-_REFINING = (
-    "given an agent's reasoning, a question and raw search-tool output, write a concise answer "
-    "whose claims cite that output"
-)
+_NOTHING = "Nothing was recorded of the code behind this checkpoint."
 
 
 def build_card(facts: CardFacts) -> str:
@@ -306,7 +183,8 @@ def _plain(value: Any) -> Any:
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:
     """Variables of a template; the head of ``card.md.jinja`` says what each of them is."""
-    grpo, earlier = facts.stage == "grpo", earlier_stages(facts)
+    grpo, words = facts.stage == "grpo", Sentences(facts)
+    earlier, shape = words.earlier(), output_format(facts)
     return {
         "front_matter": yaml.safe_dump(
             front_matter(facts), sort_keys=False, allow_unicode=True, width=1000
@@ -319,27 +197,27 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "final": facts.final,
         "external": facts.stage == "command",
         "description": facts.description,
-        "summary": _summary(facts),
+        "summary": words.text("summary"),
         "agent": facts.is_agent,
-        "task": _SERVING if facts.is_agent else _REFINING,
-        "base_model": _base_in_words(facts),
+        "task": words.text("task"),
+        "base_model": words.text("base_model"),
         "algorithm": card_words(facts.stage).algorithm,
-        "setup": setup_lines(facts),
+        "setup": words.lines("setup"),
         "before": [line for stage in earlier for line in stage.lines],
         "earlier": earlier,
-        "cost": list(cost_lines(facts)),
-        "format": output_format(facts),
-        "usage": usage_code(facts),
+        "cost": words.lines("cost"),
+        "format": shape,
+        "usage": words.text("usage", shape),
         "tables": result_tables(facts),
         "progression": progression_tables(facts),
         "preferred": preferred_step(facts),
         "curve": training_curve(facts),
         "command": facts.command,
-        "reproduction": reproduction_lines(facts),
+        "reproduction": words.lines("reproduction"),
         "flags": grpo_flags(facts) if grpo else [],
         "settings": own_settings(facts, _sections(facts)),
-        "notes": known_notes(facts),
-        "provenance": _provenance(facts),
+        "notes": words.lines("notes"),
+        "provenance": words.lines("provenance") or [_NOTHING],
     }
 
 
@@ -355,30 +233,6 @@ def _sections(facts: CardFacts) -> tuple[str, ...]:
     made = [k.name for k in KINDS.values() if k.trains == "demonstrations" or k.name == "sample"]
     before = [s for s in made if s in facts.reports and s not in sections and facts.stage != s]
     return (*sections, *before)
-
-
-def _summary(facts: CardFacts) -> str:
-    """One paragraph that says what this is, made from the facts."""
-    if facts.stage == "command":
-        return (
-            f"`{facts.name}` is step {facts.step} of a model that another trainer made; refiner "
-            "published it as it is."
-        )
-    base = f"`{facts.base}`" if facts.base != UNKNOWN else "a model that is not recorded"
-    last = "the last" if facts.final else "an intermediate"
-    return f"`{facts.name}` is {base} {_how(facts)}; this is {last} checkpoint."
-
-
-def _how(facts: CardFacts) -> str:
-    """By what stages the model was made, in words."""
-    agent = facts.is_agent
-    cards = {name: card_words(name) for name in TRAINED}
-    words = {n: c.made_by_agents if agent else c.made for n, c in cards.items() if c.made}
-    if facts.stage not in words:
-        return f"trained by the stage `{facts.stage}`"
-    made = [stage for stage in words if stage in facts.reports or stage == facts.stage]
-    made = made[: made.index(facts.stage) + 1]
-    return ", then ".join(words[stage] for stage in made)
 
 
 def front_matter(facts: CardFacts) -> dict[str, Any]:
@@ -407,46 +261,6 @@ def front_matter(facts: CardFacts) -> dict[str, Any]:
     if index:
         matter["model-index"] = index
     return matter
-
-
-def _base_in_words(facts: CardFacts) -> str:
-    if facts.base == UNKNOWN:
-        return "not recorded: another trainer chose it"
-    if facts.base.startswith(_BUILTIN):
-        return f"`{facts.base}`, a tiny model that is shipped with refiner (for trying things out)"
-    if is_hub_id(facts.base):
-        revision = facts.config.model.revision if facts.base_model is None else None
-        at = f" at `{revision}`" if revision else ""
-        return f"[`{facts.base}`](https://huggingface.co/{facts.base}){at}"
-    return f"`{facts.base}`, a local model that is not published under this name"
-
-
-def _provenance(facts: CardFacts) -> list[str]:
-    known, lines = facts.provenance, []
-    if known.get("commit"):
-        dirty = " with uncommitted changes" if known.get("dirty") else ""
-        if known.get("dirty", False) is None:
-            dirty = " (whether with uncommitted changes, git did not say)"
-        lines.append(f"Code: commit `{known['commit']}`{dirty}.")
-    packages = known.get("packages") or {}
-    if packages:
-        listed = ", ".join(f"{name} {packages[name]}" for name in sorted(packages))
-        lines.append(f"Packages: {listed}.")
-    digests = [
-        f"{which} rows `{digest}`"
-        for which in ("rl", "sft")
-        if (digest := facts.fact(f"reports.data.{which}.digest"))
-    ]
-    if digests:
-        lines.append(f"Data: {', '.join(digests)}.")
-    for stage, version in facts.versions.items():
-        found = stage_changes(stage, version)
-        lines.append(
-            f"Stage `{stage}` by version {version} of its rules{': ' if found else ''}{found}."
-        )
-    for stage, address in sorted(facts.tracking.items()):
-        lines.append(f"Training log of `{stage}`: [{address.rpartition('/')[2]}]({address}).")
-    return lines or ["Nothing was recorded of the code behind this checkpoint."]
 
 
 class CardNumber(NamedTuple):

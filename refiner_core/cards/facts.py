@@ -117,10 +117,10 @@ class CardFacts:
         was not taken up again: ``failure``, ``step`` (the last one done), ``ended_at``.
     proof
         What `refiner prove-resume` has found of the stage that trained the model, last (see
-        :mod:`refiner_core.cards.notes`); empty where it was not asked.
+        :mod:`refiner_core.cards.words`); empty where it was not asked.
     certificate
         What `refiner certify` has found of the kind of machine that trained the model (see
-        :func:`refiner_core.cards.training.public_certificate`); empty without one.
+        :func:`refiner_core.cards.words.public_certificate`); empty without one.
     versions
         Of the stages behind it, by name, those whose kind has changed what it does: the version of
         the kind that made them (:data:`refiner_core.contract.planned.STAGE_CHANGES`).

@@ -20,9 +20,7 @@ from refiner_core.cards.results import (
     progression_tables,
     result_tables,
 )
-from refiner_core.cards.settings import grpo_flags
-from refiner_core.cards.setup import data_lines
-from refiner_core.cards.training import training_curve
+from refiner_core.cards.words import Sentences, grpo_flags, training_curve
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
     Desk,
@@ -120,10 +118,10 @@ def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:
     split = {"held_out_questions": 5, "questions": 9}
     sft = {"read": 8, "kept": 7, "domains": {"retail": 7}}
     data = {"split": split, "sft": sft}
-    said = unmarked(data_lines(facts_of(reports={"data": data, "sft": {}}))[-1])
+    said = unmarked(Sentences(facts_of(reports={"data": data, "sft": {}})).lines("rows")[-1])
     assert said.endswith("none of them is trained on.")
     data = {"split": split, "sft": {**sft, "unnamed_task": 3}}
-    said = unmarked(data_lines(facts_of(reports={"data": data, "sft": {}}))[-1])
+    said = unmarked(Sentences(facts_of(reports={"data": data, "sft": {}})).lines("rows")[-1])
     assert said.endswith("as far as demonstrations name their tasks: 3 demonstrations name none.")
     assert "best attempts (rejection fine-tuning)" in build_card(facts_of(stage="rft"))
 

@@ -18,7 +18,7 @@ from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
 from refiner_core.cards.lint import Finding, check_card, lint_card
 from refiner_core.cards.lint.against import differences, file_findings
-from refiner_core.cards.lint.markdown import read_document, split_row
+from refiner_core.cards.lint.markdown import read_document
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.records import OutputFile
 from refiner_core.evaluation.statistics import wilson
@@ -97,10 +97,8 @@ def test_numbers_that_can_be_are_left_alone() -> None:
         ("| 14.0% |", "| 14.3% |", [("comparison-built-on", 1), ("percentage-impossible", 14)]),
         ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
         ("4x improvement", "5x improvement", [("comparison", 1)]),
-        ("**59% Pass@4**", "**61% Pass@4**", [("two-values", 1)]),
-        ("(40% Pass@4)", "(42% Pass@4)", [("two-values", 18)]),
-        ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7), ("two-values", 18)]),
-        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10), ("two-values", 18)]),
+        ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7)]),
+        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10)]),
         ("| **59.0%** | 100 |", "| **58.0%** | 100 |", [("total", 7), ("two-values", 16)]),
         ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
         ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("out-of-range", 8)]),
@@ -280,8 +278,6 @@ def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
         ("Accuracy is 30.0 points higher than that of the base.", ["comparison"]),
         ("A 3x improvement in speed over the base.", []),
         ("More than 1.9x better accuracy than the base.", []),
-        ("A 4x improvement in recall, from 14.3% to 59.0%.", []),
-        ("A 5x improvement in recall, from 14.3% to 59.0%.", ["comparison"]),
     ],
 )
 def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -> None:
@@ -378,7 +374,7 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
         ("From /home/me/run7.", "machine-path"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
-        ('```bash\npython train.py --name "x\n```', "command"),
+        ('```bash\nrefiner run tiny --name "x\n```', "command"),
     ],
 )
 def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
@@ -767,5 +763,6 @@ def test_inline_code_and_comments_are_taken_out_as_a_renderer_takes_them() -> No
     assert document.paragraphs[0].without_code.split() == ["a", "`f"]
     assert document.fences[0].lines == ("<!-- kept -->",)
     assert document.paragraphs[-1].text.split() == ["x", "y"]
-    assert split_row("| `a|b` | c |") == ["`a|b`", "c"]
+    (row,) = read_document(table("| x | y |", "| `a\\|b` | c |")).tables[0].rows
+    assert [cell.text for cell in row.cells] == ["a|b", "c"]
     assert read_document("# Title C ##").title == "Title C"

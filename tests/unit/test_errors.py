@@ -74,7 +74,7 @@ PLAIN = {
     "infra/store/provenance.py": "a package of refiner itself is gone",
     "infra/store/atomic.py": "what the system call says, for infra.publishing",
     "infra/store/workspace.py": "caught where it is raised: the workspace is named",
-    "refiner_core/cards/lint/form.py": "caught where it is raised: a finding of the card",
+    "refiner_core/cards/lint/markdown.py": "caught where it is raised: a finding of the card",
     "refiner_core/contract/marks.py": "a new field without its mark, seen when it is written",
     "refiner_core/contract/raw_rows.py": "caught where lines are read: file and line are named",
     "refiner_core/contract/records.py": "caught where records are read: the file is named",

@@ -181,6 +181,18 @@ def test_the_card_of_a_step_tells_that_training_had_died_when_it_was_published(
     assert card_of(run, "publish-step2") == card, "it says what was so when it was published"
 
 
+def test_the_command_of_a_run_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trained_run(tmp_path / "runs", *EVERY)
+    run.begin("grpo")
+    run.export(2)
+    first = run.carry_out("publish-step2")
+    monkeypatch.setattr("flows.publishing.lineage.reproduce", None)
+    run.train("grpo")
+    assert run.carry_out("publish")["made_with"]["command"] == first["made_with"]["command"]
+
+
 def test_each_step_has_numbers_of_its_own_and_the_last_one_tells_of_all(tmp_path: Path) -> None:
     run = trained_run(tmp_path / "runs", *EVERY)
     run.train("grpo")

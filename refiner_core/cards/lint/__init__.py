@@ -3,26 +3,37 @@
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> form                                   what the Hub and readers meet
-                     └──> quantities ──> tables, claims          what numbers say
-    text, evidence ──> against                                   what it should be, number by number
+    text ──> markdown ──> secrets, NaN, paths, commands     what the Hub and readers meet
+                     └──> quantities ──> numbers            what numbers say
+    text, evidence ──> against                              what it should be, number by number
 
-Rules are strict about what they find: a number that can be right is left alone.
+Rules are strict about what they find: a number that can be right is left alone. Secrets are looked
+for everywhere; nothing is executed.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 
+from refiner_core.cards.facts import CONTROLS
 from refiner_core.cards.lint.against import evidence_findings
-from refiner_core.cards.lint.claims import claim_findings, prose_findings
-from refiner_core.cards.lint.form import CommandCheck, command_findings, read_front, text_findings
-from refiner_core.cards.lint.markdown import Document, Finding, read_document
+from refiner_core.cards.lint.markdown import Document, Fence, Finding, read_document, read_front
+from refiner_core.cards.lint.numbers import (
+    claim_findings,
+    impossible_shares,
+    index_findings,
+    prose_findings,
+    table_findings,
+)
 from refiner_core.cards.lint.quantities import quantities
-from refiner_core.cards.lint.tables import impossible_shares, index_findings, table_findings
+from refiner_core.contract.checks.secrets import has_secret
 
 __all__ = ["CommandCheck", "Finding", "check_card", "lint_card"]
 
+#: Says what is wrong with the words of a command after ``refiner``; None where nothing is.
+CommandCheck = Callable[[Sequence[str]], str | None]
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
 _NO_EVIDENCE = Finding(
@@ -59,7 +70,7 @@ def general_findings(
         *(finding for finding, _ in shares),
         *claim_findings(document, known, impossible),
         *prose_findings(document, known),
-        *index_findings(document, front.index, known),
+        *index_findings(front.index, known),
         *command_findings(document, command_check),
     ]
     return sorted(set(found))
@@ -67,8 +78,7 @@ def general_findings(
 
 def is_ours(document: Document) -> bool:
     """True if a README looks like one that refiner has made."""
-    has = {title for _, title in document.headings}
-    return has >= _OUR_SECTIONS and any(
+    return {*document.headings} >= _OUR_SECTIONS and any(
         line.startswith("refiner ") for fence in document.fences for line in fence.lines
     )
 
@@ -108,3 +118,132 @@ def lint_card(text: str, evidence: str | None = None, *, template: str | None = 
     """Reasons why a card is unfit to be published, a sentence each; warnings are left out."""
     found = check_card(text, evidence, template=template)
     return [f"line {f.line}: {f.message}" for f in found if f.is_error]
+
+
+# ---------------------------------------------------------------- what stands in no number
+
+_NAN = r"([-+]?\.?(?:nan|inf|infinity)(?![\w-]))"
+#: Where a number should stand: behind a sign, in an interval, and in a cell at its beginning.
+_IN_PROSE = re.compile(
+    rf"(?:[=≈±]|\+/-)\s*{_NAN}|:\s*{_NAN}[\s.]*$|\[\s*{_NAN}\s*,|\d\s*,\s*{_NAN}\s*\]",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IN_CELL = re.compile(rf"{_NAN}\s*(?:$|[%±,\[(])", re.IGNORECASE)
+#: Somebody's own folder, and what may be in a container or what everybody has: for our own cards.
+_PATH = re.compile(
+    r"(?<![\w.:/-])(?:/(?:home|Users|scratch|gpfs|lustre|nfs)/"
+    r"(?!(?:your|user|runner)[\w-]*)[\w.~-]+|[A-Z]:\\Users\\\w+)"
+)
+_OF_OURS = re.compile(
+    r"(?<![\w.:/-])(?:/(?:root|mnt|work|data|tmp|opt|var|home|Users|scratch|gpfs|lustre|nfs)/"
+    r"[\w.~-]+|~/\.?\w[\w.-]*|[A-Z]:\\\w+)"
+)
+
+
+def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
+    """All findings that need no numbers. ``is_ours``: a card that refiner makes names no folder of
+    a machine at all."""
+    paths = _OF_OURS if is_ours else _PATH
+    for paragraph in document.paragraphs:
+        for path in paths.finditer(paragraph.text):
+            yield _path(paragraph.line_of(path.start()), path)
+        for found in _IN_PROSE.finditer(paragraph.without_code):
+            yield _nan(paragraph.line_of(found.start(found.lastindex or 0)), found)
+    for table in document.tables:
+        for row in table.rows:
+            yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c.text))
+            for cell in row.cells[1:]:
+                if said := _IN_CELL.match(cell.text) or _IN_PROSE.search(cell.text):
+                    yield _nan(row.line, said)
+    yield from _signs(document)
+
+
+def _path(line: int, found: re.Match[str]) -> Finding:
+    message = f"{found.group()} is a path of some machine"
+    return Finding(line, "machine-path", message, "name what others can get")
+
+
+def _nan(line: int, found: re.Match[str]) -> Finding:
+    message = f"{found[found.lastindex or 0]!r} stands where a number should"
+    return Finding(line, "not-finite", message, "a number that was not computed is a dash")
+
+
+def _signs(document: Document) -> Iterator[Finding]:
+    """Secrets, but for those of the front matter, and characters that nobody sees."""
+    front = document.front.count("\n") + 3 if document.front is not None else 0
+    for number, line in enumerate(document.text.split("\n"), start=1):
+        if number > front and has_secret(line):
+            what = "something looks like an access token or key"
+            yield Finding(number, "secret", what, "take it out, and revoke it")
+        if found := CONTROLS.search(line):
+            yield Finding(
+                number,
+                "control-character",
+                f"the character U+{ord(found.group()):04X} is shown by nobody: what a reader sees "
+                "here is not what stands here",
+                "take it out",
+            )
+
+
+# ---------------------------------------------------------------- commands
+
+_SHELLS = ("bash", "sh", "shell", "zsh")
+_PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
+_MORE = "\\"
+#: Lines of a block, and commands of a card, that are looked at.
+_MOST_LINES, _MOST_COMMANDS = 300, 100
+_FIX = "correct the command, and run it once as it stands there"
+
+
+def command_findings(document: Document, check: CommandCheck | None) -> Iterator[Finding]:
+    """All findings of all shell blocks; a block without a language counts where each line of it is
+    a command of refiner."""
+    left = _MOST_COMMANDS
+    for fence in document.fences:
+        for number, line in _commands(fence):
+            problem, words = None, list[str]()
+            try:
+                words = _words(line)
+            except ValueError as error:
+                if line.startswith("refiner "):
+                    problem = f"a shell cannot read it ({str(error).lower()})"
+            if words[:1] == ["refiner"] and check is not None and left:
+                left -= 1
+                problem = check(words[1:])
+            if problem:
+                yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
+
+
+def _commands(fence: Fence) -> list[tuple[int, str]]:
+    """Command lines with their numbers, those that go on joined."""
+    shell, prompted = fence.language in _SHELLS, fence.language in _PROMPTED
+    bare = not fence.language and any(line.startswith("refiner ") for line in fence.lines)
+    if not (shell or prompted or bare):
+        return []
+    found: list[tuple[int, str]] = []
+    going_on = False
+    for number, raw in enumerate(fence.lines[:_MOST_LINES], start=fence.line + 1):
+        line = raw.strip()
+        if going_on:
+            first, text = found[-1]
+            found[-1] = (first, f"{text} {line.removesuffix(_MORE)}")
+        elif prompted and not line.startswith("$ "):
+            continue
+        elif line and not line.startswith("#") and (not bare or line.startswith("refiner ")):
+            found.append((number, line.removeprefix("$ ").removesuffix(_MORE)))
+        else:
+            continue
+        going_on = line.endswith(_MORE)
+    return found
+
+
+def _words(line: str) -> list[str]:
+    """The words of a command, without variables that are set in front of it."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
+        words = words[1:]
+    return words
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= 60 else line[:57] + "…"

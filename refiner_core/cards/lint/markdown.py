@@ -1,65 +1,56 @@
 """A README as its parts (front matter, prose, code, tables), and findings about them.
 
 In: text. Out: a :class:`Document`, in which everything knows the line that it stands in, counted
-from 1. This is no renderer: what it does not understand is prose.
+from 1. Blocks and inline marks are those that markdown-it finds; prose is kept as a reader sees it.
+Nothing is executed.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cache
 from typing import Any, Literal
 
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from refiner_core.contract.checks.secrets import has_secret
+
 # Cards are anybody's: no pattern here may look at a character more than a few times.
-_FENCE = re.compile(r"^(?P<indent>[\s>]*+)(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<info>[^`\n]*+)$")
-_HEADING = re.compile(r"^\s{0,3}(#{1,6})\s++(.*)$")
-_DELIMITER = re.compile(r"^\s*+\|?\s*+:?-++:?\s*+(?:\|\s*+:?-++:?\s*+)*+\|?\s*+$")
-_ITEM = re.compile(r"^\s*(?:[-*+]|\d+[.)])\s")
-_BLOCK = re.compile(r"^[\s>]*+(```|~~~)")
-_TICKS = re.compile(r"`+|\n")
-_LINK = re.compile(r"!?\[([^\[\]]*+)\]\((?:[^()]|\([^()]*+\))*+\)")
-_TAG = re.compile(r"</?[A-Za-z][^<>]*+>")
+_MARKUP = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]*+>", re.DOTALL)
+_RUN = re.compile(r"\s{65,}|[\d,.]{65,}")
 #: Characters of the paragraph before a table that are looked at as its caption.
 _CAPTION = 2000
-_RUN = re.compile(r"[^\S\n]{65,}|[\d,.]{65,}")
-_EMPHASIS = re.compile(r"\*++|(?<!\w)_++|(?<!_)_++(?!\w)|~~")
 
 
 @dataclass(frozen=True)
 class Fence:
-    """A code block: its language (lower case, may be empty), the line of its opening mark, and
-    its lines. ``heading`` is the section that it stands in."""
+    """A code block: its language (lower case, may be empty), the line of its opening mark, and its
+    lines."""
 
     language: str
     line: int
     lines: tuple[str, ...]
-    closed: bool
-    heading: str = ""
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Consecutive lines of prose; ``text`` keeps its line ends."""
+    """Prose of a block as it is read, with its line ends and inline code in its marks;
+    ``without_code`` has every character where it was, and that code blanked."""
 
     line: int
     text: str
-    headings: tuple[str, ...] = ()
+    without_code: str
+    line_ends: tuple[int, ...] = field(repr=False)
 
     def line_of(self, offset: int) -> int:
         """The line in which a character of ``text`` stands."""
-        return self.line + bisect_left(self._ends, offset)
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return [place for place, sign in enumerate(self.text) if sign == "\n"]
-
-    @cached_property
-    def without_code(self) -> str:
-        """``text`` with inline code blanked, every character where it was."""
-        return _without_runs(_with_code(self.text, lambda span, _: " " * len(span)))
+        return self.line + bisect_left(self.line_ends, offset)
 
 
 @dataclass(frozen=True)
@@ -101,200 +92,110 @@ class Document:
     fences: list[Fence] = field(default_factory=list)
     paragraphs: list[Paragraph] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    headings: list[tuple[int, str]] = field(default_factory=list)
+    headings: list[str] = field(default_factory=list)
 
-    @cached_property
+    @property
     def title(self) -> str:
         """The first heading."""
-        return self.headings[0][1] if self.headings else ""
+        return self.headings[0] if self.headings else ""
+
+
+@cache
+def _markdown() -> MarkdownIt:
+    return MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 def read_document(text: str) -> Document:
     """Take a README apart."""
     text = text.replace("\r\n", "\n").removeprefix("\ufeff")
-    document = Document(text)
-    lines = text.split("\n")
-    start = 0
+    document, lines, start = Document(text), text.split("\n"), 0
     if lines[0].rstrip() == "---":
         end = next((i for i in range(1, len(lines)) if lines[i].rstrip() == "---"), None)
         if end is not None:
             document.front, document.front_line = "\n".join(lines[1:end]), 2
             start = end + 1
-    _Reader(document, _without_comments(lines, start), start).read()
+    sections: list[tuple[int, str]] = []
+    caption = ""
+    tokens = iter(_markdown().parse("\n".join(lines[start:])))
+    for token in tokens:
+        line = start + 1 + (token.map or [0])[0]
+        if token.type in ("fence", "html_block"):
+            code = token.content.removesuffix("\n")
+            if token.type == "fence":
+                language = (token.info.strip("{} ").split() or [""])[0].lower().lstrip(".")
+                document.fences.append(Fence(language, line, tuple(code.split("\n"))))
+            else:
+                document.paragraphs.append(_paragraph([(_MARKUP.sub(_blank, code),) * 2], line))
+        elif token.type == "heading_open":
+            inline = next(tokens)
+            title, level = _cell(inline).text, int(token.tag[1])
+            sections = [(n, t) for n, t in sections if n < level] + [(level, title)]
+            document.headings.append(title)
+            document.paragraphs.append(_paragraph(_parts(inline), line))
+            caption = ""
+        elif token.type == "table_open":
+            headings = tuple(title for _, title in sections)
+            document.tables.append(_table(tokens, line, start + 1, headings, caption))
+            caption = ""
+        elif token.type == "inline":
+            document.paragraphs.append(_paragraph(_parts(token), line))
+            caption = document.paragraphs[-1].text[-_CAPTION:]
     return document
 
 
-def _without_comments(lines: list[str], start: int) -> list[str]:
-    """Lines with HTML comments blanked, outside of code blocks."""
-    found, block, inside = lines[:start], "", False
-    for line in lines[start:]:
-        mark = _BLOCK.match(line) if not inside else None
-        if mark and block in ("", mark[1]):
-            block = "" if block else mark[1]
-        elif not block:
-            line, inside = _uncommented(line, inside)
-        found.append(line)
-    return found
-
-
-def _uncommented(line: str, inside: bool) -> tuple[str, bool]:
-    """A line with its comments blanked; ``inside``: it begins, and then ends, within one."""
-    parts, at = [], 0
-    while at < len(line):
-        end = line.find("-->" if inside else "<!--", at)
-        stop = len(line) if end < 0 else end + (3 if inside else 0)
-        parts.append(" " * (stop - at) if inside else line[at:stop])
-        at = stop
-        if end < 0:
+def _table(
+    tokens: Iterator[Token], line: int, first: int, headings: tuple[str, ...], caption: str
+) -> Table:
+    rows: list[Row] = []
+    cells: list[Cell] = []
+    for token in tokens:
+        if token.type == "table_close":
             break
-        inside = not inside
-    return "".join(parts), inside
+        if token.type == "inline":
+            cells.append(_cell(token))
+        elif token.type == "tr_open":
+            cells = []
+            at = first + (token.map or [line - first])[0]
+        elif token.type == "tr_close":
+            rows.append(Row(at, tuple(cells)))
+    header = tuple(cell.text for cell in rows[0].cells)
+    return Table(line, header, tuple(rows[1:]), headings, caption)
 
 
-class _Reader:
-    """Goes through the lines once."""
-
-    def __init__(self, document: Document, lines: list[str], start: int) -> None:
-        self.document, self.lines, self.at = document, lines, start
-        self.stack: list[tuple[int, str]] = []
-        self.held: list[str] = []
-        self.caption = ""
-
-    def read(self) -> None:
-        while self.at < len(self.lines):
-            line = self.lines[self.at]
-            fence, heading = _FENCE.match(line), _HEADING.match(line)
-            if fence:
-                self._flush()
-                self._read_fence(fence)
-            elif heading:
-                self._flush()
-                self._open_section(len(heading.group(1)), visible(_heading(heading.group(2))).text)
-            elif self._starts_table():
-                self._flush()
-                self._read_table()
-            elif not line.strip():
-                self._flush()
-                self.at += 1
-            else:
-                if _ITEM.match(line):
-                    self._flush()
-                self.held.append(line)
-                self.at += 1
-        self._flush()
-
-    @property
-    def _headings(self) -> tuple[str, ...]:
-        return tuple(text for _, text in self.stack)
-
-    def _flush(self) -> None:
-        if self.held:
-            text = _without_runs("\n".join(self.held))
-            self.document.paragraphs.append(
-                Paragraph(self.at - len(self.held) + 1, text, self._headings)
-            )
-            self.caption, self.held = text[-_CAPTION:], []
-
-    def _open_section(self, level: int, text: str) -> None:
-        self.stack = [(n, t) for n, t in self.stack if n < level] + [(level, text)]
-        self.document.headings.append((self.at + 1, text))
-        self.document.paragraphs.append(
-            Paragraph(self.at + 1, _without_runs(self.lines[self.at]), self._headings[:-1])
-        )
-        self.caption = ""
-        self.at += 1
-
-    def _read_fence(self, opening: re.Match[str]) -> None:
-        mark, first, indent = opening["mark"], self.at, len(opening["indent"])
-        inside: list[str] = []
-        closed = False
-        self.at += 1
-        while self.at < len(self.lines) and not closed:
-            line = self.lines[self.at].rstrip()
-            end = line.lstrip("> \t")
-            near = len(line) - len(end) <= indent + 3  # further in, it belongs to what is inside
-            closed = near and end.startswith(mark) and not end.strip(mark[0])
-            if not closed:
-                inside.append(self.lines[self.at])
-            self.at += 1
-        words = opening.group("info").strip().strip("{}").split()
-        language = words[0].lower().lstrip(".") if words else ""
-        heading = self.stack[-1][1] if self.stack else ""
-        self.document.fences.append(Fence(language, first + 1, tuple(inside), closed, heading))
-
-    def _starts_table(self) -> bool:
-        if self.at + 1 >= len(self.lines) or "|" not in self.lines[self.at]:
-            return False
-        below = self.lines[self.at + 1]
-        if "|" not in below or not _DELIMITER.match(below):
-            return False
-        return len(split_row(self.lines[self.at])) == len(split_row(below))
-
-    def _read_table(self) -> None:
-        first, header = self.at, split_row(self.lines[self.at])
-        rows = []
-        self.at += 2
-        while self.at < len(self.lines) and "|" in self.lines[self.at]:
-            cells = [visible(cell) for cell in split_row(self.lines[self.at])]
-            cells += [Cell("")] * (len(header) - len(cells))
-            rows.append(Row(self.at + 1, tuple(cells[: len(header)])))
-            self.at += 1
-        self.document.tables.append(
-            Table(
-                first + 1,
-                tuple(visible(cell).text for cell in header),
-                tuple(rows),
-                self._headings,
-                self.caption,
-            )
-        )
-        self.caption = ""
+def _parts(inline: Token) -> list[tuple[str, str]]:
+    """What a reader sees of each part of a text, and the same with inline code blanked."""
+    return [
+        (f"`{t.content}`", " " * (len(t.content) + 2))
+        if t.type == "code_inline"
+        else (_read(t), _read(t))
+        for t in inline.children or ()
+    ]
 
 
-def _heading(text: str) -> str:
-    """Without the signs that may close it."""
-    return text.rstrip().rstrip("#").rstrip()
+def _paragraph(parts: Sequence[tuple[str, str]], line: int) -> Paragraph:
+    text, without = "".join(seen for seen, _ in parts), "".join(blanked for _, blanked in parts)
+    ends = tuple(place for place, sign in enumerate(text) if sign == "\n")
+    return Paragraph(line, _without_runs(text), _without_runs(without), ends)
 
 
-def _with_code(text: str, said: Callable[[str, str], str]) -> str:
-    """A text with each inline code replaced; ``said`` is given it with and without its marks. A
-    mark is closed by the next one of its length in the same line."""
-    marks = list(_TICKS.finditer(text))
-    closing: list[int | None] = [None] * len(marks)
-    later: dict[int, int] = {}
-    for place in range(len(marks) - 1, -1, -1):
-        if marks[place].group() == "\n":
-            later = {}
-        else:
-            length = len(marks[place].group())
-            closing[place] = later.get(length)
-            later[length] = place
-    parts, at, place = [], 0, 0
-    while place < len(marks):
-        mark, end = marks[place], closing[place]
-        place += 1
-        if end is not None:
-            close = marks[end]
-            whole = text[mark.start() : close.end()]
-            parts += [text[at : mark.start()], said(whole, text[mark.end() : close.start()])]
-            at, place = close.end(), end + 1
-    return "".join([*parts, text[at:]])
+def _cell(inline: Token) -> Cell:
+    children: Sequence[Token] = inline.children or ()
+    text = "".join(t.content if t.type == "code_inline" else _read(t) for t in children)
+    bold = any(t.type == "strong_open" or t.content in ("<b>", "<strong>") for t in children)
+    return Cell(_without_runs(" ".join(text.split())), bold)
 
 
-def split_row(line: str) -> list[str]:
-    """The raw cells of a row; a pipe in code or behind a backslash is no border."""
-    covered = _with_code(line.strip(), lambda span, _: span.replace("|", "\x00"))
-    covered = covered.replace(r"\|", "\x00").removeprefix("|").removesuffix("|")
-    return [cell.replace("\x00", "|").strip() for cell in covered.split("|")]
+def _read(token: Token) -> str:
+    """What a reader sees of a part of a line."""
+    if token.type in ("softbreak", "hardbreak"):
+        return "\n"
+    if token.type == "html_inline":
+        return _MARKUP.sub(_blank, token.content)
+    return token.content
 
 
-def visible(raw: str) -> Cell:
-    """A cell or heading without marks of Markdown and HTML."""
-    bold = "**" in raw or "__" in raw or "<b>" in raw or "<strong>" in raw
-    text = _with_code(raw, lambda _, code: code)
-    text = _TAG.sub(" ", _LINK.sub(lambda m: m.group(1), text))
-    text = _EMPHASIS.sub("", text)
-    return Cell(_without_runs(" ".join(text.replace("&nbsp;", " ").split())), bold)
+def _blank(found: re.Match[str]) -> str:
+    return "\n" * found.group().count("\n") or " "
 
 
 def _without_runs(text: str) -> str:
@@ -334,7 +235,7 @@ class Finding:
     - ``secret``: no access token or key
     - ``machine-path``: no path of some machine
     - ``control-character``: no character that nobody sees
-    - ``command``: commands parse; those of refiner name recipes and fields that there are
+    - ``command``: commands of refiner parse, and name recipes and fields that there are
     - ``out-of-range``: no share above 100 % or below 0
     - ``percentage-impossible``: a percentage of n is a whole number of cases, as printed
     - ``total``: totals and averages recompute from the parts beside them
@@ -365,3 +266,153 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         """For scripts."""
         return asdict(self)
+
+
+# ---------------------------------------------------------------- front matter
+
+#: Characters of a front matter; YAML is slow to read.
+_LARGEST = 100_000
+_REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
+_PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
+_INDEX_VALUE = re.compile(
+    r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
+)
+_NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads no aliases: a few lines of them stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias where it stands."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "it has an alias, which cards need none of", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+@dataclass(frozen=True)
+class IndexValue:
+    """One number of ``model-index``, as it is written, with its line in the file."""
+
+    text: str
+    line: int
+    type: str = ""
+    name: str = ""
+    dataset: str = ""
+
+
+@dataclass
+class Front:
+    """The numbers of ``model-index``, and what is wrong."""
+
+    index: list[IndexValue] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read_front(block: str | None, first_line: int, *, unknown_base: bool = False) -> Front:
+    """Read the front matter.
+
+    Parameters
+    ----------
+    block
+        The text; None where there is none.
+    first_line
+        Line of the file that it begins in.
+    unknown_base
+        The card says that nobody has recorded the base model.
+    """
+    front = Front()
+
+    def refused(line: int, what: str, fix: str = "") -> Front:
+        front.findings.append(Finding(line, "front-matter", what, fix))
+        return front
+
+    if block is None:
+        missing = "there is no front matter (a block between two lines of ---)"
+        return refused(1, missing, "begin the file with one: license, base_model, …")
+    if len(block) > _LARGEST:
+        size = f"{len(block)} characters, at most {_LARGEST} are read"
+        return refused(1, f"the front matter has {size}")
+    try:
+        loader = _Loader(block)
+        node = loader.get_single_node()
+        matter = loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
+        line = first_line + (mark.line if mark else 0)
+        return refused(line, f"the front matter is not YAML: {reason}")
+    if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
+        return refused(first_line, "the front matter is not a mapping")
+    front.index = list(_index_values(node, first_line))
+    front.findings += _missing(matter, unknown_base)
+    front.findings += _leaf_findings(node, first_line)
+    return front
+
+
+def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
+    for key, rule in _REQUIRED.items():
+        if not matter.get(key):
+            open_about_it = key == "base_model" and unknown_base
+            yield Finding(
+                1,
+                rule,
+                f"the front matter has no {key}",
+                f"add `{key}:`",
+                "warning" if open_about_it else "error",
+            )
+
+
+def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
+    for path, node in _leaves(root, ""):
+        line, text, tag = first_line + node.start_mark.line, node.value, node.tag
+        where = f"{path} in the front matter"
+        is_value = path.startswith("model-index") and path.endswith(".value")
+        if tag.endswith(":float") and not math.isfinite(_float(text)):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif has_secret(text):
+            yield Finding(
+                line, "secret", f"{where} looks like a secret", "take it out, and revoke it"
+            )
+        elif is_value and tag.endswith(":str") and _NO_NUMBER.fullmatch(text.strip()):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
+            yield Finding(line, "not-a-number", f"{where} is not a number")
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower())
+    except ValueError:
+        return math.nan if "nan" in text.lower() else math.inf if "inf" in text.lower() else 0.0
+
+
+def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield from _leaves(value, f"{path}.{key.value}" if path else str(key.value))
+    elif isinstance(node, yaml.SequenceNode):
+        for position, value in enumerate(node.value):
+            yield from _leaves(value, f"{path}[{position}]")
+    elif isinstance(node, yaml.ScalarNode):
+        yield path, node
+
+
+def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
+    known: dict[str, yaml.ScalarNode] = {}
+    for path, node in _leaves(root, ""):
+        known.setdefault(path, node)
+    texts = {path: str(node.value) for path, node in known.items()}
+    for path, node in known.items():
+        if found := _INDEX_VALUE.fullmatch(path):
+            yield IndexValue(
+                node.value,
+                first_line + node.start_mark.line,
+                texts.get(f"{found['metric']}.type", ""),
+                texts.get(f"{found['metric']}.name", ""),
+                texts.get(f"{found['result']}.dataset.name", ""),
+            )

@@ -1,0 +1,513 @@
+"""Sentences of a card, from its facts.
+
+In: :class:`CardFacts`. Out: what ``words.md.jinja`` says of them, line by line; and what sentences
+and tables need beside facts: curves, hours, what was certified, and every setting by its name (flag
+lines in the reference trainer's names and order, all else as overrides of ours). Messages of
+failures are left out on purpose: they name paths and hosts. Of a proof that training resumes
+exactly the verdict is made again each time, and what is written of it is compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from refiner_core.cards.facts import (
+    MISSING,
+    UNKNOWN,
+    CardFacts,
+    counted,
+    finite,
+    is_hub_id,
+    number,
+    public_name,
+    quoted,
+)
+from refiner_core.cards.results import cell, own_entries, without_value
+from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
+from refiner_core.contract.config import GrpoConfig, RecipeConfig, RewardConfig
+from refiner_core.contract.errors import DataError
+from refiner_core.contract.fingerprint import get_field
+from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
+from refiner_core.contract.marks import ABSENT, walk
+from refiner_core.contract.placement import sft_section
+from refiner_core.contract.planned import stage_changes
+from refiner_core.contract.proofs import PROOF_VERSION, Certificate, ResumeProof
+from refiner_core.contract.records import from_json, to_json
+
+_UNITS = ("gpu_hours", "core_hours")
+#: What stands for a line end within a line: the command of another trainer may have several.
+_HELD = "\x1f"
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False
+    )
+    environment.filters |= {
+        "amount": _amount,
+        "cell": cell,
+        "held": _held,
+        "public": lambda text: _held(public_name(text)),
+        "shown": shown,
+    }
+    environment.tests |= {
+        "finite": lambda value: finite(value) is not None,
+        "from_samples": lambda stage: stage in KINDS and KINDS[stage].learns_from == "sample",
+        "hub_id": is_hub_id,
+    }
+    text = files("refiner_core.cards").joinpath("words.md.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def _held(text: str) -> str:
+    return text.replace("\n", _HELD)
+
+
+class Sentences:
+    """The sentences of one card, list by list."""
+
+    def __init__(self, facts: CardFacts) -> None:
+        self._facts = facts
+        unit = next((unit for unit in _UNITS if finite(facts.cost.get(unit))), None)
+        self._macros = _template().make_module(
+            {
+                **{"facts": facts, "c": facts.config, "agent": facts.is_agent},
+                **{"fact": facts.fact, "n": facts.number, "counted": facts.counted},
+                **{"number": number, "as_counted": counted, "quoted": quoted},
+                **{"done": self._done, "times": self._times, "later_attempt": self._later_attempt},
+                **{"enumerate": enumerate, "trained_here": TRAINED_HERE, "how": _how(facts)},
+                **{"rubrics": rubric_source(facts.config.reward), "unit": unit},
+                **{"proof": read_proof(facts.proof), "stage_changes": stage_changes},
+                **{"own_entries": own_entries(facts), "missing": without_value(facts)},
+                **{"later_fields": list(_later_fields(facts)), "moving": _moving_names(facts)},
+                "section": self._section,
+            }
+        )
+
+    def text(self, name: str, *words: Any) -> str:
+        """The text of a macro."""
+        return str(getattr(self._macros, name)(*words)).strip().replace(_HELD, "\n")
+
+    def lines(self, name: str, *words: Any) -> list[str]:
+        """The lines of a macro, without blank ones."""
+        said = str(getattr(self._macros, name)(*words)).split("\n")
+        return [line.replace(_HELD, "\n") for line in said if line]
+
+    def earlier(self) -> list[Earlier]:
+        """The stages of the same run that this one started from, the last first."""
+        stage, reports = self._facts.stage, self._facts.reports
+        before = TRAINED_HERE[: TRAINED_HERE.index(stage)] if stage in TRAINED_HERE else ()
+        found: list[Earlier] = []
+        for name in reversed([s for s in before if s in reports]):
+            lines = self.lines("fine_tuned", name)
+            lines = [line for line in lines if not line.startswith(("**Loss", "**Seed"))]
+            who = "That one" if found else "Training"
+            said = f"{who} started from the {name.upper()} stage of the same run:"
+            found.append(Earlier(said, lines))
+        return found
+
+    def _done(self, path: str, words: tuple[tuple[str, ...], ...], least: int = 0) -> list[str]:
+        """Counts of a report; what it has not, and what is less, is left out."""
+        report = self._facts.fact(path) or {}
+        return [
+            counted(report[key], f"{path}.{key}", *said)
+            for key, *said in words
+            if report.get(key) is not None and report[key] >= least
+        ]
+
+    def _times(self, path: str) -> list[tuple[str, str]]:
+        """Stages with how long they took, in the order of work."""
+        seconds = self._facts.fact(path) or {}
+        known = [stage for stage in seconds if finite(seconds[stage]) is not None]
+        place = {name: kind.order for name, kind in KINDS.items()}
+        known.sort(key=lambda stage: (place.get(stage, sys.maxsize), stage))
+        return [(stage, duration(seconds[stage])) for stage in known]
+
+    def _later_attempt(self, place: int) -> int | None:
+        """Place of the next attempt at the same stage."""
+        attempts = self._facts.attempts
+        later = range(place + 1, len(attempts))
+        return next((i for i in later if attempts[i].stage == attempts[place].stage), None)
+
+    def _section(self, stage: str) -> Any:
+        config = self._facts.config
+        return config.grpo if stage == "grpo" else sft_section(config, stage)
+
+
+class Earlier(NamedTuple):
+    """A stage that training started from: a sentence, and the stage in words."""
+
+    sentence: str
+    lines: list[str]
+
+
+def rubric_source(reward: RewardConfig) -> str:
+    """The rubric source in effect."""
+    if not reward.instance_rubrics_only:
+        return reward.rubric_source
+    return "instance" if "instance" in reward.rubric_source else "none"
+
+
+def _how(facts: CardFacts) -> str:
+    """By what stages the model was made, in words."""
+    cards = {name: card_words(name) for name in TRAINED}
+    words = {n: c.made_by_agents if facts.is_agent else c.made for n, c in cards.items() if c.made}
+    if facts.stage not in words:
+        return f"trained by the stage `{facts.stage}`"
+    made = [stage for stage in words if stage in facts.reports or stage == facts.stage]
+    return ", then ".join(words[stage] for stage in made[: made.index(facts.stage) + 1])
+
+
+def _later_fields(facts: CardFacts) -> Iterator[tuple[str, str, Any]]:
+    """Options that came after the run: name, meaning, and the value that it had in effect. Checks
+    that only warn, as all had them then, have changed nothing."""
+    if facts.recorded_fields is None:
+        return
+    idle = card_words(facts.stage).silent
+    if not facts.is_agent:
+        idle = (*idle, *ONLY_OF_AGENTS)
+    for path, info in walk(RecipeConfig):
+        known = info.legacy_value is ABSENT or path in facts.recorded_fields
+        if not known and not path.startswith(idle) and ".health." not in path:
+            yield flag_of(path) or path, info.doc, info.legacy_value
+
+
+def _moving_names(facts: CardFacts) -> list[str]:
+    """Hub repositories that were read at a branch: what lies there today may be another state."""
+    config = facts.config
+    asked = facts.stage == "grpo" and not facts.is_agent
+    based = is_hub_id(facts.base) and facts.base_model in (None, UNKNOWN)
+    moving = {
+        "the base model": based and config.model.revision,
+        "the prompts": asked and is_hub_id(config.data.rl_path) and config.data.rl_revision,
+        "the judge": asked and config.judge.kind == "openai" and config.judge.revision,
+    }
+    return [what for what, revision in moving.items() if revision == "main"]
+
+
+def _amount(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """``2 h 02 min``, ``3 min 05 s``, ``4.1 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+# ---------------------------------------------------------------- proofs and certificates
+
+
+def public_proof(proof: ResumeProof) -> dict[str, Any]:
+    """A proof as evidence has it: without where and with what settings of a machine it was made."""
+    kept = replace(proof, overrides=(), changed={}, provenance={})
+    return {**to_json(kept), "verdict": proof.verdict}
+
+
+def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
+    """The proof in a card's facts; None without one.
+
+    Raises
+    ------
+    DataError
+        It is none, or of a newer version.
+    """
+    if not known:
+        return None
+    try:
+        if int(known["version"]) <= PROOF_VERSION:
+            return from_json(ResumeProof, known)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"facts.proof is damaged ({error})",
+            expected="a proof",
+            fix="take the refiner.json that lies beside the card",
+        ) from error
+    raise DataError(
+        f"facts.proof has version {known['version']}",
+        expected=f"version {PROOF_VERSION} or older",
+        fix="install the version of refiner that the card names",
+    )
+
+
+def proof_problems(facts: CardFacts) -> Iterator[str]:
+    """Statements of a proof that do not follow from its own numbers, or is about another stage."""
+    proof = read_proof(facts.proof)
+    if proof is None:
+        return
+    said = facts.proof.get("verdict")
+    if said != proof.verdict:
+        yield f"proof.verdict is {said!r}, and its comparisons give {proof.verdict!r}"
+    if facts.fingerprint and proof.fingerprint != facts.fingerprint:
+        yield f"proof is of the stage {proof.fingerprint[:12]}, not of {facts.fingerprint[:12]}"
+    if not proof.interruptions:
+        yield "proof has no interruption, so that nothing was tried"
+    for found in proof.comparisons:
+        if not 0 <= found.differing <= found.compared or not found.compared:
+            counts = f"{found.differing} of {found.compared}"
+            yield f"proof: {counts} of {found.quantity} differ, which cannot be"
+
+
+def public_certificate(
+    certificates: list[Certificate], trained_on: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The newest certificate of the kind of machine that a training ran on, without its name.
+
+    Parameters
+    ----------
+    certificates
+        Those of a workspace, oldest first.
+    trained_on
+        Provenance of the training stage: its ``host`` and ``versions``.
+
+    Returns
+    -------
+    dict
+        ``made_at`` (day), ``gpus`` (how many), ``gpu`` (name), ``passed``, ``failed``, ``absent``;
+        empty where no certificate is of the same processor, GPUs and torch, or it did not pass.
+    """
+    host, torch = trained_on.get("host") or {}, (trained_on.get("versions") or {}).get("torch")
+    same = [
+        made
+        for made in certificates
+        if made.passed
+        and made.host.get("cpu") == host.get("cpu")
+        and list(made.host.get("gpus") or ()) == list(host.get("gpus") or ())
+        and made.versions.get("torch") == torch
+    ]
+    if not same:
+        return {}
+    made = same[-1]
+    return {
+        "made_at": made.made_at[:10],
+        "gpus": len(made.gpus),
+        "gpu": made.gpus[0] if made.gpus else "",
+        "passed": made.count("pass"),
+        "failed": made.count("fail"),
+        "absent": made.count("absent"),
+    }
+
+
+# ---------------------------------------------------------------- curves
+
+TABLE_POINTS = 10
+SPARK_POINTS = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
+#: Curves of a stage's report (dotted path in it), as a card names them. The first is drawn.
+_CURVES: dict[str, tuple[tuple[str, str], ...]] = {
+    "grpo": (
+        ("curves.scores", "reward"),
+        ("curves.objective/kl3_avg", "KL"),
+        ("curves.val/sequence_lengths", "tokens per rollout"),
+        ("curves.val/stop_rate", "share that stopped"),
+    ),
+    "sft": (("train_loss.curve", "training loss"),),
+}
+#: The same of an agent, whose rollouts hold what tools and users said as well.
+_CURVES_OF_EPISODES = (
+    ("curves.scores", "reward"),
+    ("curves.objective/kl3_avg", "KL"),
+    ("curves.episodes/success", "share solved"),
+    ("curves.episodes/turns", "turns"),
+    ("curves.val/sequence_lengths", "tokens per episode, with those of tools and user"),
+)
+
+
+class TrainingCurve(NamedTuple):
+    """A table of a run's course, its sparkline, and what is to be said with them."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """One curve: the fact that it is, what a card calls it, its steps and values."""
+
+    fact: str
+    name: str
+    steps: Sequence[Any]
+    values: Sequence[float | None]
+
+    def step(self, index: int) -> str:
+        return number(self.steps[index], f"{self.fact}.{index}.0")
+
+    def value(self, index: int) -> str:
+        value = self.values[index]
+        return MISSING if value is None else number(f"{value:.4g}", f"{self.fact}.{index}.1")
+
+
+def training_curve(facts: CardFacts) -> TrainingCurve | None:
+    """The course of this model's own training; None where no point is recorded."""
+    names = _CURVES.get(facts.stage, _CURVES["sft"])
+    if facts.stage == "grpo" and facts.is_agent:
+        names = _CURVES_OF_EPISODES
+    found = []
+    for path, name in names:
+        fact = f"reports.{facts.stage}.{path}"
+        points = facts.fact(fact)
+        if points and isinstance(points, list | tuple):
+            values = [finite(point[1]) for point in points]
+            found.append(_Curve(fact, name, [point[0] for point in points], values))
+    if not found:
+        return None
+    main, *others = found
+    beside = [main, *(curve for curve in others if curve.steps == main.steps)]
+    return TrainingCurve(
+        header=("step", *(curve.name for curve in beside)),
+        rows=tuple(
+            (main.step(i), *(curve.value(i) for curve in beside))
+            for i in _spread(len(main.steps), TABLE_POINTS)
+        ),
+        lines=(
+            _sparkline(main),
+            *(
+                f"{curve.name[:1].upper()}{curve.name[1:]} was not computed in all steps; the "
+                f"first value is {curve.value(0)}, the last {curve.value(len(curve.steps) - 1)}."
+                for curve in others
+                if curve not in beside
+            ),
+            *_validation(facts),
+        ),
+    )
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """At most ``most`` indices, evenly spread, with the first and the last."""
+    if length <= most:
+        return list(range(length))
+    return [round(i * (length - 1) / (most - 1)) for i in range(most)]
+
+
+def _sparkline(curve: _Curve) -> str:
+    known = [(value, index) for index, value in enumerate(curve.values) if value is not None]
+    if not known:
+        return f"The {curve.name} was never a finite number."
+    (low, first), (high, last) = min(known), max(known)
+    shown = [curve.values[i] for i in _spread(len(curve.values), SPARK_POINTS)]
+    blocks = "".join(_block(value, low, high) for value in shown)
+    return (
+        f"{curve.name.capitalize()} from step {curve.step(0)} to "
+        f"{curve.step(len(curve.steps) - 1)}: `{blocks}` (lowest {curve.value(first)}, highest "
+        f"{curve.value(last)})."
+    )
+
+
+def _block(value: float | None, low: float, high: float) -> str:
+    if value is None:
+        return " "
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _BLOCKS[min(len(_BLOCKS) - 1, int(share * len(_BLOCKS)))]
+
+
+def _validation(facts: CardFacts) -> Iterator[str]:
+    path = f"reports.{facts.stage}.validation_loss"
+    facts_of = {key: f"{path}.{key}" for key in ("final", "best", "best_step")}
+    known = {key: finite(facts.fact(fact)) for key, fact in facts_of.items()}
+    if None not in known.values():
+        final, best, step = (number(f"{known[k]:.4g}", fact) for k, fact in facts_of.items())
+        yield f"Validation loss: {final} at the end, lowest {best} after step {step}."
+
+
+# ---------------------------------------------------------------- settings
+
+#: The seed cards' flags, line by line. The rest of ``grpo`` follows in the order of the fields.
+_FLAG_LINES: tuple[tuple[str, ...], ...] = (
+    ("reward.verification_reward",),
+    ("reward.non_stop_penalty",),
+    ("reward.gate_judge_score_with_format_bonus",),
+    ("reward.apply_paper_citation_reward",),
+    ("reward.paper_citation_weight",),
+    ("reward.instance_rubrics_only",),
+    ("grpo.kl_estimator", "grpo.beta"),
+    ("grpo.num_unique_prompts_rollout", "grpo.num_samples_per_prompt_rollout"),
+    ("grpo.learning_rate", "grpo.lr_scheduler_type"),
+    ("data.max_prompt_token_length", "grpo.response_length"),
+    ("grpo.max_token_length", "grpo.pack_length"),
+    ("grpo.temperature", "seed"),
+    ("grpo.per_device_train_batch_size", "grpo.deepspeed_stage"),
+)
+#: Reward fields that the reference trainer names without its ``refiner_reward_`` prefix.
+_PLAIN = ("verification_reward", "non_stop_penalty", "non_stop_penalty_value")
+#: Reward fields of ours; the reference has no flag for them.
+_OURS = ("combination", "rubric_source", "static_rubrics", "rubric_aggregation")
+#: What means nothing to an agent: its environment rewards it, its turns end as its template says.
+_NOT_OF_AGENTS = ("reward.", "grpo.stop_strings")
+
+
+def shown(value: Any) -> str:
+    """A value as on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return ",".join(map(shown, value)) or "[]"
+    if isinstance(value, float):
+        mantissa, e, exponent = repr(value).partition("e")
+        return f"{mantissa}e{int(exponent)}" if e else mantissa
+    return "null" if value is None else str(value)
+
+
+def flag_of(path: str) -> str | None:
+    """The reference trainer's flag for a field; None where it has none."""
+    section, _, name = path.rpartition(".")
+    if section == "reward":
+        if name in _OURS:
+            return None
+        return f"--{name}" if name in _PLAIN else f"--refiner_reward_{name}"
+    if section == "grpo" or path in ("seed", "data.max_prompt_token_length"):
+        return f"--{name}"
+    return None
+
+
+def grpo_flags(facts: CardFacts) -> list[str]:
+    """Flag lines of a GRPO run: the seed cards' lines first, then every other identity setting."""
+
+    def flag(path: str) -> str:
+        return f"{flag_of(path)} {shown(get_field(facts.config, path))}"
+
+    def known(path: str) -> bool:
+        value = get_field(facts.config, path)
+        recorded = facts.recorded_fields is None or path in facts.recorded_fields
+        meant = not facts.config.environment.name or not path.startswith(_NOT_OF_AGENTS)
+        return recorded and meant and value is not None
+
+    lines = [[path for path in line if known(path)] for line in _FLAG_LINES]
+    used = {path for line in _FLAG_LINES for path in line}
+    rest = [f"reward.{info.name}" for _, info in walk(RewardConfig) if info.mark == "identity"]
+    rest += [f"grpo.{path}" for path, info in walk(GrpoConfig) if info.mark == "identity"]
+    lines += [[path] for path in rest if path not in used and flag_of(path) and known(path)]
+    return [" ".join(map(flag, line)) for line in lines if line]
+
+
+def own_settings(facts: CardFacts, sections: tuple[str, ...]) -> list[str]:
+    """Identity settings without a flag of the reference, as overrides ``section.field=value``."""
+    lines = []
+    for path, info in walk(RecipeConfig):
+        section, _, name = path.partition(".")
+        checks = name.startswith("health.") and section in (facts.stage, *sections)
+        if info.mark != "identity" or (section not in sections and not checks):
+            continue
+        if checks and get_field(facts.config, path) == info.legacy_value:
+            continue  # it watched as every run does
+        if facts.recorded_fields is not None and path not in facts.recorded_fields:
+            continue
+        if facts.stage == "grpo" and flag_of(path):
+            continue
+        value = get_field(facts.config, path)
+        if path.startswith("command.") and value in ("", ()):
+            continue
+        if value is not None:
+            lines.append(f"{path}={shown(value)}")
+    return lines
