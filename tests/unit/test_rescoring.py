@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau, spearmanr
 
-from flows.rescoring.asking import JudgePlan, _chunks
+from flows.rescoring.asking import JudgePlan
 from flows.rescoring.planning import Options, judge_of, make_settings, own_setting, rubrics_of
 from flows.rescoring.reading import with_legacy_values
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
@@ -251,12 +251,12 @@ def test_questions_are_cut_into_pieces_without_parting_an_answers_rubrics() -> N
     for answer in range(300):
         plan.need([ask(f"t{answer}", c) for c in "abc"])
     plan.need([ask("t0", c) for c in "ab"])  # under another setting: other company
-    pieces = [requests for _, requests in _chunks(plan)]
+    pieces = [requests for _, requests in plan.pieces()]
     assert len(pieces) > 1
     assert sum(map(len, pieces)) == 902
     for before, after in pairwise(pieces):
         assert before[-1].text != after[0].text
-    for keys, requests in _chunks(plan):
+    for keys, requests in plan.pieces():
         assert keys_of(requests, batched=True) == keys, "what is asked is what is known then"
 
 
