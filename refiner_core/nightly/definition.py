@@ -364,14 +364,14 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     ConfigurationError
         Names the field, what it is, what was expected.
     """
-    found = _mapping(read_yaml(text, origin), origin, _FIELDS)
+    given = _mapping(read_yaml(text, origin), origin, _FIELDS)
     for line, key in keys_twice(yaml.compose(text, yaml.SafeLoader)):
         raise ConfigurationError(
             f"{origin} has `{key}` (line {line}) twice.",
             expected="each key once: else one value would hide the other",
             fix="remove one of the two",
         )
-    values = {key: value for key, value in found.items() if value is not None}
+    values = {key: value for key, value in given.items() if value is not None}
     for key, example in _NEEDED.items():
         if not values.get(key):
             raise ConfigurationError(
@@ -442,7 +442,7 @@ def _checkpoint(value: Any, where: str, name: str | None = None) -> dict[str, An
     values = _mapping(value, where, ("name", "revision", "digest", *_KINDS))
     kinds = [kind for kind in _KINDS if values.get(kind) is not None]
     if len(kinds) != 1:
-        raise _wrong(where, f"of {' and '.join(kinds) or 'nothing'}", f"one of {', '.join(_KINDS)}")
+        raise _wrong(where, " and ".join(kinds) or "without a model", f"one of {', '.join(_KINDS)}")
     kind = kinds[0]
     for key, kinds_with_it in (("revision", ("hub",)), ("digest", ("folder", "stage"))):
         if values.get(key) is not None and kind not in kinds_with_it:
