@@ -221,13 +221,13 @@ def _effect_text(found: Detectable) -> str:
 def detectable_json(found: Detectable) -> dict[str, Any]:
     """All of it; numbers that nobody knows are null."""
     values = to_json(found)
-    aim, evidence, remedy = (values.pop(name) for name in ("aim", "evidence", "remedy"))
+    aim, evidence = values.pop("aim"), values.pop("evidence")
     known = found.evidence.components
     spreads = [{"seed_sd": sd, "effect": effect} for sd, effect in found.if_seeds_spread]
     return {
         **aim,
         **values,
-        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads, "would_do": remedy},
+        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads},
         **{"basis": evidence["basis"], "basis_text": evidence["text"], "mean": evidence["mean"]},
         "components": None if known is None else known._asdict(),
     }
