@@ -318,11 +318,11 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
                 expected="the same evaluations for all arms",
                 fix=f"set it for all trials: `overrides: [{field}=…]`",
             )
-    if "seed" in fixed:
+    if "seed" in {*fixed, *varied_fields(sweep)}:
         raise ConfigurationError(
-            f"`seed` is set for all trials of sweep {sweep.name}.",
-            expected="run seeds in the file: every arm is tried with each",
-            fix="write `seeds: [1, 2, 3]` into it",
+            f"`seed` is set or varied by sweep {sweep.name}.",
+            expected="run seeds in `seeds`: every arm is tried with each",
+            fix="write `seeds: [1, 2, 3]` into its file",
         )
 
 

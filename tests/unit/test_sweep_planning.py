@@ -290,8 +290,9 @@ def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
 def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
     with pytest.raises(ConfigurationError, match=r"varied by `factors`.*set for all trials"):
         planned([f"{WEIGHTS}=1"], factors={WEIGHTS: [0, 0.5]})
-    with pytest.raises(ConfigurationError, match="`seed` is set for all trials"):
-        planned(["seed=3"])
+    for keys in ({"overrides": ["seed=3"]}, {"factors": {"seed": [1, 2]}}):
+        with pytest.raises(ConfigurationError, match=r"`seed` is set or varied.*seeds: \[1, 2, 3"):
+            planned(**keys)
     for text in ("seeds=3", "limits.concurrency=1"):
         with pytest.raises(ConfigurationError, match=r"is a key of the sweep's file.*write `"):
             planned([text])
