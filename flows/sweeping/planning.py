@@ -82,9 +82,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
         except ConfigurationError as error:
-            error.what = f"The recipe of sweep {sweep.name}: {error.what}"
-            error.args = (error.paragraph(),)
-            raise
+            raise error.of(f"The recipe of sweep {sweep.name}") from None
         follow = what_follows(sweep.recipe, sweep.overrides, [*varied_fields(sweep), "seed"])
         plan = plan_sweep(sweep, base, _remembered(resolve_sources), follow)
         for config in {asked_of_model(t.plan.config): t.plan.config for t in plan.trials}.values():
