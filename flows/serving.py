@@ -148,9 +148,7 @@ def _take_up(nightly: Nightly, deployment: Any, tell: Callable[[str], None]) -> 
     from prefect.client.orchestration import get_client
 
     from flows.nightly.files import due_night
-    from flows.nightly.flow import remove_former
 
-    remove_former(nightly.name, tell)
     if night := due_night(nightly, datetime.now(UTC)):
         tell(f"{nightly.name}: the night of {night} is not done, and begins now")
         with get_client(sync_client=True) as client:
@@ -188,16 +186,12 @@ def deploy(
     what = proposed(files)
     nightlies = _checked(what.nightlies, workspace, tell)
     info = usable_server()
-    from flows.nightly.flow import remove_former
-
     _check_pool(pool)
     made = []
-    for deployment, nightly in _deployments(what, nightlies, workspace):
+    for deployment, _ in _deployments(what, nightlies, workspace):
         name = f"{deployment.flow_name}/{deployment.name}"
         found = deployment.apply(work_pool_name=pool)
         made.append({"name": name, "id": str(found), "pool": pool, "url": _url(info, found)})
-        if nightly:
-            remove_former(nightly.name, tell)
     return made
 
 

@@ -10,9 +10,9 @@ protocol file. How judgements become one reward is part of the metric `reward` a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
@@ -26,67 +26,43 @@ from refiner_core.evaluation.metrics import has_metric, metrics_of, weighed
 from sweeps.power import Aim, aim_of
 from sweeps.values import Question, SweepFile, SweepPlan
 
+#: Nobody makes up rows where they are somebody's own.
+_OWN_ROWS = re.compile("(?!builtin:synthetic$)")
+#: What nothing reads: field, the field that decides that, and its values, as text, where it is so.
+DORMANT: tuple[tuple[str, str, re.Pattern[str]], ...] = (
+    ("grpo.kl_estimator", "grpo.beta", re.compile(r"0(\.0)?$")),
+    ("reward.static_rubrics", "reward.rubric_source", re.compile("(instance|none)$")),
+    ("reward.static_rubrics", "reward.instance_rubrics_only", re.compile("True")),
+    ("reward.instance_rubrics_only", "reward.rubric_source", re.compile("instance$")),
+    ("reward.paper_citation_weight", "reward.apply_paper_citation_reward", re.compile("False")),
+    ("reward.combination", "reward.apply_paper_citation_reward", re.compile("False")),
+    ("reward.combination", "reward.paper_citation_weight", re.compile(r"0(\.0)?$")),
+    ("reward.non_stop_penalty_value", "reward.non_stop_penalty", re.compile("False")),
+    ("reward.rubric_aggregation", "reward.rubric_source", re.compile("none")),
+    ("sft.muon_learning_rate", "sft.optimizer", re.compile("(?!muon$)")),
+    ("rft.muon_learning_rate", "rft.optimizer", re.compile("(?!muon$)")),
+    *(
+        (f"judge.{name}", "judge.kind", re.compile("lexical"))
+        for name in ("prompt", "revision", "temperature", "max_tokens", "form",
+                     "structured_output", "extra_body")
+    ),
+    ("data.synthetic_sft_rows", "data.sft_path", _OWN_ROWS),
+    ("data.synthetic_rl_rows", "data.rl_path", _OWN_ROWS),
+)  # fmt: skip
 
-class Idle(NamedTuple):
-    """Condition under which a field is without effect, and why."""
 
-    idle: Callable[[RecipeConfig], bool]
-    why: str
-
-
-def _no_static(config: RecipeConfig) -> bool:
-    reward = config.reward
-    return "static" not in reward.rubric_source or reward.instance_rubrics_only
-
-
-_LEXICAL = Idle(lambda c: c.judge.kind == "lexical", "means nothing to the lexical judge")
-_NO_MUON = "is not used: `{}.optimizer` is adamw"
-_NO_DEMONSTRATIONS = Idle(
-    lambda c: c.data.sft_path != "builtin:synthetic", "is about demonstrations that are made up"
-)
-
-#: Field -> when it is idle.
-DORMANT: dict[str, Idle] = {
-    "grpo.kl_estimator": Idle(
-        lambda c: c.grpo.beta == 0, "is of no use where `grpo.beta` is 0: there is no KL term"
-    ),
-    "reward.static_rubrics": Idle(
-        _no_static, "is not asked: `reward.rubric_source` has no static rubrics"
-    ),
-    "reward.instance_rubrics_only": Idle(
-        lambda c: c.reward.rubric_source == "instance",
-        "drops nothing: `reward.rubric_source` is instance",
-    ),
-    "reward.paper_citation_weight": Idle(
-        lambda c: not c.reward.apply_paper_citation_reward,
-        "is not used: `reward.apply_paper_citation_reward` is false",
-    ),
-    "reward.combination": Idle(
-        lambda c: not c.reward.apply_paper_citation_reward or c.reward.paper_citation_weight == 0,
-        "has nothing to combine: there is no citation term",
-    ),
-    "reward.non_stop_penalty_value": Idle(
-        lambda c: not c.reward.non_stop_penalty, "is not used: `reward.non_stop_penalty` is false"
-    ),
-    "reward.rubric_aggregation": Idle(
-        lambda c: c.reward.rubric_source == "none", "has no rubrics to aggregate"
-    ),
-    "sft.muon_learning_rate": Idle(lambda c: c.sft.optimizer != "muon", _NO_MUON.format("sft")),
-    "rft.muon_learning_rate": Idle(lambda c: c.rft.optimizer != "muon", _NO_MUON.format("rft")),
-    **{f"judge.{name}": _LEXICAL for name in ("prompt", "revision", "temperature", "max_tokens")},
-    **{f"judge.{name}": _LEXICAL for name in ("form", "structured_output", "extra_body")},
-    "data.synthetic_sft_rows": _NO_DEMONSTRATIONS,
-    "data.synthetic_rl_rows": Idle(
-        lambda c: c.data.rl_path != "builtin:synthetic", "is about prompts that are made up"
-    ),
-}
+def why_dormant(field: str, config: RecipeConfig) -> str:
+    """The reason that a field is without effect in a recipe; empty where it has one."""
+    for name, by, values in DORMANT:
+        if name == field and values.match(str(found := get_field(config, by))):
+            return f"has no effect: `{by}` is {found}"
+    return ""
 
 
 def why_without_effect(field: str, plan: Plan, other: Plan) -> str:
     """The reason that two plans are the same though a field differs."""
-    rule = DORMANT.get(field)
-    if rule is not None and (rule.idle(plan.config) or rule.idle(other.config)):
-        return rule.why
+    if why := why_dormant(field, plan.config) or why_dormant(field, other.config):
+        return why
     section, _, name = field.rpartition(".")
     stages = plan.config.stages
     owner = KINDS[section].entry if section in KINDS else ""
@@ -267,11 +243,6 @@ def _weights(plan: SweepPlan, found: Plan, aim: Aim) -> str:
 
 def _doubts(plan: SweepPlan, question: Question, aim: Aim) -> list[str]:
     warnings = []
-    if len(plan.sweep.seeds) == 1:
-        warnings.append(
-            "One seed: how much a number changes from seed to seed stays unknown, and an arm may "
-            "win by chance. Three or more are meant to be compared."
-        )
     if not question.metric:
         warnings.append(
             f"No `question: metric` is named: arms are compared on {aim.metric} first, and what is "
@@ -347,11 +318,11 @@ def check_fields(sweep: SweepFile, base: RecipeConfig) -> None:
                 expected="the same evaluations for all arms",
                 fix=f"set it for all trials: `overrides: [{field}=…]`",
             )
-    if "seed" in fixed:
+    if "seed" in {*fixed, *varied_fields(sweep)}:
         raise ConfigurationError(
-            f"`seed` is set for all trials of sweep {sweep.name}.",
-            expected="run seeds in the file: every arm is tried with each",
-            fix="write `seeds: [1, 2, 3]` into it",
+            f"`seed` is set or varied by sweep {sweep.name}.",
+            expected="run seeds in `seeds`: every arm is tried with each",
+            fix="write `seeds: [1, 2, 3]` into its file",
         )
 
 
@@ -425,20 +396,20 @@ def _deaf_command(config: RecipeConfig) -> str:
 def _check_arms(plan: SweepPlan, by_arm: Plans, plan_as: Callable[[RecipeConfig], Plan]) -> None:
     """Every arm is another thing than every other one."""
     sweep, baseline = plan.sweep, plan.baseline
-    sleeping = [field for field in varied_fields(sweep) if field in DORMANT]
+    varied = varied_fields(sweep)
     known: dict[frozenset[str], str] = {}
     for arm in (baseline, *(arm for arm in by_arm if arm != baseline)):
         found = by_arm[arm][0]
-        stages = measured_stages(_awake(found, sleeping, plan_as))
+        stages = measured_stages(_awake(found, varied, plan_as))
         other = known.setdefault(stages, arm)
         if other != arm:
             raise _same(plan, arm, other, found, by_arm[other][0])
 
 
-def _awake(plan: Plan, fields: Sequence[str], plan_as: Callable[[RecipeConfig], Plan]) -> Plan:
+def _awake(plan: Plan, fields: Iterable[str], plan_as: Callable[[RecipeConfig], Plan]) -> Plan:
     """The plan with fields that nothing reads at one and the same value."""
     config = plan.config
-    idle = {f: field_info(f).default for f in fields if DORMANT[f].idle(config)}
+    idle = {f: field_info(f).default for f in fields if why_dormant(f, config)}
     return plan_as(replace_fields(config, idle)) if idle else plan
 
 

@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -45,9 +47,11 @@ from refiner_core.contract.loading import (
 )
 from refiner_core.contract.marks import walk
 from refiner_core.contract.recipes import shipped_recipes
+from refiner_core.contract.records import from_json
 from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
 from sweeps.values import Limits, Question, SweepFile
 
+T = TypeVar("T", Limits, Question)
 #: Of an arm or sweep; begins with a letter or digit, so that it is no option and no hidden file.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.=+_-]{0,99}")
 #: Of a level; ``+`` joins levels to an arm's name.
@@ -176,7 +180,7 @@ class Reader:
             texts = tuple(written_overrides(found, self.folder))
         else:
             texts = tuple(whole_paths(t, self.folder) for t in self._texts("overrides", found))
-        self._set_once("overrides", texts)
+        self._once("overrides", _fields_of(texts))
         return texts
 
     # -------------------------------------------------------------- what is varied
@@ -185,28 +189,29 @@ class Reader:
         found: dict[str, dict[str, Any]] = {}
         labelled = set()
         for field, levels in self._mapping("factors").items():
-            values = self._levels(f"factors: {field}", field, levels)
-            if isinstance(levels, Mapping):
+            key = f"factors: {field}"
+            if not isinstance(levels, list | tuple | Mapping) or not levels:
+                raise self._wrong(
+                    key, levels, "a list of values, or {label: value}; not an empty one"
+                )
+            given = levels.values() if isinstance(levels, Mapping) else levels
+            values = self._values(key, field, given)
+            named = given is not levels
+            labels = [value_text(label) for label in (levels if named else values)]
+            self._once(key, labels, "remove one, or give them labels: {first: A, second: B}")
+            if named:
                 labelled.add(field)
                 for label in levels:
-                    self._label(f"factors: {field}", label)
-                found[field] = {value_text(k): v for k, v in zip(levels, values, strict=True)}
-            else:
-                found[field] = {value_text(v): v for v in values}
-            if len(found[field]) < len(values):
-                raise self._twice(field, [value_text(v) for v in values])
+                    self._label(key, label)
+            found[field] = dict(zip(labels, values, strict=True))
         return found, frozenset(labelled)
 
-    def _levels(self, key: str, field: str, levels: Any) -> list[Any]:
-        if not isinstance(levels, list | tuple | Mapping) or not levels:
-            raise self._wrong(
-                key, levels, "a list of values, or a mapping of labels to values, not an empty one"
-            )
-        values = list(levels.values()) if isinstance(levels, Mapping) else list(levels)
-        typed = [read_values({field: v}, self.folder, self._at(key))[field] for v in values]
-        texts = [repr(value) for value in typed]
-        if len(set(texts)) < len(texts):
-            raise self._twice(field, texts)
+    def _values(self, key: str, field: str, values: Iterable[Any]) -> list[Any]:
+        """Values as their field holds them."""
+        at = self._at(key)
+        typed = [read_values({field: value}, self.folder, at)[field] for value in values]
+        if key.startswith("factors"):
+            self._once(key, map(repr, typed))
         return typed
 
     def _zips(self) -> tuple[tuple[dict[str, tuple[Any, ...]], ...], tuple[tuple[str, ...], ...]]:
@@ -233,25 +238,19 @@ class Reader:
         labels = tuple(columns.pop("labels", ()))
         for label in labels:
             self._label("zip: labels", label)
-        if len(set(map(value_text, labels))) < len(labels):
-            raise self._twice("zip: labels", labels)
+        self._once("zip: labels", map(value_text, labels))
         values = {
-            field: tuple(
-                read_values({field: v}, self.folder, self._at(f"zip: {field}"))[field]
-                for v in column
-            )
+            field: tuple(self._values(f"zip: {field}", field, column))
             for field, column in columns.items()
         }
         rows = list(zip(*values.values(), strict=True))
         if not rows:
             raise self._wrong("zip", dict(group), "at least one field beside `labels`")
-        if len({repr(row) for row in rows}) < len(rows):
-            raise self._twice(f"zip: {', '.join(values)}", [repr(row) for row in rows])
+        self._once(f"zip: {', '.join(values)}", map(repr, rows))
         return values, tuple(value_text(label) for label in labels)
 
     def _arms(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
-        self._no_truth_values("arms")
         for key, settings in self._mapping("arms").items():
             if not NAME.fullmatch(key):
                 raise bad_name(f"The arm {key!r} of {self.where}", key)
@@ -260,7 +259,7 @@ class Reader:
                 found[key] = read_values(settings, self.folder, self._at(at))
             else:
                 texts = self._texts(at, settings or [])
-                self._set_once(at, texts)
+                self._once(at, _fields_of(texts))
                 found[key] = read_overrides(texts, self.folder, self._at(at))
         return found
 
@@ -283,26 +282,18 @@ class Reader:
 
     def _each_field_once(self, sweep: SweepFile) -> None:
         """Whatever varies a field is the only one that does."""
-        fixed, seen = {text.partition("=")[0] for text in sweep.overrides}, dict[str, str]()
-        varied = [("factors", field) for field in sorted(sweep.factors)]
-        varied += [("zip", field) for group in sweep.zipped for field in sorted(group)]
-        varied += [("arms", f) for f in sorted({f for arm in sweep.arms.values() for f in arm})]
-        for place, field in varied:
-            other = "overrides" if field in fixed and place != "arms" else ""
-            if before := seen.get(field, other):
-                raise ConfigurationError(
-                    f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
-                    expected="each field in one place: else one value would hide the other",
-                    fix=f"remove it from one of the two, or move its values to `{place}`",
-                )
-            seen[field] = place
-        if "seed" in {*seen, *fixed}:
-            place = f"`{seen['seed']}`" if "seed" in seen else "`overrides`"
-            raise ConfigurationError(
-                f"{place} of {self.where} {'varies' if 'seed' in seen else 'sets'} `seed`.",
-                expected="run seeds in `seeds`: every arm is tried with each",
-                fix="write `seeds: [1, 2, 3]`",
-            )
+        seen = dict[str, str]()
+        varied = [("factors", set(sweep.factors)), *(("zip", set(group)) for group in sweep.zipped)]
+        varied.append(("arms", set(chain.from_iterable(sweep.arms.values()))))
+        for place, fields_there in varied:
+            for field in sorted(fields_there):
+                if before := seen.get(field):
+                    raise ConfigurationError(
+                        f"`{field}` stands in `{before}` and in `{place}` of {self.where}.",
+                        expected="each field in one place: else one value would hide the other",
+                        fix=f"remove it from one of the two, or move its values to `{place}`",
+                    )
+                seen[field] = place
 
     # -------------------------------------------------------------- how much of it, and what for
 
@@ -315,39 +306,36 @@ class Reader:
         expected = "a list of whole numbers from 0 up, or how many there are to be"
         if not _is_list(found) or not found or not all(_is_int(s) and s >= 0 for s in found):
             raise self._wrong("seeds", found, expected)
-        if twice := sorted({seed for seed in found if list(found).count(seed) > 1}):
-            raise ConfigurationError(
-                f"`seeds` of {self.where} lists {', '.join(map(str, twice))} twice.",
-                expected="each seed once: the same seed again is the same run, not another one",
-                fix="remove the second, or write another seed",
-            )
+        self._once("seeds", found, "remove it: the same seed again is the same run")
         return tuple(found)
 
     def _limits(self) -> Limits:
-        found = self._mapping("limits")
-        refuse_unknown(found, [f.name for f in fields(Limits)], self.where, "limits: ")
-        for key, value in found.items():
-            whole = key in ("concurrency", "judge_calls")
-            right = _is_int(value) or (isinstance(value, float) and not whole and value < 1e308)
-            if value is not None and not (right and value >= (1 if key == "concurrency" else 0)):
-                expected = "a whole number" if whole else "a number"
-                least = "above zero" if key == "concurrency" else "from zero up"
-                raise self._wrong(f"limits: {key}", value, f"{expected} {least}, or null")
-        return Limits(**found)
+        limits = self._section(Limits, "limits")
+        for name, value in vars(limits).items():
+            least, words = (1, "above zero") if name == "concurrency" else (0, "from zero up")
+            if value is not None and not least <= value < 1e308:
+                raise self._wrong(f"limits: {name}", value, f"a number {words}, or null")
+        return limits
 
     def _question(self) -> Question:
         found = self.values.get("question") or {}
         if isinstance(found, str):
             return Question(text=found)
-        found = self._mapping("question")
-        refuse_unknown(found, [f.name for f in fields(Question)], self.where, "question: ")
-        for key, value in found.items():
-            if key != "smallest_effect" and not isinstance(value, str):
-                raise self._wrong(f"question: {key}", value, "text")
-        effect = found.get("smallest_effect")
-        if effect is not None and not (_is_number(effect) and 0 < effect < 1e308):
+        question = self._section(Question, "question")
+        effect = question.smallest_effect
+        if effect is not None and not 0 < effect < 1e308:
             raise self._wrong("question: smallest_effect", effect, "a number above zero")
-        return Question(**found)
+        return question
+
+    def _section(self, kind: type[T], key: str) -> T:
+        found = self._mapping(key)
+        refuse_unknown(found, [f.name for f in fields(kind)], self.where, f"{key}: ")
+        try:
+            return from_json(kind, found)
+        except TypeError as error:
+            name, due = str(error).partition(" is ")[0].rpartition(".")[2], str(error).split()[-1]
+            expected = {"int": "a whole number", "str": "text"}.get(due, "a number")
+            raise self._wrong(f"{key}: {name}", found[name], expected) from error
 
     # -------------------------------------------------------------- refusals
 
@@ -362,25 +350,13 @@ class Reader:
             raise self._wrong(key, found, "a list of `key=value`, or a mapping of fields")
         return found
 
-    def _set_once(self, key: str, texts: Sequence[str]) -> None:
-        """Of two values for one field, one would hide the other."""
-        fields = [text.partition("=")[0].strip() for text in texts]
-        if twice := sorted({field for field in fields if fields.count(field) > 1}):
+    def _once(self, key: str, names: Iterable[Any], fix: str = "remove one of the two") -> None:
+        counts = Counter(map(str, names))
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigurationError(
-                f"`{key}` of {self.where} sets `{twice[0]}` twice.",
-                expected="each field once: else one value would hide the other",
-                fix="remove one of the two",
-            )
-
-    def _no_truth_values(self, key: str) -> None:
-        """YAML reads ``on``, ``off``, ``yes`` and ``no`` as true and false: nobody's names."""
-        found = self.values.get(key)
-        if isinstance(found, Mapping) and any(isinstance(name, bool) for name in found):
-            raise ConfigurationError(
-                f"A name in `{key}` of {self.where} is true or false to YAML, as on, off, yes and "
-                "no are.",
-                expected="names that are text",
-                fix='put it in quotes: "on"',
+                f"`{key}` of {self.where} has {', '.join(twice)} twice.",
+                expected="each once: else one would hide the other",
+                fix=fix,
             )
 
     def _label(self, key: str, label: Any) -> None:
@@ -397,14 +373,9 @@ class Reader:
             f"`{key}` of {self.where} is {is_}.", expected=expected, fix=f"correct `{key}`"
         )
 
-    def _twice(self, field: str, levels: Iterable[Any]) -> ConfigurationError:
-        names = [str(level) for level in levels]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        return ConfigurationError(
-            f"Two levels of `{field}` of {self.where} are both called {', '.join(twice)}.",
-            expected="levels that differ, and whose names differ",
-            fix="remove one, or give them labels: {first: VALUE, second: VALUE}",
-        )
+
+def _fields_of(overrides: Iterable[str]) -> list[str]:
+    return [text.partition("=")[0].strip() for text in overrides]
 
 
 def _flat(rule: Mapping[Any, Any]) -> dict[str, Any]:

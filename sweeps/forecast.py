@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter, defaultdict, deque
+from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -63,45 +64,27 @@ def wall_seconds(
 
     Parameters
     ----------
+    trials_jobs
+        In the order in which they begin; of each trial what others wait for comes first.
     trials, jobs
         So many at a time; None is no limit.
     """
-    known = {job.id: job for mine in trials_jobs for job in mine}
-    open_before = {job.id: known.keys() & job.after for job in known.values()}
-    left = [{job.id for job in mine} for mine in trials_jobs]
-    owners, followers = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
-    for number, ids in enumerate(left):
-        for name in ids:
-            owners[name].append(number)
-    for name, before in open_before.items():
-        for other in before:
-            followers[other].append(name)
-    slots, now = len(left) if trials is None else trials, 0.0
-    waiting, begun = deque(range(len(left))), set[int]()
-    wanted, ready, running = set[str](), deque[str](), list[tuple[float, str]]()
-    while True:
-        while slots > 0 and waiting:
-            number = waiting.popleft()
-            if not left[number]:
-                continue  # others have done all of it
-            slots -= 1
-            begun.add(number)
-            new = [j.id for j in trials_jobs[number] if j.id in left[number] - wanted]
-            wanted.update(new)
-            ready.extend(name for name in new if not open_before[name])
-        while ready and (jobs is None or len(running) < jobs):
-            name = ready.popleft()
-            heapq.heappush(running, (now + known[name].seconds, name))
-        if not running:
-            return now
-        now, name = heapq.heappop(running)
-        for follower in followers[name]:
-            open_before[follower].discard(name)
-            if not open_before[follower] and follower in wanted:
-                ready.append(follower)
-        for number in owners[name]:
-            left[number].discard(name)
-            slots += number in begun and not left[number]
+    ends: dict[str, float] = {}
+    slots, free = [0.0] * (trials or 0), [0.0] * (jobs or 0)
+    for mine in trials_jobs:
+        begun = over = heapq.heappop(slots) if slots else 0.0
+        for job in mine:
+            if job.id not in ends:
+                begins = max([begun, *(ends[name] for name in job.after if name in ends)])
+                if free:  # of what is free by then the last, so that no gap is left
+                    begins = max(begins, free.pop(max(0, bisect_right(free, begins) - 1)))
+                ends[job.id] = begins + job.seconds
+                if jobs:
+                    insort(free, ends[job.id])
+            over = max(over, ends[job.id])
+        if trials:
+            heapq.heappush(slots, over)
+    return max(ends.values(), default=0.0)
 
 
 _HOUR_S = 3600.0

@@ -295,9 +295,7 @@ class Planner:
         try:
             return check_config(replace(self.base, **sections))
         except RefinerError as error:
-            error.what = f"Arm {arm.name} of sweep {self.sweep.name}: {error.what}"
-            error.args = (error.paragraph(),)
-            raise
+            raise error.of(f"Arm {arm.name} of sweep {self.sweep.name}") from None
 
     def _section(self, name: str, fields: Mapping[str, Any]) -> Any:
         key = (name, *((field, repr(value)) for field, value in sorted(fields.items())))

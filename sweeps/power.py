@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from refiner_core.contract.planned import PlannedStage
@@ -65,15 +65,6 @@ class Aim:
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """Remedies: so many seeds with the prompts as they are, or so many prompts with the seeds
-    as they are. None: no reasonable number would."""
-
-    seeds: int | None
-    prompts: int | None
-
-
-@dataclass(frozen=True)
 class Detectable:
     """Detectability: what the sweep can see.
 
@@ -93,8 +84,9 @@ class Detectable:
         As planned; ``arms`` are those compared with the baseline, ``prompts`` None is not known.
     wanted, power_for_wanted
         The smallest effect that would matter, and how often it would be found.
-    remedy
-        What would do, where this does not.
+    would_do
+        Where this does not: so many ``seeds`` with the prompts as they are, or ``prompts`` with
+        the seeds as they are. None: no reasonable number would.
     warnings
         Why the sweep may not answer its question.
     """
@@ -109,7 +101,7 @@ class Detectable:
     evidence: Evidence
     wanted: float | None = None
     power_for_wanted: float | None = None
-    remedy: Remedy | None = None
+    would_do: Mapping[str, int | None] | None = None
     warnings: tuple[str, ...] = ()
     effect_range: tuple[float, float] | None = None
 
@@ -162,7 +154,7 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
     arms = max(0, len({t.arm for t in plan.trials}) - 1)
     strict = ALPHA / max(1, arms)
     known = evidence.components
-    effect = alone = found = limits = remedy = None
+    effect = alone = found = limits = would_do = None
     spreads: tuple[tuple[float, float], ...] = ()
     if known is not None and prompts is not None and prompts >= 2 and seeds:
         effect = detectable_effect(known, seeds, prompts, POWER, strict)
@@ -176,9 +168,9 @@ def detectable(plan: SweepPlan, prompts: int | None, evidence: Evidence) -> Dete
         if wanted is not None:
             found = power_of(known, seeds, prompts, wanted, strict)
             if found < POWER:
-                remedy = _remedy(known, seeds, prompts, wanted, strict)
+                would_do = _would_do(known, seeds, prompts, wanted, strict)
     result = Detectable(
-        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, remedy),
+        *(aim, effect, alone, spreads, seeds, prompts, arms, evidence, wanted, found, would_do),
         effect_range=limits,
     )
     return replace(result, warnings=tuple(_warnings(plan, result)))
@@ -196,13 +188,16 @@ def _with_spread(
     return detectable_effect(supposed, seeds, prompts, POWER, alpha)
 
 
-def _remedy(known: Components, seeds: int, prompts: int, wanted: float, alpha: float) -> Remedy:
+def _would_do(
+    known: Components, seeds: int, prompts: int, wanted: float, alpha: float
+) -> dict[str, int | None]:
     def enough(s: int, p: int) -> bool:
         return power_of(known, s, p, wanted, alpha) >= POWER
 
-    more = _least(lambda s: enough(s, prompts), seeds, _MOST_SEEDS)
-    wider = _least(lambda p: enough(seeds, p), prompts, prompts * _MOST_TIMES)
-    return Remedy(more, wider)
+    return {
+        "seeds": _least(lambda s: enough(s, prompts), seeds, _MOST_SEEDS),
+        "prompts": _least(lambda p: enough(seeds, p), prompts, prompts * _MOST_TIMES),
+    }
 
 
 def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
@@ -222,7 +217,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
             f"No stage evaluates {aim.model or 'any model'}{where}: the sweep's question stays "
             "open; add `evaluate` to stages, or correct `question:`"
         ]
-    texts += _own_yardsticks(plan, aim)
     if found.prompts is not None and found.prompts < 2:
         texts.append(
             f"{found.prompts} held-out prompts: nothing can be compared; raise "
@@ -245,26 +239,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
     return texts
 
 
-def _own_yardsticks(plan: SweepPlan, aim: Aim) -> list[str]:
-    """Arms that are measured in different ways cannot be compared on that number."""
-    if aim.protocol:
-        return []
-    firsts = {trial.arm: trial.plan for trial in reversed(plan.trials)}.values()
-    found = (own.by_name.get(f"evaluate-{aim.model}") for own in firsts)
-    measured = [stage.identity for stage in found if stage is not None]
-    first = measured[0] if measured else {}
-    fields = sorted({k for m in measured for k in {*first, *m} if first.get(k) != m.get(k)})
-    shared = ("reward.rubric", "reward.static", "reward.instance", "judge.", "evaluate.", "grpo.")
-    decides = [f for f in fields if f.startswith(shared) or aim.metric == "reward"]
-    if not decides:
-        return []
-    return [
-        f"Arms are measured in different ways ({', '.join(decides)}), so {aim.metric} cannot be "
-        "compared between them; name a protocol in evaluate.protocols, and in "
-        "`question: {protocol: …}`"
-    ]
-
-
 def _at_the_edge(found: Detectable) -> list[str]:
     mean = found.evidence.mean
     if mean is None or is_number(found.aim.metric):
@@ -279,7 +253,7 @@ def _at_the_edge(found: Detectable) -> list[str]:
 
 
 def _too_small(found: Detectable) -> list[str]:
-    power, remedy = found.power_for_wanted, found.remedy
+    power = found.power_for_wanted
     if found.wanted is None or power is None or found.effect is None or power >= POWER:
         return []
     text = (
@@ -287,8 +261,7 @@ def _too_small(found: Detectable) -> list[str]:
         f"can see ({_digits(found.effect)}): it would be found in {100 * power:.0f} of 100 such "
         "sweeps"
     )
-    would_do = asdict(remedy) if remedy else {}
-    ways = [f"{number} {what}" for what, number in would_do.items() if number]
+    ways = [f"{number} {what}" for what, number in (found.would_do or {}).items() if number]
     if ways:
         return [f"{text}; {' or '.join(ways)} would do"]
     return [f"{text}; neither {_MOST_SEEDS} seeds nor {_MOST_TIMES} times the prompts would do"]

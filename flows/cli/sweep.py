@@ -134,7 +134,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
         share = rescore_share(plan, rescore) if rescore is not None else None
         for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
             say(line)  # stdout is for the result
-    refuse_what_cannot_fit(look.before.passed)
+    refuse_what_cannot_fit(look.passed)
     return look
 
 

@@ -148,27 +148,27 @@ class _Teller:
 _NUMBER = ("value", "low", "high", "n", "protocol")
 
 
-@dataclass(frozen=True)
-class Occasion:
-    """For which night, and how.
+def harvest(
+    at: At,
+    plan: Plan,
+    found: Resolved,
+    night: str,
+    known: Sequence[Row],
+    *,
+    measured_in: str,
+    run: str,
+    late: bool = False,
+) -> None:
+    """Write what the evaluations of a checkpoint say into the history.
 
-    Attributes
+    Parameters
     ----------
-    measured
-        Whether an evaluation that no earlier night knows was made in ``measured_in``; else it was
-        made elsewhere, and nobody knows under which conditions.
+    known
+        The lines so far.
+    measured_in
+        The night in which an evaluation that they do not know was made; empty: it was made
+        elsewhere, and nobody knows under which conditions.
     """
-
-    night: str
-    measured_in: str
-    late: bool = False
-    run: str = ""
-    measured: bool = True
-
-
-def harvest(at: At, plan: Plan, found: Resolved, occasion: Occasion, known: Sequence[Row]) -> None:
-    """Write what the evaluations of a checkpoint say into the history; ``known`` are the lines so
-    far."""
     before = {row.stage: row.measured_in for row in known}
     for stage in evaluations_in(plan):
         result = at.workspace.read_result(stage.id)
@@ -182,7 +182,7 @@ def harvest(at: At, plan: Plan, found: Resolved, occasion: Occasion, known: Sequ
             row = Row(
                 version=ROW_VERSION,
                 nightly=at.nightly.name,
-                night=occasion.night,
+                night=night,
                 checkpoint=found.checkpoint.name,
                 canary=found.checkpoint == at.nightly.canary,
                 protocol=str(main["protocol"]),
@@ -193,10 +193,10 @@ def harvest(at: At, plan: Plan, found: Resolved, occasion: Occasion, known: Sequ
                 source=found.what,
                 stage=stage.id,
                 samples=str(main["samples_file"]),
-                run=occasion.run,
-                fresh=stage.id not in before and occasion.measured,
-                late=occasion.late,
-                measured_in=before.get(stage.id, occasion.measured_in if occasion.measured else ""),
+                run=run,
+                fresh=stage.id not in before and bool(measured_in),
+                late=late,
+                measured_in=before.get(stage.id, measured_in),
                 evaluated_at=now_text(),
                 numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
                 facts=facts,
@@ -320,6 +320,6 @@ def _look_after(at: At, night: str, checkpoint: Checkpoint) -> bool:
             carry_out(at, [Job(found, plan, record)])
     if not is_done(plan, at.workspace):
         return False  # this night's own evaluation has not ended well either
-    occasion = Occasion(night, measured_in, late=True, run=run)
-    harvest(at, plan, found, occasion, at.records.rows())
+    rows = at.records.rows()
+    harvest(at, plan, found, night, rows, measured_in=measured_in, run=run, late=True)
     return True

@@ -10,17 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+import tempfile
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.schedules import CronSchedule
 from prefect.events import emit_event
-from prefect.exceptions import ObjectNotFound
 from prefect.flows import EntrypointType
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
@@ -34,8 +31,6 @@ from refiner_core.report.printing import table
 
 #: Name of the event that tells an alert.
 ALERT = "refiner.nightly.alert"
-#: The flow's former name, under which deployments of earlier versions stand.
-_FORMER = "refiner-nightly"
 #: How long a night gets to save when its flow run is cancelled, seconds.
 _GRACE_S = 120.0
 
@@ -81,38 +76,30 @@ def emit_alert(name: str, alert: dict[str, Any]) -> None:
 
 def _run(arguments: list[str], folder: str) -> tuple[int, dict[str, Any]]:
     """The command, to its end; exit code, and what it printed."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
-        cwd=folder,
-        env=own_python(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    assert process.stderr
-    # In a thread: Prefect's logger knows its run by the context of this one.
     log = get_run_logger()
-    listener = threading.Thread(target=_listen, args=(process.stderr, log), daemon=True)
-    listener.start()
-    try:
-        text = process.stdout.read()
-        code = process.wait()
-    except BaseException:
-        process.terminate()
-        process.wait(_GRACE_S)
-        raise
-    listener.join(5)
-    try:
-        return code, dict(json.loads(text))
-    except ValueError:
-        return code or 70, {}
-
-
-def _listen(stream: IO[str], log: Any) -> None:
-    for line in stream:
-        log.info("%s", line.rstrip())
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flows.cli.main", *arguments],
+            cwd=folder,
+            env=own_python(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            for line in process.stderr or ():
+                log.info("%s", line.rstrip())
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait(_GRACE_S)
+            raise
+        output.seek(0)
+        try:
+            return code, dict(json.load(output))
+        except ValueError:
+            return code or 70, {}
 
 
 def _markdown(said: dict[str, Any]) -> str:
@@ -144,14 +131,3 @@ def nightly_deployment(evaluation: Nightly) -> Any:
         enforce_parameter_schema=False,
         entrypoint_type=EntrypointType.MODULE_PATH,
     )
-
-
-def remove_former(name: str, tell: Callable[[str], None]) -> None:
-    """Take the deployment of an earlier version off the server: each night would begin twice."""
-    with get_client(sync_client=True) as client:
-        try:
-            former = client.read_deployment_by_name(f"{_FORMER}/{name}")
-            client.delete_deployment(former.id)
-        except ObjectNotFound:
-            return
-    tell(f"{_FORMER}/{name} is gone from the server: nightly/{name} has taken its place.")

@@ -25,7 +25,6 @@ from flows.nightly.checkpoints import (
 )
 from flows.nightly.evaluations import (
     At,
-    Occasion,
     Tell,
     begin_jobs,
     carry_out,
@@ -41,12 +40,12 @@ from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import picked, to_json
+from refiner_core.evaluation.metrics import has_metric, metrics_of
 from refiner_core.nightly.definition import Nightly, Schedule
 from refiner_core.nightly.page import Trends, open_alerts, trend_page
 from refiner_core.report.printing import measured
@@ -147,7 +146,29 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
         It cannot: the file, the recipe, the canary, or a checkpoint that can never be there.
     """
     nightly = load_nightly(file, overrides)
-    warnings = warnings_of(nightly)
+    warnings: list[str] = []
+    with contextlib.chdir(nightly.folder):
+        base = load_recipe(nightly.recipe, nightly.overrides)
+        workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
+        canary = _pinned_canary(nightly, workspace)
+        plan = night_plan(nightly, canary, "2026-01-01", base)
+        if alien := next((m for m in nightly.alerts.metrics if not has_metric(base, m)), None):
+            known = metrics_of(base)
+            raise ConfigurationError(
+                f"`alerts.metrics` names {alien!r}, which no evaluation has."
+                f"{suggest(alien, known)}",
+                expected="one of: " + ", ".join(known),
+                fix="correct `alerts.metrics`",
+            )
+        for checkpoint in nightly.checkpoints:
+            try:
+                resolve(checkpoint, workspace)
+            except (NothingYet, HubOutage) as error:
+                warnings.append(f"{checkpoint.name}: {error.what}")
+            except RefinerError as error:
+                raise error.of(f"`{checkpoint.name}`") from None
+    if plan.config.judge.kind == "lexical":
+        warnings.append("The judge is lexical, which cannot drift: the canary watches machines")
     following = Schedule(nightly.schedule, nightly.timezone).next_after(datetime.now(UTC))
     return CheckedNightly(nightly, following, warnings)
 
@@ -377,11 +398,10 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
     known = at.records.rows()
     for name, (found, plan) in plans.items():
         run, noted = runs.get(name, ""), at.records.runs_of(night, name)
-        earlier = str(noted[-1]["run"]) if noted else ""  # another process has worked on it
+        any_run = run or (str(noted[-1]["run"]) if noted else "")  # or another process's
         # The canary's stage is this night's.
-        ours = bool(run or earlier) or found.checkpoint == at.nightly.canary
-        occasion = Occasion(night, night, run=run or earlier, measured=ours)
-        harvest(at, plan, found, occasion, known)
+        ours = any_run or found.checkpoint == at.nightly.canary
+        harvest(at, plan, found, night, known, measured_in=night if ours else "", run=any_run)
         if is_done(plan, at.workspace):
             entries[name] = Entry(name, "measured" if run else "kept", run=run)
             continue
@@ -402,49 +422,6 @@ def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
             fix=f"write `digest: {found.digest}` beside it, if these are the right ones",
         )
     return found
-
-
-def warnings_of(nightly: Nightly) -> list[str]:
-    """Warnings about a nightly evaluation that can be carried out.
-
-    Raises
-    ------
-    RefinerError
-        It cannot: the recipe, the canary, or a checkpoint that can never be there.
-    """
-    warnings: list[str] = []
-    with contextlib.chdir(nightly.folder):
-        base = load_recipe(nightly.recipe, nightly.overrides)
-        workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
-        canary = _pinned_canary(nightly, workspace)
-        plan = night_plan(nightly, canary, "2026-01-01", base)
-        _refuse_unknown_metrics(nightly, base)
-        for checkpoint in nightly.checkpoints:
-            try:
-                resolve(checkpoint, workspace)
-            except (NothingYet, HubOutage) as error:
-                warnings.append(f"{checkpoint.name}: {error.what}")
-            except RefinerError as error:
-                error.what = f"`{checkpoint.name}`: {error.what}"
-                error.args = (error.paragraph(),)
-                raise
-        if plan.config.judge.kind == "lexical":
-            warnings.append("The judge is lexical, which cannot drift: the canary watches machines")
-    return warnings
-
-
-def _refuse_unknown_metrics(nightly: Nightly, base: RecipeConfig) -> None:
-    from refiner_core.evaluation.metrics import has_metric, metrics_of
-
-    for metric in nightly.alerts.metrics:
-        if not has_metric(base, metric):
-            known = metrics_of(base)
-            raise ConfigurationError(
-                f"`alerts.metrics` names {metric!r}, which no evaluation has."
-                f"{suggest(metric, known)}",
-                expected="one of: " + ", ".join(known),
-                fix="correct `alerts.metrics`",
-            )
 
 
 OUTPUT_VERSION = 1

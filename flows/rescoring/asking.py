@@ -90,7 +90,7 @@ class JudgePlan:
             return
         from refiner_core.judges.calls import plan_calls
 
-        for requests in _wholes(self.unknown):
+        for _, requests in self.pieces():
             for call in plan_calls(requests, self.config):
                 known = store.get(call.keys) if store is not None else [None]
                 if all(k is not None for k in known):
@@ -99,6 +99,28 @@ class JudgePlan:
                 self.calls += 1
                 length = sum(len(message["content"]) for message in call.messages)
                 self.prompt_tokens += round(length / _CHARACTERS_PER_TOKEN)
+
+    def pieces(self) -> Iterator[tuple[list[Key], list[JudgeRequest]]]:
+        """The unknown questions in their order, some at a time. The rubrics of an answer, which
+        may be one call, are not parted; and in no piece has an answer rubrics of two companies:
+        with the batched form these are other questions."""
+        size = max(_LEAST, _DEEP * self.config.concurrency)
+        keys: list[Key] = []
+        requests: list[JudgeRequest] = []
+        companies: dict[tuple[str, str], Any] = {}
+        for key, request in self.unknown.items():
+            answer = (request.question, request.text)
+            company = key[1] if isinstance(key, tuple) else companies.get(answer)
+            full = len(keys) >= size and not _together(requests[-1], request)
+            if full or companies.get(answer, company) != company:
+                yield keys, requests
+                keys, requests, companies = [], [], {}
+            if isinstance(key, tuple):
+                companies[answer] = company
+            keys.append(key)
+            requests.append(request)
+        if keys:
+            yield keys, requests
 
 
 @dataclass(frozen=True)
@@ -173,9 +195,8 @@ def _in_flight(
 ) -> Iterator[tuple[Sequence[Key], Sequence[Judgement]]]:
     """Questions and their judgements, some at a time; a judge that streams has the next ones
     before the last ones are answered, so that it is never idle."""
-    waiting: deque[tuple[Sequence[Key], PendingJudgements]] = deque()
-    keys: Sequence[Key]
-    for keys, requests in _chunks(plan):
+    waiting: deque[tuple[list[Key], PendingJudgements]] = deque()
+    for keys, requests in plan.pieces():
         if not isinstance(judge, StreamingJudge):
             yield keys, judge.judge(requests)
             continue
@@ -187,36 +208,5 @@ def _in_flight(
         yield keys, pending.result()
 
 
-def _chunks(plan: JudgePlan) -> Iterator[tuple[list[Key], list[JudgeRequest]]]:
-    size = max(_LEAST, _DEEP * plan.config.concurrency)
-    keys: list[Key] = list(plan.unknown)
-    place = 0
-    for requests in _wholes(plan.unknown):
-        first = 0
-        while first < len(requests):
-            last = min(first + size, len(requests))
-            # The rubrics of an answer, which may be one call, are not parted.
-            while last < len(requests) and _together(requests[last - 1], requests[last]):
-                last += 1
-            yield keys[place + first : place + last], requests[first:last]
-            first = last
-        place += len(requests)
-
-
 def _together(a: JudgeRequest, b: JudgeRequest) -> bool:
     return a.kind == b.kind == "rubric" and (a.question, a.text) == (b.question, b.text)
-
-
-def _wholes(unknown: Mapping[Key, JudgeRequest]) -> list[list[JudgeRequest]]:
-    """The questions in their order, in lists in which no answer has rubrics of two companies: with
-    the batched form these are other questions."""
-    lists: list[list[JudgeRequest]] = [[]]
-    company: dict[tuple[str, str], Any] = {}
-    for key, request in unknown.items():
-        if isinstance(key, tuple):
-            answer = (request.question, request.text)
-            if company.setdefault(answer, key[1]) != key[1]:
-                lists.append([])
-                company = {answer: key[1]}
-        lists[-1].append(request)
-    return lists

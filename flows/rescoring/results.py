@@ -5,7 +5,7 @@
     plan ─> judges ─> scores ─> fidelity · comparisons with the baseline · judge x policy matrix
 
 In: a :class:`~flows.rescoring.planning.Planned`. Out: a :class:`Done` one, its document, lines, and
-``rescore.json``, ``rewards.parquet``, ``table.md``, ``figure.svg``.
+``rescore.json``, ``rewards.parquet``, ``table.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from infra.store.atomic import no_space_guard
 from infra.store.traces import encode_rollouts
 from infra.store.workspace import now_text
 from refiner_core.contract.loading import override_text
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import picked, to_json
 from refiner_core.contract.types import Judgement
 from refiner_core.judge_report.measures import plain
 from refiner_core.judges import build_judge
@@ -286,7 +286,7 @@ def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Mat
     )
 
 
-DOCUMENT, REWARDS, TABLE, FIGURE = "rescore.json", "rewards.parquet", "table.md", "figure.svg"
+DOCUMENT, REWARDS, TABLE = "rescore.json", "rewards.parquet", "table.md"
 
 
 def document_of(done: Done) -> dict[str, Any]:
@@ -314,10 +314,17 @@ def document_of(done: Done) -> dict[str, Any]:
         },
         "judging": [plain(bill) for bill in done.bills],
         "comparisons": [
-            doc.comparison_json(c.policy, c.setting, c.baseline, c.comparison, c.agreement)
+            {
+                **picked(c, "policy", "setting", "baseline"),
+                **plain(c.comparison),
+                "agreement": [
+                    {**picked(a, "kind", "title", "criterion"), **plain(a.agreement)}
+                    for a in c.agreement
+                ],
+            }
             for c in done.compared
         ],
-        "matrix": None if done.matrix is None else doc.matrix_json(done.matrix),
+        "matrix": plain(done.matrix),
     }
     return dict(atomic.finite(document))
 
@@ -363,7 +370,6 @@ def write(done: Done, document: dict[str, Any], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(done))))
         atomic.write_text(folder / TABLE, doc.markdown(document))
-        atomic.write_text(folder / FIGURE, doc.draw(document, _clouds(done)))
         atomic.write_json(folder / DOCUMENT, document)
 
 
@@ -388,23 +394,8 @@ def _rows(done: Done) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _clouds(done: Done) -> list[doc.Cloud]:
-    clouds = []
-    for found in done.compared:
-        if found.setting == AGAIN:
-            continue
-        scores = done.scores[found.policy]
-        pairs = zip(
-            scores[found.baseline].advantages, scores[found.setting].advantages, strict=True
-        )
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        clouds.append(doc.Cloud(found.policy, found.setting, known))
-    return clouds
-
-
-#: Rubrics whose agreement is shown one by one; the table has all.
-_CRITERIA = 8
-_IN = "  "
+#: Rows of a table that a terminal shows; the files have all.
+_SHOWN = 8
 
 
 def plan_lines(planned: Planned) -> Iterator[str]:
@@ -428,46 +419,14 @@ def plan_lines(planned: Planned) -> Iterator[str]:
 
 def document_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The result."""
-    for name, found in document["fidelity"].items():
-        yield ("" if found["sound"] else "warning: ") + doc.fidelity_line(name, found)
-    for policy in document["policies"]:
-        if rows := doc.comparison_rows(document, policy["name"]):
-            baseline = next(
-                c["baseline"] for c in document["comparisons"] if c["policy"] == policy["name"]
-            )
-            yield ""
-            yield f"{policy['name']}, compared with {baseline}:"
-            yield from table_lines(rows, doc.COMPARISON_HEADER, _IN)
-    if document["comparisons"]:
-        yield "  (best changes: groups that share no best sample with the baseline; no signal:"
-        yield "  groups without spread; in brackets 95 % over prompts)"
-    for entry in document["comparisons"]:
-        if entry["agreement"]:
-            yield ""
-            yield f"Agreement of the judges, {entry['policy']}, {entry['setting']}:"
-            yield from table_lines(doc.agreement_rows(entry)[:_CRITERIA], doc.AGREEMENT_HEADER, _IN)
-    if document["matrix"] is not None:
-        yield ""
-        yield f"Mean {document['matrix']['metric']}:"
-        header, rows = doc.matrix_rows(document)
-        yield from table_lines(rows, header, _IN)
-        yield from doc.reversal_lines(document)
-    if document["judging"]:
-        yield ""
-        yield from table_lines(doc.judging_rows(document), doc.JUDGING_HEADER, _IN)
-        yield judged_line(document)
-
-
-def judged_line(document: Mapping[str, Any]) -> str:
-    """In one sentence, whether anybody was asked."""
-    bills = document["judging"]
-    asked = sum(bill["asked"] for bill in bills if bill["calls"])
-    if not asked:
-        return "No server was asked: all judgements were known, or need none."
-    calls, seconds = sum(b["calls"] for b in bills), sum(b["seconds"] for b in bills)
-    failed = sum(bill["failed"] for bill in bills)
-    lost = f"; {failed} failed, and their rollouts are unscored" if failed else ""
-    return f"{asked} questions were asked in {calls} calls, {seconds:.1f} s{lost}."
+    for place, section in enumerate(doc.sections(document)):
+        if place:
+            yield from ("", f"{section.title}:")
+        if section.rows:
+            is_long = section.title.startswith("Agreement")
+            rows = section.rows[: _SHOWN if is_long else None]
+            yield from table_lines(rows, section.header, "  ")
+        yield from section.words
 
 
 def next_lines(
@@ -476,7 +435,7 @@ def next_lines(
     """Lines on where the files are, and commands that make sense now; ``words`` are those of this
     call, ``begun_with`` the overrides of the first run, which a run like it needs too."""
     yield ""
-    yield f"Files: {folder}/ (rescore.json, rewards.parquet, table.md, figure.svg)"
+    yield f"Files: {folder}/ ({DOCUMENT}, {REWARDS}, {TABLE})"
     yield "Next:"
     if not document["comparisons"]:
         tried = ["--rubrics", "v3", "--citation-weight", "0.5"]

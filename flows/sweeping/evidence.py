@@ -12,11 +12,13 @@ are counted and the command that makes them is named.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,11 @@ from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import Components, variance_components
+from refiner_core.judge_report.measures import plain
 from refiner_core.report.printing import counted
+from refiner_core.rescoring.document import share
 from sweeps.power import Aim, Evidence, assumed
-from sweeps.values import SweepPlan, Trial
+from sweeps.values import SweepPlan
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +155,8 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         if not able:
             continue
         able.sort(key=lambda p: -len(p[2]))
-        layouts = [
-            _layout(a, seeds, metric) - _layout(b, seeds, metric)
-            for a, b, seeds in able[:MOST_PAIRS]
-        ]
+        chosen = able[:MOST_PAIRS]
+        layouts = [_layout(a, own, metric) - _layout(b, own, metric) for a, b, own in chosen]
         known = _pooled([variance_components(x) for x in layouts])
         if _nothing_spreads(known):
             continue  # all of it at the floor or the ceiling: no news of a spread
@@ -210,11 +212,11 @@ def _means(path: Path, metric: str) -> dict[str, float]:
 
 def _pooled(found: Sequence[Components]) -> Components:
     """Their means; what one of them does not know is not known."""
-    seeds = [c.seed for c in found if c.seed is not None]
+    seeds, prompts, residuals, *_ = zip(*found, strict=True)
     return Components(
-        sum(seeds) / len(seeds) if len(seeds) == len(found) else None,
-        sum(c.prompt for c in found) / len(found),
-        sum(c.residual for c in found) / len(found),
+        None if None in seeds else float(np.mean(seeds)),
+        float(np.mean(prompts)),
+        float(np.mean(residuals)),
         max(c.seeds for c in found),
         max(c.prompts for c in found),
     )
@@ -244,8 +246,8 @@ class ArmShare:
         The command that asks them.
     """
 
-    arm: str
-    changes: tuple[str, ...]
+    arm: str = ""
+    changes: tuple[str, ...] = ()
     best_changed: Mapping[str, Any] | None = None
     sign_changed: Mapping[str, Any] | None = None
     groups: int = 0
@@ -296,28 +298,23 @@ def rescore_share(plan: SweepPlan, run: str) -> RescoreShare:
     ConfigurationError, DataError
         There is no such run, or it has no stored rollouts.
     """
-    workspace = Workspace.read_only(plan.trials[0].plan.config.workspace)
+    workspace = Workspace.read_only(plan.config.workspace)
     wanted = find_run(workspace, run)
     assert wanted is not None, "a run that is named is found or refused"
     then = from_json(RecipeConfig, wanted.config)
-    own = {arm.name: arm.changes for arm in plan.arms}
-    first: dict[str, Trial] = {}
-    for trial in plan.trials:
-        first.setdefault(trial.arm, trial)
-    known: dict[tuple[str, ...], ArmShare] = {}
+    rescored = functools.cache(partial(_share, workspace, wanted))
+    first = {trial.arm: trial.plan.config for trial in reversed(plan.trials)}
     found = []
-    for name, trial in first.items():
-        others = [p for p in own.get(name, {}) if not p.startswith(_SECTIONS)]
-        changes = _changes(then, trial.plan.config)
+    for arm in plan.arms:
+        others = [p for p in arm.changes if not p.startswith(_SECTIONS)]
+        changes = _changes(then, first[arm.name])
+        shared = ArmShare(changes=changes, note="rewards and judges as the run did")
         if others:
             note = f"changes {', '.join(others)}, too: stored rollouts cannot tell"
-            found.append(ArmShare(name, changes, note=note))
-        elif not changes:
-            found.append(ArmShare(name, (), note="rewards and judges as the run did"))
-        else:
-            if changes not in known:
-                known[changes] = _share(name, changes, workspace, wanted)
-            found.append(replace(known[changes], arm=name))
+            shared = replace(shared, note=note)
+        elif changes:
+            shared = rescored(changes)
+        found.append(replace(shared, arm=arm.name))
     return RescoreShare(wanted.run, tuple(found))
 
 
@@ -334,7 +331,7 @@ def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:
     return (*found, *where) if found else ()
 
 
-def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRecord) -> ArmShare:
+def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> ArmShare:
     from flows.rescoring import carry_out, plan_rescore
     from flows.rescoring.planning import Options, Wanted
     from flows.rescoring.reading import Part
@@ -343,9 +340,8 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
     part = Part(source="rollouts", sample=GROUPS)
     wanted = Wanted(workspace, (run,), Options(overrides=changes), part, steps=STEPS)
     planned = plan_rescore(wanted)
-    share = ArmShare(
-        arm,
-        changes,
+    of_arm = ArmShare(
+        changes=changes,
         groups=len({r.group for p in planned.policies for r in p.rollouts}),
         rollouts=sum(len(p.rollouts) for p in planned.policies),
     )
@@ -353,34 +349,23 @@ def _share(arm: str, changes: tuple[str, ...], workspace: Workspace, run: RunRec
         words = ["refiner", "rescore", run.run, f"workspace={workspace.root}", *changes]
         command = shlex.join([*words, "--steps", STEPS, "--sample", str(GROUPS)])
         note = f"{calls} calls of its judge are needed first"
-        return replace(share, calls=calls, command=command, note=note)
+        return replace(of_arm, calls=calls, command=command, note=note)
     try:
         done = carry_out(planned, Silent())
     except RefinerError as error:
-        return replace(share, note=error.what)
+        return replace(of_arm, note=error.what)
     name = planned.settings[-1].name
     found = next((c.comparison for c in done.compared if c.setting == name), None)
     if found is None:
-        return replace(share, note="nothing to compare")
-    best, sign = (e and e._asdict() for e in (found.best_changed, found.sign_changed))
-    share = replace(share, groups=found.groups, rollouts=found.rollouts)
-    return replace(share, best_changed=best, sign_changed=sign)
+        return replace(of_arm, note="nothing to compare")
+    best, sign = plain(found.best_changed), plain(found.sign_changed)
+    return replace(of_arm, best_changed=best, sign_changed=sign)
 
 
 def _arm_text(arm: ArmShare) -> str:
     if arm.note:
         return arm.note
-    parts = []
-    if arm.best_changed is not None:
-        parts.append(f"another best answer in {_share_text(arm.best_changed)} of the groups")
-    if arm.sign_changed is not None:
-        share = _share_text(arm.sign_changed)
-        parts.append(f"advantages of another sign in {share} of the samples")
-    return f"{'; '.join(parts) or 'nothing to compare'} ({arm.groups} groups)"
-
-
-def _share_text(found: Mapping[str, Any]) -> str:
-    text = f"{100 * found['value']:.0f} %"
-    if found["low"] is not None and found["high"] is not None:
-        text += f" [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
-    return text
+    return (
+        f"another best answer in {share(arm.best_changed)} of the groups; advantages of another "
+        f"sign in {share(arm.sign_changed)} of the samples"
+    )

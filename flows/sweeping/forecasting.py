@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 MOST_RUNS, MOST_STAGES, ENOUGH_OF_A_SHAPE = 200, 300, 9
 #: Of a metrics file only the end is read, bytes.
 _TAIL_BYTES = 256 << 10
-#: At most this share of an evaluation is taken for loading.
-_MOST_LOADING = 0.8
 
 
 def read_history(workspace: Workspace, plan: SweepPlan) -> History:
@@ -66,7 +64,7 @@ def read_history(workspace: Workspace, plan: SweepPlan) -> History:
     found = tuple(_measured(workspace, wanted))
     files = ("rl_test.parquet", "rl_train.parquet")
     held_out, training = (_prompts(workspace, stages, file) for file in files)
-    return History(_with_loading(found), held_out, training)
+    return History(found, held_out, training)
 
 
 def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
@@ -116,7 +114,7 @@ def _stage(
     resumed = (attempt.resumed_from_step if attempt else None) or 0
     work = _done_work(spec.kind, spec.identity, result.report, save_freq)
     own_units = None if work.units is None else work.units - resumed
-    unit_s = _step_s(paths.metrics, spec.kind, result.report)
+    unit_s = _step_s(paths.metrics) if spec.kind in STAGES else None
     save_s = workspace.longest_save_s(stage_id) or None
     start_s = 0.0
     if unit_s is None:
@@ -155,19 +153,10 @@ def _done_work(
     return work
 
 
-def _step_s(metrics: Path, kind: str, report: Mapping[str, Any]) -> float | None:
+def _step_s(metrics: Path) -> float | None:
     """Seconds of a step in the middle; None where no step was timed."""
-    if kind not in STAGES:
-        return None
-    lines = _last_lines(metrics)
-    times = [t for m in lines if (t := m.get("time/step_s")) is not None]
-    if times:
-        return median(times)
-    rates = [r for m in lines if (r := m.get("tokens_per_second"))]
-    steps, tokens = report.get("steps"), report.get("tokens")
-    if not rates or not steps or not tokens:
-        return None
-    return float(tokens) / float(steps) / median(rates)
+    times = [t for m in _last_lines(metrics) if (t := m.get("time/step_s")) is not None]
+    return median(times) if times else None
 
 
 def _last_lines(path: Path) -> list[dict[str, float | None]]:
@@ -187,26 +176,6 @@ def _last_lines(path: Path) -> list[dict[str, float | None]]:
         except (ValueError, KeyError, TypeError):  # cut off in the middle
             continue
     return found
-
-
-def _with_loading(stages: Sequence[Measured]) -> tuple[Measured, ...]:
-    """Evaluations note only how long they took in all; what a trainer of the same weights took to
-    begin is no time of samples there either."""
-    loading: dict[tuple[str, int], list[float]] = {}
-    for stage in stages:
-        if stage.shape.kind in STAGES:
-            loading.setdefault(stage.shape[1:3], []).append(stage.start_s)
-    found = []
-    for stage in stages:
-        starts = loading.get(stage.shape[1:3])
-        measures = stage.shape.kind in ("sample", "evaluate")
-        if measures and starts and stage.work.units and stage.unit_s:
-            total = stage.unit_s * stage.work.units
-            start_s = min(median(starts), _MOST_LOADING * total)
-            unit_s = (total - start_s) / stage.work.units
-            stage = replace(stage, start_s=start_s, unit_s=unit_s)
-        found.append(stage)
-    return tuple(found)
 
 
 def _prompts(workspace: Workspace, stages: Iterable[PlannedStage], file: str) -> dict[str, int]:
@@ -240,24 +209,11 @@ def forecast_of(
         return forecast_sweep(plan, History(), done)
     known = read_history(workspace, plan) if history is None else history
     forecast = forecast_sweep(plan, known, done, canary)
-    return _with_disk(forecast, plan, workspace, done)
+    return _with_disk(forecast, plan, workspace)
 
 
-class _Known(Knowledge):
-    """Knowledge of which stages are done, looked up already."""
-
-    def __init__(self, workspace: Workspace, done: AbstractSet[str]) -> None:
-        super().__init__(workspace, size_of_model)
-        self._finished = done
-
-    def is_done(self, stage_id: str) -> bool:
-        return stage_id in self._finished
-
-
-def _with_disk(
-    forecast: SweepForecast, plan: SweepPlan, workspace: Workspace, done: AbstractSet[str]
-) -> SweepForecast:
-    disk = forecast_disk([t.plan for t in plan.trials], _Known(workspace, done))
+def _with_disk(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> SweepForecast:
+    disk = forecast_disk([t.plan for t in plan.trials], Knowledge(workspace, size_of_model))
     if (most := plan.sweep.limits.concurrency) is not None:
         disk = replace(disk, parallel=min(disk.parallel, most))
     basis = f"not known of {len(disk.unknown)} stages" if disk.unknown else ""

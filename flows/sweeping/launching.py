@@ -398,7 +398,7 @@ def begin_sweep(
     forecast = {}
     if not is_finished(plan, workspace_of(plan)):
         check_launch(plan)
-        before = (look or forecast_sweep(plan)).before
+        before = look or forecast_sweep(plan)
         forecast = {
             **forecast_json(before.forecast, before.passed, trials=False),
             "used": used_before(plan, workspace_of(plan)),

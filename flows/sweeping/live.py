@@ -2,10 +2,10 @@
 
 In: a workspace and a sweep that somebody works on. Out: the report's files, kept fresh without
 anybody asking. Who works on the sweep calls :meth:`LivePage.tick` in its rounds and
-:meth:`LivePage.end` when nothing more will happen; neither waits for a report, except ``end`` for
-the last one. Making one may take a while, so it is made in another process, with low priority, and
-no more often than that it takes a tenth of the time. Why one could not be made stands in
-``page.log`` beside it; it never disturbs the sweep.
+:meth:`LivePage.end` when nothing more will happen, which waits for the last report. Making one may
+take a while, so it is made in another process, with low priority, and no more often than that it
+takes a tenth of the time. Why one could not be made stands in ``page.log`` beside it; it never
+disturbs the sweep.
 
     python -m flows.sweeping.live WORKSPACE SWEEP      makes it once
 """
@@ -17,6 +17,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,21 +35,8 @@ PAUSE = 9.0
 LONGEST_S = 300.0
 
 
-def refresh_page(workspace: Workspace, sweep: str) -> Path:
-    """Make the report once more, here and now; returns the page's path.
-
-    Raises
-    ------
-    RefinerError
-        There is no such sweep, no room, or records cannot be read.
-    """
-    from flows.reporting.writing import report_sweep  # templates are of no use to who only ticks
-
-    return report_sweep(sweep, workspace.root).page
-
-
 class LivePage:
-    """Keeps the page of one sweep fresh. Not for several threads.
+    """Keeps the page of one sweep fresh, from a thread that begins with the first round.
 
     Parameters
     ----------
@@ -67,14 +55,13 @@ class LivePage:
         *,
         every_s: float = EVERY_S,
         warn: Callable[[str], None] = log.warning,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workspace, self._sweep = workspace, sweep
-        self._every_s, self._warn, self._clock = every_s, warn, clock
+        self._every_s, self._warn = every_s, warn
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._began = self._due = self._clock()
-        self._due += every_s / 3
-        self._watched = self._warned = False
+        self._warned = False
 
     @property
     def folder(self) -> Path:
@@ -82,74 +69,54 @@ class LivePage:
         return self._workspace.layout.reports / self._sweep
 
     def tick(self) -> None:
-        """Begin another report if it is time for one. Takes milliseconds."""
-        now, self._watched = self._clock(), True
-        if self._process is not None:
-            if self._process.poll() is None:
-                if now - self._began > LONGEST_S:
-                    self._give_up(f"took longer than {LONGEST_S:.0f} s")
-                return
-            self._note_end(now)
-        if now >= self._due:
-            self._begin(now)
+        """Begin to make reports."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep_fresh, daemon=True)
+            self._thread.start()
 
     def end(self, timeout_s: float = 60.0) -> None:
         """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``.
         Where nothing was ever at work (no :meth:`tick`), the report that there is still holds."""
-        if not self._watched:
-            return
-        deadline = self._clock() + timeout_s
-        self._wait(deadline)  # one that has begun before the end says that the sweep still runs
-        self._begin(self._clock())
-        self._wait(deadline)
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join(timeout_s)  # one that has begun says that the sweep still runs
+            self._make(timeout_s)
 
     def close(self) -> None:
         """End a report that is being made; the newest complete one stays."""
+        self._warned = True
+        self._over.set()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
-        self._process = None
 
-    # ------------------------------------------------------------ one report
+    def _keep_fresh(self) -> None:
+        pause_s = self._every_s / 3
+        while not self._over.wait(pause_s):
+            began = time.monotonic()
+            self._make(LONGEST_S)
+            pause_s = max(self._every_s, PAUSE * (time.monotonic() - began))
 
-    def _begin(self, now: float) -> None:
-        self._began = now
+    def _make(self, timeout_s: float) -> None:
+        """Make one report, in a process of its own."""
+        why, words = "", ["-P", "-m", __name__, str(self._workspace.root), self._sweep]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / LOG).open("wb") as output:
-                words = ["-P", "-m", __name__, str(self._workspace.root), self._sweep]
                 env = {**own_python(), "OMP_NUM_THREADS": "1"}
-                self._process = start_apart([sys.executable, *words], output, env)
+                process = self._process = start_apart([sys.executable, *words], output, env)
+            try:
+                if process.wait(timeout_s) != 0:
+                    why = f"could not be made; {self.folder / LOG} says why"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                why = f"took longer than {timeout_s:.0f} s and was given up"
         except OSError as error:
-            self._due = now + LONGEST_S
-            self._say(f"cannot be made: {error}")
-
-    def _note_end(self, now: float) -> None:
-        process, self._process = self._process, None
-        self._due = now + max(self._every_s, PAUSE * (now - self._began))
-        if process is not None and process.returncode != 0:
-            self._say(f"could not be made; {self.folder / LOG} says why")
-
-    def _wait(self, deadline: float) -> None:
-        if self._process is None:
-            return
-        try:
-            self._process.wait(max(0.0, deadline - self._clock()))
-        except subprocess.TimeoutExpired:
-            self._give_up("took too long")
-            return
-        self._note_end(self._clock())
-
-    def _give_up(self, why: str) -> None:
-        self.close()
-        self._due = self._clock() + LONGEST_S
-        self._say(f"{why} and was given up")
-
-    def _say(self, what: str) -> None:
-        if not self._warned:
+            why = f"cannot be made: {error}"
+        if why and not self._warned:
             self._warned = True
             self._warn(
-                f"The report of {self._sweep} {what}. The sweep is not affected; "
+                f"The report of {self._sweep} {why}. The sweep is not affected; "
                 f"`refiner report {self._sweep}` makes it by hand."
             )
 
@@ -159,8 +126,10 @@ def main(argv: list[str]) -> int:
     root, sweep = argv
     with contextlib.suppress(OSError):  # what may not be slowed down runs at full speed
         os.nice(10)
+    from flows.reporting.writing import report_sweep  # templates are of no use to who only ticks
+
     try:
-        refresh_page(Workspace.read_only(root), sweep)
+        report_sweep(sweep, root)
     except RefinerError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,7 +2,7 @@
 
 In: a sweep's name or file, and overrides for every trial. Out: a :class:`~sweeps.values.SweepPlan`;
 of one and its workspace, which need not exist, tables of arms and stages, what is shared, what is
-there already, and a :class:`Before`: forecast, limits that it would pass, smallest detectable
+there already, and a :class:`SweepLook`: forecast, limits that it would pass, smallest detectable
 effect, warnings; as lines for people and as JSON. Reads files, writes nothing, needs neither
 network nor torch. The recipe is merged once, and what several trials are made from is hashed once.
 """
@@ -82,9 +82,7 @@ def plan_of(sweep: SweepFile, overrides: Sequence[str] = ()) -> SweepPlan:
         try:
             base = check_config(load_recipe(sweep.recipe, sweep.overrides))
         except ConfigurationError as error:
-            error.what = f"The recipe of sweep {sweep.name}: {error.what}"
-            error.args = (error.paragraph(),)
-            raise
+            raise error.of(f"The recipe of sweep {sweep.name}") from None
         follow = what_follows(sweep.recipe, sweep.overrides, [*varied_fields(sweep), "seed"])
         plan = plan_sweep(sweep, base, _remembered(resolve_sources), follow)
         for config in {asked_of_model(t.plan.config): t.plan.config for t in plan.trials}.values():
@@ -135,46 +133,6 @@ def _remembered(
     return sources
 
 
-@dataclass(frozen=True)
-class Before:
-    """Knowledge before the launch."""
-
-    forecast: SweepForecast
-    passed: tuple[Passed, ...]
-    detectable: Detectable
-    free_bytes: int
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Reasons that the sweep may not answer its question."""
-        return self.detectable.warnings
-
-    def lines(self) -> list[str]:
-        """For people: the forecast, then what can be seen, then warnings."""
-        lines = forecast_lines(self.forecast, self.passed, free_bytes=self.free_bytes)
-        return lines + detectable_lines(self.detectable)
-
-    def json(self) -> dict[str, Any]:
-        """``forecast`` and ``detectable``, for ``--json``."""
-        forecast = forecast_json(self.forecast, self.passed)
-        return {
-            "forecast": {**forecast, "free_bytes": self.free_bytes},
-            "detectable": detectable_json(self.detectable),
-        }
-
-
-def look_before(plan: SweepPlan, workspace: Workspace) -> Before:
-    """Everything that is said before a launch. A missing workspace is an empty one."""
-    history, first = read_history(workspace, plan), plan.trials[0].plan
-    forecast = forecast_of(plan, workspace, history=history)
-    aim = aim_of(plan)
-    stage = evaluation_of(plan, aim.model, aim.protocol)
-    prompts = None if stage is None else held_out_prompts(first, stage, history)
-    found = detectable(plan, prompts, read_evidence(workspace, aim))
-    room = DiskKeeper(workspace, first.config.disk).room()
-    return Before(forecast, passed_by(forecast, plan, workspace), found, max(0, room.free_bytes))
-
-
 # ---------------------------------------------------------------- for people
 
 
@@ -221,13 +179,13 @@ def _effect_text(found: Detectable) -> str:
 def detectable_json(found: Detectable) -> dict[str, Any]:
     """All of it; numbers that nobody knows are null."""
     values = to_json(found)
-    aim, evidence, remedy = (values.pop(name) for name in ("aim", "evidence", "remedy"))
+    aim, evidence = values.pop("aim"), values.pop("evidence")
     known = found.evidence.components
     spreads = [{"seed_sd": sd, "effect": effect} for sd, effect in found.if_seeds_spread]
     return {
         **aim,
         **values,
-        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads, "would_do": remedy},
+        **{"power": POWER, "alpha": ALPHA, "if_seeds_spread": spreads},
         **{"basis": evidence["basis"], "basis_text": evidence["text"], "mean": evidence["mean"]},
         "components": None if known is None else known._asdict(),
     }
@@ -241,16 +199,25 @@ MOST_ARMS = 40
 
 @dataclass(frozen=True)
 class SweepLook:
-    """A planned sweep beside what its workspace has: stages by id, and what is said beforehand."""
+    """A planned sweep beside what its workspace has: stages by id, forecast, limits that it would
+    pass, the smallest effect that it could see, bytes that are free."""
 
     plan: SweepPlan
     stages: dict[str, StageForecast]
-    before: Before
+    forecast: SweepForecast
+    passed: tuple[Passed, ...]
+    detectable: Detectable
+    free_bytes: int
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Of the plan, and of what it can show."""
-        return (*self.plan.warnings, *self.before.warnings)
+        return (*self.plan.warnings, *self.detectable.warnings)
+
+    def lines(self) -> list[str]:
+        """For people: the forecast, then what can be seen, then warnings."""
+        lines = forecast_lines(self.forecast, self.passed, free_bytes=self.free_bytes)
+        return lines + detectable_lines(self.detectable)
 
     def counts(self) -> dict[str, int]:
         """Stages of all trials, each for itself and each once; of those what is to be done."""
@@ -284,7 +251,14 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
     """
     workspace = Workspace.read_only(plan.config.workspace)
     stages = observe_stages([trial.plan for trial in plan.trials], workspace)
-    return SweepLook(plan, stages, look_before(plan, workspace))
+    history, first = read_history(workspace, plan), plan.trials[0].plan
+    forecast = forecast_of(plan, workspace, history=history)
+    aim = aim_of(plan)
+    stage = evaluation_of(plan, aim.model, aim.protocol)
+    prompts = None if stage is None else held_out_prompts(first, stage, history)
+    found = detectable(plan, prompts, read_evidence(workspace, aim))
+    free = max(0, DiskKeeper(workspace, first.config.disk).room().free_bytes)
+    return SweepLook(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
 
 
 def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]:
@@ -295,7 +269,7 @@ def show_sweep_plan(plan: SweepPlan, look: SweepLook | None = None) -> list[str]
     if len(plan.arms) > MOST_ARMS:
         lines.append(f"… and {len(plan.arms) - MOST_ARMS} more arms (all of them: --json)")
     header = ("stage", "in trials", "once", "to run", "runs", "done")
-    lines += ["", *table_lines(_stage_rows(look), header), "", *look.before.lines()]
+    lines += ["", *table_lines(_stage_rows(look), header), "", *look.lines()]
     return lines + [f"Warning: {warning}" for warning in plan.warnings]
 
 
@@ -372,7 +346,11 @@ def sweep_json(plan: SweepPlan, look: SweepLook | None = None) -> dict[str, Any]
             for t in plan.trials
         ],
         "stages": look.counts(),
-        **look.before.json(),
+        "forecast": {
+            **forecast_json(look.forecast, look.passed),
+            "free_bytes": look.free_bytes,
+        },
+        "detectable": detectable_json(look.detectable),
         "warnings": list(look.warnings),
     }
 

@@ -45,6 +45,12 @@ class RefinerError(Exception):
         self.what, self.expected, self.fix = what, expected, fix
         super().__init__(self.paragraph())
 
+    def of(self, part: str) -> RefinerError:
+        """The same error, saying of which part it is."""
+        self.what = f"{part}: {self.what}"
+        self.args = (self.paragraph(),)
+        return self
+
     def paragraph(self) -> str:
         """The message as a user reads it: what, expected, fix."""
         parts = [self.what.rstrip()]

@@ -72,9 +72,8 @@ class Values(NamedTuple):
     @classmethod
     def of(cls, prompts: Sequence[str], values: Sequence[float]) -> Values:
         """From plain lists, in any order."""
-        order = sorted(range(len(prompts)), key=lambda i: prompts[i])
-        ordered = np.array([values[i] for i in order], dtype=float)
-        return cls(tuple(prompts[i] for i in order), ordered)
+        ordered = sorted(zip(prompts, values, strict=True))
+        return cls(tuple(p for p, _ in ordered), np.array([v for _, v in ordered], dtype=float))
 
     @property
     def mean(self) -> float:
@@ -258,14 +257,9 @@ class Judged(NamedTuple):
     noise: Noise
 
 
-@dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     values: Values
     nights: tuple[Point, ...]
-
-    @property
-    def last(self) -> Point:
-        return self.nights[-1]
 
 
 def read_series(
@@ -285,7 +279,7 @@ def read_series(
     reader = _Reader(points, canary, smallest)
     for point in points[1:]:
         reader.read(point)
-    return Judged(tuple(reader.changes), reader.noise_at(math.inf))
+    return Judged(tuple(reader.changes), night_noise(list(reader.means.values())))
 
 
 class _Reader:
@@ -295,24 +289,17 @@ class _Reader:
         self, points: Sequence[Point], canary: Sequence[Point] | None, smallest: float
     ) -> None:
         self.is_canary, self.smallest = canary is None, smallest
-        frozen = list(points if canary is None else canary)
-        self.canary = {p.night: p for p in frozen}
-        self._means = [p.values.mean for p in frozen]
-        self._order = [p.night for p in frozen]
+        frozen = points if canary is None else canary
+        self.canary = {p.night: p.values for p in frozen}
+        self.means = {night: values.mean for night, values in self.canary.items()}
         self.before: _Level | None = None
         self.changes: list[Change] = []
         self.recent: deque[tuple[int, Point]] = deque(maxlen=OF)
         if points:
             self.level = _Level(points[0].values, (points[0],))
 
-    def noise_at(self, night: str | float) -> Noise:
-        """The canary's spread by its nights up to ``night``."""
-        if isinstance(night, float):
-            return night_noise(self._means)
-        return night_noise([m for n, m in zip(self._order, self._means, strict=True) if n <= night])
-
     def read(self, point: Point) -> None:
-        noise = self.noise_at(point.night)
+        noise = night_noise([m for night, m in self.means.items() if night <= point.night])
         shift = compare(point.values, self.level.values, noise)
         counts = shift.beyond(BEYOND) and abs(shift.difference) >= self.smallest
         direction = shift.direction if counts else 0
@@ -324,6 +311,7 @@ class _Reader:
     def _change(self, direction: int, agreeing: Sequence[Point], noise: Noise) -> None:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
+        then = old.nights[-1]
         shift = compare(new.values, old.values, noise)
         cause, canary = self._cause(new, old, noise)
         back = self._is_back(new, direction, noise)
@@ -334,11 +322,11 @@ class _Reader:
                 direction=direction,
                 night=last.night,
                 nights=tuple(p.night for p in agreeing),
-                since=old.last.night,
+                since=then.night,
                 shift=shift,
                 canary=canary,
-                facts=facts_between(old.last.facts, last.facts),
-                weights=old.last.digest != last.digest,
+                facts=moved(then.facts, last.facts),
+                weights=then.digest != last.digest,
             )
         )
         self.before, self.level = old, new
@@ -354,7 +342,7 @@ class _Reader:
     def _canary_at(self, level: _Level) -> Values | None:
         """The canary in the nights in which a level was measured."""
         nights = dict.fromkeys(p.measured_in for p in level.nights)
-        there = [self.canary[n].values for n in nights if n in self.canary]
+        there = [self.canary[n] for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
     def _cause(self, new: _Level, old: _Level, noise: Noise) -> tuple[Cause, Shift | None]:
@@ -372,10 +360,10 @@ class _Reader:
         return ("model" if rest.beyond(CLAIMED) else "unclear"), canary
 
 
-def facts_between(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def moved(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Facts that are not what they were: name -> (before, now)."""
-    names = sorted({*then, *now})
-    return {n: (then.get(n, ""), now.get(n, "")) for n in names if then.get(n) != now.get(n)}
+    names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
+    return {n: (then.get(n, ""), now.get(n, "")) for n in names}
 
 
 def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> list[Change]:
@@ -431,10 +419,10 @@ class Series:
         return f"{self.key.checkpoint} · {self.key.metric} ({self.key.decoding})"
 
 
-def series_of(rows: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[Series]:
+def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[Series]:
     """All series of the watched metrics, the canary's first."""
     grouped: dict[Key, list[Row]] = {}
-    for row in sorted(rows, key=lambda r: (not r.canary, r.night)):
+    for row in sorted(nights, key=lambda r: (not r.canary, r.night)):
         for metric in alerts.metrics:
             if metric in row.numbers:
                 protocol = str(row.numbers[metric]["protocol"])
@@ -442,23 +430,14 @@ def series_of(rows: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[
                 grouped.setdefault(key, []).append(row)
     points = {key: _points(found, key.metric, values_of) for key, found in grouped.items()}
     canaries = {k[1:]: points[k] for k, found in grouped.items() if found[-1].canary}
-    return [
-        _judged(key, found, points[key], canaries.get(key[1:], []), alerts)
-        for key, found in grouped.items()
-    ]
-
-
-def _judged(
-    key: Key,
-    rows: Sequence[Row],
-    points: Sequence[Point],
-    canary: Sequence[Point],
-    alerts: Alerts,
-) -> Series:
-    is_canary = rows[-1].canary
-    judged = read_series(points, None if is_canary else canary, smallest=alerts.smallest)
-    told = worth_telling(judged.changes, alerts.when, canary=is_canary)
-    return Series(key, is_canary, rows[-1].protocol_name, tuple(rows), judged, tuple(told))
+    series = []
+    for key, found in grouped.items():
+        last, canary = found[-1], canaries.get(key[1:], [])
+        judged = read_series(points[key], None if last.canary else canary, smallest=alerts.smallest)
+        told = worth_telling(judged.changes, alerts.when, canary=last.canary)
+        rows = tuple(found)
+        series.append(Series(key, last.canary, last.protocol_name, rows, judged, tuple(told)))
+    return series
 
 
 def _points(rows: Sequence[Row], metric: str, values_of: ValuesOf) -> list[Point]:
@@ -478,17 +457,12 @@ def changed_beside(rows: Sequence[Row]) -> dict[str, dict[str, tuple[str, str]]]
     """Night -> what is not what it was in the series' night before: weights and facts."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for one, other in pairwise(rows):
-        moved = _moved(one.facts, other.facts)
+        facts = moved(one.facts, other.facts)
         if one.digest != other.digest:
-            moved = {"weights": (one.source, other.source), **moved}
-        if moved:
-            found[other.night] = moved
+            facts = {"weights": (one.source, other.source), **facts}
+        if facts:
+            found[other.night] = facts
     return found
-
-
-def _moved(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    names = [n for n in {**then, **now} if then.get(n) != now.get(n)]
-    return {n: (then.get(n, ""), now.get(n, "")) for n in names}
 
 
 #: So many names of what else has changed are said.

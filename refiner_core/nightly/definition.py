@@ -43,6 +43,7 @@ from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.sections.addresses import is_place
 from refiner_core.contract.sections.steering import Alarm
+from refiner_core.contract.records import from_json
 from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.
@@ -329,10 +330,24 @@ _FIELDS = (
     *("canary", "alerts", "catch_up"),
 )
 _KINDS = ("hub", "folder", "stage", "newest")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
+_NAME = re.compile(r"(?!.*--)[A-Za-z0-9][A-Za-z0-9._+=-]{0,63}")
 #: What the night decides by itself.
-_OURS = ("model.name_or_path", "model.revision", "stages", "only", "evaluate.models")
+_OURS = (
+    *("model.name_or_path", "model.revision", "stages", "only", "evaluate.models"),
+    "evaluate.occasion",
+)
 _MOST_CATCH_UP = 60
+#: Without them there is no night.
+_NEEDED = {
+    "schedule": 'schedule: "0 3 * * *"',
+    "recipe": "recipe: tiny",
+    "checkpoints": "checkpoints: [{name: latest, newest: {recipe: tiny}}]",
+    "canary": "canary: {name: canary, folder: PATH, digest: SHA256}",
+}
+_EXPECTED = {
+    **{"str": "text (quote it)", "int": "a whole number", "float": "a number"},
+    **{"tuple": "a list", "dict": "a mapping of `key: value`"},
+}
 
 
 def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
@@ -350,224 +365,149 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     ConfigurationError
         Names the field, what it is, what was expected.
     """
-    values = _mapping(read_yaml(text, origin), origin, "the file", _FIELDS)
-    if twice := [
-        f"`{key}` (line {line})" for line, key in keys_twice(yaml.compose(text, yaml.SafeLoader))
-    ]:
+    given = _mapping(read_yaml(text, origin), origin, _FIELDS)
+    for line, key in keys_twice(yaml.compose(text, yaml.SafeLoader)):
         raise ConfigurationError(
-            f"{origin} has {', '.join(twice)} twice.",
+            f"{origin} has `{key}` (line {line}) twice.",
             expected="each key once: else one value would hide the other",
             fix="remove one of the two",
         )
-    nightly = Nightly(
-        name=_name(values.get("name", stem), "name"),
-        schedule=_text(values, "schedule", origin),
-        timezone=_text(values, "timezone", origin, "UTC"),
-        recipe=_text(values, "recipe", origin),
-        overrides=_overrides(values.get("overrides") or []),
-        checkpoints=_checkpoints(values.get("checkpoints")),
-        canary=_canary(values.get("canary"), origin),
-        alerts=_alerts(values.get("alerts") or {}),
-        catch_up=_catch_up(values.get("catch_up", 3)),
-        text=text,
-        origin=origin,
-        folder=folder,
-    )
-    _unique(nightly)
+    values = {key: value for key, value in given.items() if value is not None}
+    for key, example in _NEEDED.items():
+        if not values.get(key):
+            raise ConfigurationError(
+                f"{origin} has no `{key}`.",
+                expected="a schedule, a recipe, checkpoints to evaluate and a canary: one frozen "
+                "checkpoint, without which a change of the judge or of machines looks like one of "
+                "a model",
+                fix=f"add `{example}`",
+            )
+    checkpoints = values["checkpoints"]
+    if isinstance(checkpoints, list):
+        values["checkpoints"] = [
+            _checkpoint(entry, f"checkpoints[{i}]") for i, entry in enumerate(checkpoints)
+        ]
+    values["canary"] = _checkpoint(values["canary"], "canary", "canary")
+    values["alerts"] = _alerts(values.get("alerts", {}))
+    of_file = {"text": text, "origin": origin, "folder": folder}
+    try:
+        nightly = from_json(
+            Nightly, {"name": stem, "timezone": "UTC", "overrides": [], **values, **of_file}
+        )
+    except TypeError as error:
+        said = str(error).removeprefix("Nightly.").replace("alarms.what", "channels")
+        where, _, found = said.partition(" is ")
+        found, _, kind = found.rpartition(", which is no ")
+        raise _wrong(where, found, _EXPECTED.get(kind, kind)) from error
+    _check(nightly)
     Schedule(nightly.schedule, nightly.timezone)
     return nightly
 
 
-def _canary(value: Any, origin: str) -> Checkpoint:
-    if value is None:
-        raise ConfigurationError(
-            f"{origin} names no `canary`.",
-            expected="one frozen checkpoint: without it nobody can tell a change of the judge or "
-            "of machines from a change of a model",
-            fix="write `canary: {name: canary, folder: PATH, digest: SHA256}` (`refiner nightly "
-            "check` says the digest of a folder)",
-        )
-    canary = _checkpoint(value, "canary", name="canary")
-    source, moving = canary.source, ""
-    if source.kind == "newest":
-        moving = f"the newest of {source.ref}, which moves"
-    elif source.kind == "hub" and not source.is_commit:
-        moving = f"revision {source.revision or '(none)'} of {source.ref}, which may move"
-    if moving:
-        raise ConfigurationError(
-            f"The canary is {moving}.",
-            expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex "
-            "digits), or a folder or stage with the `digest` of its content",
-            fix="pin `canary`",
-        )
-    return canary
-
-
-def _checkpoints(value: Any) -> tuple[Checkpoint, ...]:
-    if not isinstance(value, list) or not value:
-        raise ConfigurationError(
-            "`checkpoints` names nothing to evaluate.",
-            expected="a list such as `- {name: latest, newest: {recipe: tiny}}`",
-            fix="add a checkpoint",
-        )
-    return tuple(_checkpoint(entry, f"checkpoints[{i}]") for i, entry in enumerate(value))
-
-
-def _checkpoint(value: Any, where: str, name: str | None = None) -> Checkpoint:
-    values = _mapping(value, where, "an entry", ("name", "revision", "digest", *_KINDS))
-    kinds = [kind for kind in _KINDS if values.get(kind) is not None]
-    if len(kinds) != 1:
-        raise ConfigurationError(
-            f"`{where}` names {' and '.join(kinds) or 'no model'}.",
-            expected=f"exactly one of {', '.join(_KINDS)}",
-            fix=f"correct `{where}`",
-        )
-    kind = kinds[0]
-    for key, kind_of_field in (("revision", ("hub",)), ("digest", ("folder", "stage"))):
-        if values.get(key) is not None and kind not in kind_of_field:
-            raise ConfigurationError(
-                f"`{where}` has a {key}, and is a {kind}.",
-                expected=f"`{key}` beside {' or '.join(kind_of_field)}",
-                fix=f"drop `{key}`",
-            )
-    ref = _newest(values[kind], where) if kind == "newest" else str(values[kind])
-    source = Source(
-        kind=kind,  # type: ignore[arg-type]  # one of _KINDS
-        ref=ref,
-        revision=str(values.get("revision") or ("main" if kind == "hub" else "")),
-        digest=str(values.get("digest") or ""),
-    )
-    return Checkpoint(_name(values.get("name", name), f"{where}.name"), source)
-
-
-def _newest(value: Any, where: str) -> str:
-    known = ("run", "recipe", "sweep", "arm")
-    values = _mapping(value, f"{where}.newest", "a mapping", known)
-    kinds = [k for k in ("run", "recipe", "sweep") if values.get(k)]
-    if len(kinds) != 1 or (values.get("arm") and kinds != ["sweep"]):
-        raise ConfigurationError(
-            f"`{where}.newest` is {dict(values)}.",
-            expected="{run: ID}, {recipe: NAME}, {sweep: NAME} or {sweep: NAME, arm: ARM}",
-            fix="name one of them",
-        )
-    arm = f"/{values['arm']}" if values.get("arm") else ""
-    return f"{kinds[0]} {values[kinds[0]]}{arm}"
-
-
-def _alerts(value: Any) -> Alerts:
-    known = ("metrics", "when", "smallest", "channels")
-    values = _mapping(value, "alerts", "a mapping", known)
-    metrics = values.get("metrics", list(Alerts().metrics))
-    if not isinstance(metrics, list) or not all(isinstance(m, str) for m in metrics) or not metrics:
-        raise _wrong("alerts.metrics", metrics, "a list of metrics, such as [reward, oracle]")
-    when = values.get("when", "any")
-    if when not in get_args(When):
-        raise _wrong("alerts.when", when, "one of " + ", ".join(get_args(When)))
-    smallest = values.get("smallest", 0.0)
-    if isinstance(smallest, bool) or not isinstance(smallest, int | float) or not smallest >= 0:
-        raise _wrong("alerts.smallest", smallest, "a number that is not negative")
-    channels = values.get("channels") or []
-    if not isinstance(channels, list):
-        raise _wrong("alerts.channels", channels, "a list such as [{command: ./tell.sh}]")
-    alarms = tuple(alarm for c in channels if (alarm := _alarm(c)) is not None)
-    return Alerts(tuple(metrics), when, float(smallest), alarms)
-
-
-def _alarm(value: Any) -> Alarm | None:
-    """One channel; none where it is a former one without effect."""
-    known = ("command", "url", "webhook", "prefect")
-    values = _mapping(value, "alerts.channels", "an entry", known)
-    if len(values) != 1:
-        raise _wrong("alerts.channels", dict(values), "one of command, url an entry")
-    ((channel, what),) = values.items()
-    if channel == "prefect":
-        warn_former("alerts.channels.prefect", "a night's flow run tells Prefect of its alerts")
-        return None
-    if channel == "webhook":
-        warn_former("alerts.channels.webhook", "it works as `url`, which takes its place", "")
-    if not isinstance(what, str) or not what.strip():
-        raise _wrong(f"alerts.channels.{channel}", what, "text")
-    if channel != "command" and not is_place(what):
-        raise ConfigurationError(
-            f"`alerts.channels.{channel}` is an address, or something else that is no name of a "
-            "variable.",
-            expected="the name of the environment variable, or the path (from / or ~/) of the "
-            "file, that holds the address, which is often a secret",
-            fix="write `url: NIGHTLY_HOOK`, and export that variable",
-        )
-    return Alarm("command" if channel == "command" else "url", what)
-
-
-def _overrides(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(o, str) for o in value):
-        raise _wrong("overrides", value, "a list of `key=value` texts")
-    ours = [o for o in value if o.partition("=")[0].strip() in _OURS]
-    if ours:
-        raise ConfigurationError(
-            f"`overrides` has {', '.join(ours)}.",
-            expected="data, judge and evaluation settings: which models are evaluated is said by "
-            "`checkpoints`",
-            fix="drop it from `overrides`, and name the models in `checkpoints`",
-        )
-    if any(o.partition("=")[0].strip() == "evaluate.occasion" for o in value):
-        raise ConfigurationError(
-            "`overrides` has evaluate.occasion, by which the canary's nights are told apart.",
-            expected="occasions that the nights set themselves",
-            fix="drop it from `overrides`",
-        )
-    return tuple(value)
-
-
-def _unique(nightly: Nightly) -> None:
+def _check(nightly: Nightly) -> None:
+    """Refuse values that are of the right type, and cannot be meant."""
+    alerts, source = nightly.alerts, nightly.canary.source
     names = [c.name for c in nightly.everybody]
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
+    a_name = "a name of letters, digits and ._+=- (no double dash)"
+    ours = [o for o in nightly.overrides if o.partition("=")[0].strip() in _OURS]
+    directions, most = ", ".join(get_args(When)), _MOST_CATCH_UP
+    for where, right, found, expected in (
+        ("name", _NAME.fullmatch(nightly.name), nightly.name, a_name),
+        *(("checkpoints: name", _NAME.fullmatch(name), name, a_name) for name in names),
+        ("catch_up", 0 <= nightly.catch_up <= most, nightly.catch_up, f"a number from 0 to {most}"),
+        ("alerts.when", alerts.when in get_args(When), alerts.when, f"one of {directions}"),
+        ("alerts.smallest", alerts.smallest >= 0, alerts.smallest, "a number from 0 up"),
+        ("alerts.metrics", alerts.metrics, [], "metrics, such as [reward, oracle]"),
+        ("overrides", not ours, ours, "data, judge and evaluation settings: which models are "
+         "evaluated is said by `checkpoints`"),
+    ):  # fmt: skip
+        if not right:
+            raise _wrong(where, repr(found), expected)
+    if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigurationError(
             f"Two checkpoints are called {', '.join(twice)}.",
             expected="a name of its own for each, the canary included",
             fix="rename one; its history begins anew under the new name",
         )
+    if source.kind == "newest" or (source.kind == "hub" and not source.is_commit):
+        raise ConfigurationError(
+            f"The canary is {source.text}, which may move.",
+            expected="a checkpoint that stays as it is: a Hub repository at a commit (40 hex "
+            "digits), or a folder or stage with the `digest` of its content",
+            fix="pin `canary`",
+        )
 
 
-def _catch_up(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_CATCH_UP:
-        raise _wrong("catch_up", value, f"a number of nights from 0 to {_MOST_CATCH_UP}")
-    return value
+def _checkpoint(value: Any, where: str, name: str | None = None) -> dict[str, Any]:
+    """An entry as a :class:`Checkpoint` is written in JSON."""
+    values = _mapping(value, where, ("name", "revision", "digest", *_KINDS))
+    kinds = [kind for kind in _KINDS if values.get(kind) is not None]
+    if len(kinds) != 1:
+        raise _wrong(where, " and ".join(kinds) or "without a model", f"one of {', '.join(_KINDS)}")
+    kind = kinds[0]
+    for key, kinds_with_it in (("revision", ("hub",)), ("digest", ("folder", "stage"))):
+        if values.get(key) is not None and kind not in kinds_with_it:
+            raise _wrong(f"{where}.{key}", "there", f"it beside {' or '.join(kinds_with_it)}")
+    source = {
+        "kind": kind,
+        "ref": _newest(values[kind], where) if kind == "newest" else str(values[kind]),
+        "revision": str(values.get("revision") or ("main" if kind == "hub" else "")),
+        "digest": str(values.get("digest") or ""),
+    }
+    return {"name": values.get("name", name), "source": source}
 
 
-def _name(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value) or "--" in value:
-        raise _wrong(where, value, "a name of letters, digits and ._+=- (no double dash)")
-    return value
+def _newest(value: Any, where: str) -> str:
+    values = _mapping(value, f"{where}.newest", ("run", "recipe", "sweep", "arm"))
+    kinds = [k for k in ("run", "recipe", "sweep") if values.get(k)]
+    if len(kinds) != 1 or (values.get("arm") and kinds != ["sweep"]):
+        forms = "{run: ID}, {recipe: NAME}, {sweep: NAME} or {sweep: NAME, arm: ARM}"
+        raise _wrong(f"{where}.newest", str(values), forms)
+    arm = f"/{values['arm']}" if values.get("arm") else ""
+    return f"{kinds[0]} {values[kinds[0]]}{arm}"
 
 
-def _text(values: Mapping[str, Any], key: str, origin: str, default: str = "") -> str:
-    value = values.get(key, default)
-    if not isinstance(value, str) or not value.strip():
-        if key not in values:
+def _alerts(value: Any) -> dict[str, Any]:
+    """The section as :class:`Alerts` are written in JSON."""
+    values = _mapping(value, "alerts", ("metrics", "when", "smallest", "channels"))
+    channels = values.pop("channels", None) or []
+    if not isinstance(channels, list):
+        raise _wrong("alerts.channels", repr(channels), "a list such as [{command: ./tell.sh}]")
+    alarms = []
+    for entry in channels:
+        known = ("command", "url", "webhook", "prefect")
+        found = _mapping(entry, "alerts.channels", known)
+        if len(found) != 1:
+            raise _wrong("alerts.channels", str(found), "one of command, url an entry")
+        ((channel, what),) = found.items()
+        if channel == "prefect":
+            warn_former("alerts.channels.prefect", "a night's flow run tells Prefect of its alerts")
+            continue
+        if channel == "webhook":
+            warn_former("alerts.channels.webhook", "it works as `url`, which takes its place", "")
+            channel = "url"
+        if channel == "url" and not is_place(str(what)):
             raise ConfigurationError(
-                f"{origin} has no `{key}`.",
-                expected="it, as text",
-                fix=f"add `{key}: …` (the shipped tiny-nightly has all that is needed)",
+                "`alerts.channels.url` is an address, or something else that is no name of a "
+                "variable.",
+                expected="the name of the environment variable, or the path (from / or ~/) of the "
+                "file, that holds the address, which is often a secret",
+                fix="write `url: NIGHTLY_HOOK`, and export that variable",
             )
-        raise _wrong(key, value, "text (quote it)")
-    return value.strip()
+        alarms.append({"channel": channel, "what": what})
+    return {**values, "alarms": alarms}
 
 
-def _mapping(value: Any, where: str, what: str, known: Sequence[str]) -> Mapping[str, Any]:
+def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
     """A mapping that has no other keys than those that are known."""
     if not isinstance(value, Mapping):
-        raise ConfigurationError(
-            f"`{where}` is {value!r:.60}.",
-            expected=f"{what} of `key: value`",
-            fix=f"correct `{where}`",
-        )
+        raise _wrong(where, repr(value), _EXPECTED["dict"])
     values = {str(k): v for k, v in value.items()}
     refuse_unknown(values, known, where)
     return values
 
 
-def _wrong(where: str, value: Any, expected: str) -> ConfigurationError:
+def _wrong(where: str, found: str, expected: str) -> ConfigurationError:
     return ConfigurationError(
-        f"`{where}` is {value!r:.80}.", expected=expected, fix=f"correct `{where}`"
+        f"`{where}` is {found:.80}.", expected=expected, fix=f"correct `{where}`"
     )

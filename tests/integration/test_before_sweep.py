@@ -13,7 +13,7 @@ import pytest
 from flows.running.calls import make_recipe_plan
 from flows.sweeping.evidence import rescore_share
 from flows.sweeping.forecasting import forecast_of
-from flows.sweeping.planning import look_before
+from flows.sweeping.planning import forecast_sweep, sweep_json
 from infra.attempt.attempt import AttemptRun
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import ArmRecord, Outcome
@@ -70,7 +70,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("before") / "runs"
     run = RecordedRun(root, "sft.max_train_steps=6")
     run.data()
-    _train(run, "sft", lambda _: {"tokens_per_second": 500.0})
+    _train(run, "sft", lambda _: {"time/step_s": 2.0})
     _train(run, "grpo", lambda step: {"time/step_s": 9.0 if step == 1 else 2.0})
     run.evaluate("evaluate-grpo")
     return root
@@ -85,7 +85,6 @@ def test_one_finished_run_predicts_the_steps_of_every_trial(root: Path) -> None:
     seconds = {(s.kind, s.trial): s.seconds for s in forecast.stages}
     assert seconds["grpo", "a/seed2"] == pytest.approx(6 * 2.0, abs=0.5)
     assert seconds["grpo", "long/seed2"] == pytest.approx(60 * 2.0, abs=0.5)
-    # A step of SFT is its tokens over their rate.
     assert seconds["sft", "a/seed2"] == pytest.approx(6 * 2.0, abs=0.5)
     # What is done is not done again.
     assert ("grpo", "a/seed1") not in seconds
@@ -93,10 +92,10 @@ def test_one_finished_run_predicts_the_steps_of_every_trial(root: Path) -> None:
 
 
 def test_an_empty_workspace_is_no_error_and_no_number(tmp_path: Path) -> None:
-    before = look_before(_plan(tmp_path / "none", {"a": (), "b": ("grpo.beta=0.1",)}, (1,)),
-                         Workspace.read_only(tmp_path / "none"))  # fmt: skip
+    plan = _plan(tmp_path / "none", {"a": (), "b": ("grpo.beta=0.1",)}, (1,))
+    before = forecast_sweep(plan)
     assert before.forecast.wall_seconds is None
-    assert before.json()["forecast"]["kinds"][0]["seconds"] is None
+    assert sweep_json(plan, before)["forecast"]["kinds"][0]["seconds"] is None
     assert not (tmp_path / "none").exists(), "looking writes nothing"
 
 
@@ -112,7 +111,7 @@ def test_limits_are_held_against_what_is_left(root: Path) -> None:
     arms = {"a": ("grpo.resources.gpus=2",)}
     plan = _plan(root, arms, (1, 2))
     plan = replace(plan, sweep=replace(plan.sweep, limits=Limits(disk_gb=0.001)))
-    before = look_before(plan, Workspace.read_only(root))
+    before = forecast_sweep(plan)
     assert [p.field for p in before.passed] == ["disk_gb"]
     assert any(line.startswith("Limit: needs") for line in before.lines())
 
@@ -161,7 +160,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_spreads_come_from_earlier_arms_with_seeds_in_common(compared: Path) -> None:
     plan = _plan(compared, {"a": (), "b": ("grpo.beta=0.1",)}, (1, 2, 3))
-    found = look_before(plan, Workspace.read_only(compared)).detectable
+    found = forecast_sweep(plan).detectable
     assert found.evidence.basis == "pairs"
     assert found.prompts is not None
     known = found.evidence.components
@@ -173,7 +172,7 @@ def test_spreads_come_from_earlier_arms_with_seeds_in_common(compared: Path) -> 
 
 def test_without_earlier_evaluations_the_worst_case_is_said_to_be_assumed(root: Path) -> None:
     plan = _plan(root, {"a": (), "b": ("grpo.beta=0.1",)}, (1, 2, 3))
-    found = look_before(plan, Workspace.read_only(root)).detectable
+    found = forecast_sweep(plan).detectable
     assert found.evidence.basis == "assumed"
     assert found.evidence.mean is not None, "where the metric stands is known all the same"
 

@@ -201,7 +201,7 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
         (
             {"factors": {"judge.form": ["per_rubric", "batched"]}},
             r"Arm form=batched.*changes nothing against the baseline form=per_rubric.*`judge.form` "
-            r"means nothing to the lexical judge",
+            r"has no effect: `judge.kind` is lexical",
         ),
         (
             {"factors": {"grpo.kl_estimator": ["kl2", "kl3"], "grpo.beta": [0, 0.1]}},
@@ -209,7 +209,7 @@ def test_thousands_of_trials_take_no_longer_each() -> None:
         ),
         (
             {"factors": {"reward.static_rubrics": ["v3", "grounded-v1"]}},
-            r"`reward.static_rubrics` is not asked: `reward.rubric_source`",
+            r"`reward.static_rubrics` has no effect: `reward.rubric_source`",
         ),
         (
             {"arms": {"a": [], "b": [f"{WEIGHTS}=0.2"]}},
@@ -290,8 +290,9 @@ def test_a_sweep_that_could_show_nothing_is_refused_before_it_begins(
 def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
     with pytest.raises(ConfigurationError, match=r"varied by `factors`.*set for all trials"):
         planned([f"{WEIGHTS}=1"], factors={WEIGHTS: [0, 0.5]})
-    with pytest.raises(ConfigurationError, match="`seed` is set for all trials"):
-        planned(["seed=3"])
+    for keys in ({"overrides": ["seed=3"]}, {"factors": {"seed": [1, 2]}}):
+        with pytest.raises(ConfigurationError, match=r"`seed` is set or varied.*seeds: \[1, 2, 3"):
+            planned(**keys)
     for text in ("seeds=3", "limits.concurrency=1"):
         with pytest.raises(ConfigurationError, match=r"is a key of the sweep's file.*write `"):
             planned([text])
@@ -301,7 +302,6 @@ def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
     ("keys", "said"),
     [
         ({}, "nothing is compared"),
-        ({"factors": {WEIGHTS: [0, 1]}, "seeds": 1}, "One seed"),
         ({"factors": {WEIGHTS: [0, 1]}, "question": {}}, "No `question: metric`"),
         (
             {
