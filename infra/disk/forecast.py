@@ -15,8 +15,7 @@ on a Hub it takes no room here.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -360,47 +359,44 @@ def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 
     """The cheapest change with which plans fit into ``free_bytes``, and ``may_go`` bytes where
     reclaiming is allowed; None: none does.
 
-    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, fewer jobs at
-    a time, save only at the end. The identity of no stage changes.
+    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, one job at a
+    time, save only at the end. The identity of no stage changes.
     """
-    for options in sorted(_combinations(plans[0].config), key=lambda c: sum(o.price for o in c)):
-        changes = {path: value for option in options for path, value in option.changes.items()}
+
+    def needed(changes: Mapping[str, int | bool]) -> int | None:
+        """Bytes that are needed with these changes; None where they are not there."""
         changed = [replace(p, config=replace_fields(p.config, changes)) for p in plans]
-        forecast = forecast_disk(changed, known)
-        if forecast.needed_bytes <= free_bytes + (may_go if forecast.reclaim else 0):
-            overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
-            cost = "; ".join(o.cost for o in options if o.cost)
-            return Change(overrides, forecast.needed_bytes, cost)
-    return None
+        found = forecast_disk(changed, known)
+        room = free_bytes + (may_go if found.reclaim else 0)
+        return found.needed_bytes if found.needed_bytes <= room else None
+
+    changes: dict[str, int | bool] = {}
+    costs: dict[str, str] = {}
+    ladder = _ladder(plans[0].config)
+    while (least := needed(changes)) is None:
+        if (step := next(ladder, None)) is None:
+            return None
+        path, value, cost = step
+        changes[path], costs[path] = value, cost
+    for path in tuple(changes):  # a later one may have made it needless
+        rest = {other: value for other, value in changes.items() if other != path}
+        if (without := needed(rest)) is not None:
+            changes, least = rest, without
+    overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
+    return Change(overrides, least, "; ".join(costs[path] for path in changes))
 
 
-class _Option(NamedTuple):
-    price: float
-    changes: Mapping[str, int | bool]
-    cost: str
-
-
-def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
-    most = config.dispatch.max_parallel
-    reclaim = [_Option(1.0, {"disk.reclaim": True}, "finished checkpoints are reclaimed")]
-    parallel = [
-        _Option(10.0 * (most - n), {"dispatch.max_parallel": n}, f"{n} at a time instead of {most}")
-        for n in range(most - 1, 0, -1)
-    ]
-    choices = [[] if config.disk.reclaim else reclaim]
-    choices.append(parallel if config.dispatch.executor == "local" else [])
-    for kind in (k for k in STAGES if k in config.stages):
-        section, steps = section_of(config, kind), _steps(kind, config)
-        saving = [
-            _Option(1.0 * (section.keep - keep), {f"{kind}.keep": keep}, f"{kind} keeps {keep}")
-            for keep in range(section.keep - 1, 1, -1)
-        ]
-        if section.keep > 1:
-            # One less in the end; while it saves there are two all the same.
-            saving.append(_Option(5.0, {f"{kind}.keep": 1}, f"{kind} keeps 1 checkpoint"))
-        if steps and section.save_freq < steps:
+def _ladder(config: RecipeConfig) -> Iterator[tuple[str, int | bool, str]]:
+    """Fields with a value that takes less room, the cheapest first, and what that costs."""
+    if not config.disk.reclaim:
+        yield "disk.reclaim", True, "finished checkpoints are reclaimed"
+    kinds = [kind for kind in STAGES if kind in config.stages]
+    for kind in kinds:
+        for keep in range(section_of(config, kind).keep - 1, 0, -1):
+            yield f"{kind}.keep", keep, f"{kind} keeps {keep}"
+    if (most := config.dispatch.max_parallel) > 1 and config.dispatch.executor == "local":
+        yield "dispatch.max_parallel", 1, f"1 at a time instead of {most}"
+    for kind in kinds:
+        if section_of(config, kind).save_freq < (steps := _steps(kind, config)):
             text = f"{kind} saves once, at the end: a failure loses all of it"
-            saving.append(_Option(1000.0, {f"{kind}.keep": 1, f"{kind}.save_freq": steps}, text))
-        choices.append(saving)
-    as_it_is = _Option(0.0, {}, "")
-    return itertools.product(*([as_it_is, *choice] for choice in choices))
+            yield f"{kind}.save_freq", steps, text

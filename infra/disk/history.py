@@ -1,4 +1,4 @@
-"""History of what earlier stages took (sizes, seconds, failures), and sizes of models.
+"""History of what earlier stages took (sizes, seconds), and sizes of models.
 
 In: a workspace. Out: a :class:`History` per kind of stage (and, where it is known, per model). In:
 a model reference. Out: a :class:`ModelSize`, the number of its parameters without loading it, from
@@ -12,7 +12,6 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -94,12 +93,6 @@ N = TypeVar("N", int, float)
 
 #: What tells other people's trainers apart, in the identity of a stage.
 SCRIPT = "command.run"
-#: Ends that say something about the machines, and not about the recipe or the person.
-_BREAKDOWNS = (
-    *("preempted", "node_failure", "killed", "out_of_memory", "gpu_out_of_memory"),
-    *("gpu_error", "disk_full", "hung", "judge_outage", "environment_outage", "time_limit"),
-    "launch_failure",
-)
 
 
 class History(NamedTuple):
@@ -120,19 +113,6 @@ class Times(NamedTuple):
 
     step_s: float | None = None
     save_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Failures:
-    """Breakdowns in so many seconds of work."""
-
-    count: int
-    seconds: float
-
-    @property
-    def mtbf_s(self) -> float | None:
-        """Mean time between breakdowns, seconds; None where too little was seen to say."""
-        return self.seconds / self.count if self.count and self.seconds > 0 else None
 
 
 def history_of(
@@ -163,15 +143,6 @@ def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple
         record = _record(workspace, stage_id) if stage_id.rpartition("-")[0] == kind else None
         if record is not None and model in (None, record.spec.sources.get("model")):
             yield stage_id, record
-
-
-def failures_of(workspace: Workspace) -> Failures:
-    """Number of breakdowns of attempts, over all their seconds."""
-    records = [_record(workspace, stage_id) for stage_id in workspace.stage_ids()]
-    attempts = [a for r in records if r is not None for a in r.attempts]
-    ends = [a.outcome.failure for a in attempts if a.outcome is not None]
-    seconds = sum((a.seconds or 0.0 for a in attempts), 0.0)
-    return Failures(sum(end in _BREAKDOWNS for end in ends), seconds)
 
 
 def suggest_save_freq(step_s: float, save_s: float, mtbf_s: float) -> int:
