@@ -31,7 +31,7 @@ from infra.disk.parsers import (
 )
 from infra.disk.usage import Size
 from infra.host.files import Mount, btrfs_subvolume, existing, mount_of, project_id
-from infra.host.processes import environment
+from infra.host.processes import environment, run_program
 from infra.store.atomic import Complaints
 from refiner_core.contract.config import DiskConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -189,22 +189,13 @@ def run_tool(command: Sequence[str]) -> str:
     ToolFailed
         It is not there, or does not end.
     """
-    variables = {**environment(), "LC_ALL": "C"}
     try:
-        done = subprocess.run(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_TOOL_TIMEOUT_S,
-            check=False,
-            env=variables,
-        )
+        done = run_program(command, _TOOL_TIMEOUT_S, {**environment(), "LC_ALL": "C"})
     except FileNotFoundError as error:
         raise ToolFailed(f"{command[0]} is not installed") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolFailed(f"{shlex.join(command)}: {error}") from error
-    return done.stdout.decode(errors="replace")
+    return done.stdout + done.stderr
 
 
 class Prober:
