@@ -10,8 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.history import size_of_model, suggest_save_freq, times_of
+from infra.disk.forecast import (
+    Change,
+    Forecast,
+    Knowledge,
+    fit,
+    forecast_disk,
+    size_of_model,
+    suggest_save_freq,
+    times_of,
+)
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim

@@ -17,10 +17,14 @@ from flows.cli.disk import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
 from flows.disk import planned_room, propose_fit, suggested_intervals
-from infra.disk.forecast import Forecast, Knowledge, StageNeed, fit, forecast_disk
-from infra.disk.history import (
+from infra.disk.forecast import (
     STATE_BYTES,
+    Forecast,
+    Knowledge,
     ModelSize,
+    StageNeed,
+    fit,
+    forecast_disk,
     model_size,
     size_of_model,
     suggest_save_freq,
