@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import JobSight
-from refiner_core.contract.records import FailureClass, Outcome
+from refiner_core.contract.records import FailureClass, Outcome, picked
 
 
 class StateRule(NamedTuple):
@@ -139,19 +139,14 @@ class JobFacts:
 
     def as_text(self) -> dict[str, str]:
         """For the record."""
-        found = {
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "node": self.node,
+        found: dict[str, object] = {
+            **picked(self, "job_id", "state", "reason", "node", "restarts", "source"),
             "exit_code": f"{self.exit_code}:{self.signal}",
-            "restarts": str(self.restarts) if self.restarts else "",
-            "preempted": "yes" if self.preempted else "",
+            "preempted": "yes" * self.preempted,
             "cancelled_by": self.by,
             "steps": ", ".join(f"{k} {v}" for k, v in (self.steps or {}).items()),
-            "source": self.source,
         }
-        return {k: v for k, v in found.items() if v}
+        return {k: str(v) for k, v in found.items() if v}
 
 
 # ---------------------------------------------------------------- reading rows
