@@ -10,8 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.history import failures_of, size_of_model, suggest_save_freq, times_of
+from infra.disk.forecast import (
+    Change,
+    Forecast,
+    Knowledge,
+    fit,
+    forecast_disk,
+    size_of_model,
+    suggest_save_freq,
+    times_of,
+)
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
@@ -26,8 +34,8 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
 
-#: Assumed where a workspace has not seen a failure yet: one in two days, for a node with GPUs.
-_ASSUMED_MTBF_S = 48 * 3600.0
+#: Seconds between failures that are assumed: one in two days, for a node with GPUs.
+_MTBF_S = 48 * 3600.0
 
 
 def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConfig:
@@ -360,11 +368,7 @@ class Interval(NamedTuple):
 
 
 def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
-    """Checkpoint intervals from measured step and save times and failures; none where nothing was
-    measured."""
-    failures = failures_of(workspace)
-    mtbf_s = failures.mtbf_s or _ASSUMED_MTBF_S
-    seen = f"{failures.count} in {failures.seconds / 3600:.1f} h" if failures.mtbf_s else "assumed"
+    """Checkpoint intervals from measured step and save times; none where nothing was measured."""
     found = []
     for kind in STAGES:
         planned = [s for s in plan.stages if s.kind == kind]
@@ -373,11 +377,11 @@ def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
         times = times_of(workspace, kind, planned[0].sources.get("model"))
         if not times.step_s or not times.save_s:
             continue
-        save_freq = suggest_save_freq(times.step_s, times.save_s, mtbf_s)
+        save_freq = suggest_save_freq(times.step_s, times.save_s, _MTBF_S)
         configured = getattr(plan.config, kind).save_freq
         why = (
             f"a save takes {times.save_s:.2g} s, a step {times.step_s:.2g} s, "
-            f"a failure comes every {mtbf_s / 3600:.3g} h ({seen})"
+            f"a failure every {_MTBF_S / 3600:.0f} h is assumed"
         )
         found.append(Interval(kind, save_freq, configured, why))
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flows.checking.models import model_files
-from infra.disk.history import ModelSize, model_size
+from infra.disk.forecast import ModelSize, model_size
 from infra.orchestrator.timeline import rough
 from infra.services.process import ServerProgram
 from infra.store.provenance import read_certificates

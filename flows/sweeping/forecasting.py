@@ -22,8 +22,7 @@ from typing import Any
 
 from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
-from infra.disk.forecast import Knowledge, forecast_disk
-from infra.disk.history import size_of_model
+from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
 from infra.orchestrator.timeline import devices_of, rough, size_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError

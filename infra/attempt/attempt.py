@@ -216,7 +216,7 @@ class AttemptRun:
             store,
             on_progress=self.heartbeat.tell,
             stop_asked=lambda: self.stop_asked,
-            sinks=(self.tracker,),
+            also_log=self.tracker.log,
             wait_for_room=self.room.wait,
         )
 

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infra.host.files import again, files_within, make_folder
 from infra.host.secrets import mask_keys_of, masked
@@ -195,13 +195,6 @@ _IN_LOG = (
 )
 
 
-class Sink(Protocol):
-    """A second place that metrics go to. It never raises."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take one step's numbers."""
-
-
 class AttemptIO:
     """The StageIO of one attempt.
 
@@ -213,8 +206,8 @@ class AttemptIO:
         The stage's store; its ``before_commit`` is to be :meth:`flush` of this object.
     on_progress, stop_asked
         Where progress goes, and whether someone asked to stop.
-    sinks
-        Second places for metrics, such as a tracker.
+    also_log
+        Takes each step's metrics, too, such as a tracker. It never raises.
     wait_for_room
         Waits a while on a full disk; True if there is room.
     """
@@ -227,14 +220,14 @@ class AttemptIO:
         *,
         on_progress: Callable[[Progress], None] = lambda _: None,
         stop_asked: Callable[[], bool] = lambda: False,
-        sinks: Sequence[Sink] = (),
+        also_log: Callable[[int, Mapping[str, float]], None] = lambda _step, _metrics: None,
         wait_for_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stage, self.paths = stage, stage.attempt(attempt)
         self.checkpoints = checkpoints
         #: Makes a folder to write the checkpoint of a step into.
         self.new_checkpoint = checkpoints.new
-        self._sinks = sinks
+        self._also_log = also_log
         #: Tells how far the stage is.
         self.progress = on_progress
         #: Tells whether to save at the next step boundary and raise ``Interrupted``.
@@ -263,8 +256,7 @@ class AttemptIO:
         shown = {name: metrics[name] for name in _IN_LOG if name in metrics} or metrics
         text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
         log.info("step %d: %s", step, text)
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        self._also_log(step, metrics)
 
     def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store a step's rollouts in a file of its own."""

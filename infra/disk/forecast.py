@@ -2,7 +2,9 @@
 
 In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
-finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits.
+finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. History is
+what earlier stages took (sizes, seconds), per kind of stage and, where it is known, per model. The
+number of a model's parameters is told without loading it, from a header, a configuration or a name.
 
 A checkpoint holds what :mod:`refiner_core.training.state.checkpoint` writes: the weights, two
 moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
@@ -15,21 +17,214 @@ on a Hub it takes no room here.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from infra.disk.history import SCRIPT, STATE_BYTES, History, ModelSize, history_of
+from infra.disk.usage import size_of
+from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.judgements.segments import RECORD_BYTES, summarise
+from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
+from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.placement import STAGES, placement_of, section_of, sft_section
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import StageRecord
 from refiner_core.contract.services import asks_judge
+
+log = logging.getLogger(__name__)
+
+#: What a checkpoint takes per parameter: weights, two float32 moments, float32 masters if need be.
+STATE_BYTES = {"float32": 12, "bfloat16": 14}
+_NAMED = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.IGNORECASE)
+
+
+class ModelSize(NamedTuple):
+    """``parameters`` is None where nothing says; ``source`` is for people."""
+
+    parameters: int | None
+    source: str
+
+
+def model_size(folder: Path | None, name: str) -> ModelSize:
+    """The size of a model: its local files first, then ``4B`` or ``600m`` in its name."""
+    if folder is not None and folder.is_dir():
+        if counted := _by_headers(folder):
+            return ModelSize(counted, f"counted in {folder.name}")
+        if computed := _by_config(folder / "config.json"):
+            return ModelSize(computed, f"from {folder.name}/config.json")
+    found = _NAMED.findall(name.rpartition("/")[2])
+    if found:
+        # `30B-A3B`: all of a mixture's weights are stored, not only those that are active.
+        sizes = (float(n) * (1e9 if unit.lower() == "b" else 1e6) for n, unit in found)
+        return ModelSize(int(max(sizes)), f"from the name {name}")
+    return ModelSize(None, f"nothing says how large {name} is")
+
+
+def size_of_model(config: RecipeConfig) -> ModelSize:
+    """Number of parameters of a recipe's model, as far as this machine can tell."""
+    from refiner_core.generation.load import resolve_ref
+
+    name = config.model.name_or_path
+    try:
+        path: Path | None = Path(resolve_ref(name))
+    except RefinerError:
+        path = None
+    return model_size(path, name)
+
+
+def _by_headers(folder: Path) -> int:
+    """Numbers in all safetensors files, by their headers."""
+    try:
+        headers = [safetensors_header(path)[1] for path in folder.glob("*.safetensors")]
+        return sum(math.prod(entry["shape"]) for of in headers for entry in of.values())
+    except (OSError, ValueError, TypeError):
+        return 0
+
+
+def _by_config(path: Path) -> int:
+    """A decoder's weights from its shape: embeddings, attention and a gated feed-forward part."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+        inner, words = int(config["intermediate_size"]), int(config["vocab_size"])
+        heads = int(config["num_attention_heads"])
+        pairs = int(config.get("num_key_value_heads") or heads)
+        width = int(config.get("head_dim") or hidden // heads)
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return 0
+    attention = 2 * hidden * width * (heads + pairs)
+    embeddings = words * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return embeddings + layers * (attention + 3 * hidden * inner)
+
+
+N = TypeVar("N", int, float)
+
+#: What tells other people's trainers apart, in the identity of a stage.
+SCRIPT = "command.run"
+
+
+class History(NamedTuple):
+    """The largest that stages of one kind have taken; None where none has.
+
+    Bytes and inodes; ``rollout_step_bytes`` is one step's file.
+    """
+
+    checkpoint_bytes: int | None = None
+    checkpoint_inodes: int | None = None
+    output_bytes: int | None = None
+    output_inodes: int | None = None
+    rollout_step_bytes: int | None = None
+
+
+class Times(NamedTuple):
+    """The longest step and save that stages of one kind have taken, seconds."""
+
+    step_s: float | None = None
+    save_s: float | None = None
+
+
+def history_of(
+    workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
+) -> History:
+    """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
+    those of that model, ``script`` to those of that `command.run`."""
+    found = History()
+    for stage_id, record in _alike(workspace, kind, model):
+        if script is not None and record.spec.identity.get(SCRIPT) != script:
+            continue
+        measured = _taken_by(workspace, stage_id, record)
+        found = History(*map(_larger, found, measured))
+    return found
+
+
+def times_of(workspace: Workspace, kind: str, model: str | None = None) -> Times:
+    """Durations of their steps and saves."""
+    found = Times()
+    for stage_id, record in _alike(workspace, kind, model):
+        save_s = workspace.longest_save_s(stage_id) or None
+        found = Times(*map(_larger, found, (_step_s(workspace, stage_id, record), save_s)))
+    return found
+
+
+def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple[str, StageRecord]]:
+    for stage_id in workspace.stage_ids():
+        record = _record(workspace, stage_id) if stage_id.rpartition("-")[0] == kind else None
+        if record is not None and model in (None, record.spec.sources.get("model")):
+            yield stage_id, record
+
+
+def suggest_save_freq(step_s: float, save_s: float, mtbf_s: float) -> int:
+    """Steps between checkpoints that lose the least time, at least 1.
+
+    Young's first-order optimum, an interval of sqrt(2 · save · MTBF) seconds (J. W. Young, "A first
+    order approximation to the optimum checkpoint interval", CACM 17, 1974; J. T. Daly, FGCS 22,
+    2006, refines it). ``step_s``, ``save_s`` and ``mtbf_s`` are seconds.
+    """
+    if step_s <= 0 or save_s < 0 or mtbf_s <= 0:
+        raise ValueError(f"no times: step {step_s} s, save {save_s} s, MTBF {mtbf_s} s")
+    return max(1, round(math.sqrt(2 * save_s * mtbf_s) / step_s))
+
+
+def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
+    try:
+        return workspace.read_record(stage_id)
+    except RefinerError as error:
+        log.debug("%s", error)
+        return None
+
+
+def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+    paths = workspace.layout.stage(stage_id)
+    theirs = recorded_checkpoints(workspace, stage_id).found
+    saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
+    saved += [size_of(c.path) for c in theirs if not c.damage]
+    output = None
+    if record.result is not None:
+        output = size_of(paths.data / record.result.output_dir)
+        made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
+        output = output._replace(bytes=max(made, output.bytes))
+    newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
+    rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
+    return History(
+        checkpoint_bytes=max((s.bytes for s in saved), default=None),
+        checkpoint_inodes=max((s.inodes for s in saved), default=None),
+        output_bytes=output.bytes if output else None,
+        output_inodes=output.inodes if output else None,
+        rollout_step_bytes=sum(rollouts) // len(rollouts) if rollouts else None,
+    )
+
+
+def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float | None:
+    """Seconds of a step: as logged, else those of the attempt over its steps."""
+    if not record.attempts:
+        return None
+    last = record.attempts[-1]
+    try:
+        lines = read_metrics(workspace.layout.attempt(stage_id, last.number).metrics)
+    except (OSError, ValueError, KeyError):
+        return None
+    times = [t for line in lines if (t := line.metrics.get("time/step_s")) is not None]
+    if times:
+        return sum(times) / len(times)
+    steps = lines[-1].step - (last.resumed_from_step or 0) if lines else 0
+    return last.seconds / steps if steps > 0 and last.seconds else None
+
+
+def _larger(one: N | None, other: N | None) -> N | None:
+    return max((v for v in (one, other) if v is not None), default=None)
+
+
+# ---------------------------------------------------------------- what is still to come
 
 #: Judgements of a rollout: its rubrics, and its claims with their evidence.
 _JUDGEMENTS = 16
@@ -360,47 +555,44 @@ def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 
     """The cheapest change with which plans fit into ``free_bytes``, and ``may_go`` bytes where
     reclaiming is allowed; None: none does.
 
-    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, fewer jobs at
-    a time, save only at the end. The identity of no stage changes.
+    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, one job at a
+    time, save only at the end. The identity of no stage changes.
     """
-    for options in sorted(_combinations(plans[0].config), key=lambda c: sum(o.price for o in c)):
-        changes = {path: value for option in options for path, value in option.changes.items()}
+
+    def needed(changes: Mapping[str, int | bool]) -> int | None:
+        """Bytes that are needed with these changes; None where they are not there."""
         changed = [replace(p, config=replace_fields(p.config, changes)) for p in plans]
-        forecast = forecast_disk(changed, known)
-        if forecast.needed_bytes <= free_bytes + (may_go if forecast.reclaim else 0):
-            overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
-            cost = "; ".join(o.cost for o in options if o.cost)
-            return Change(overrides, forecast.needed_bytes, cost)
-    return None
+        found = forecast_disk(changed, known)
+        room = free_bytes + (may_go if found.reclaim else 0)
+        return found.needed_bytes if found.needed_bytes <= room else None
+
+    changes: dict[str, int | bool] = {}
+    costs: dict[str, str] = {}
+    ladder = _ladder(plans[0].config)
+    while (least := needed(changes)) is None:
+        if (step := next(ladder, None)) is None:
+            return None
+        path, value, cost = step
+        changes[path], costs[path] = value, cost
+    for path in tuple(changes):  # a later one may have made it needless
+        rest = {other: value for other, value in changes.items() if other != path}
+        if (without := needed(rest)) is not None:
+            changes, least = rest, without
+    overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
+    return Change(overrides, least, "; ".join(costs[path] for path in changes))
 
 
-class _Option(NamedTuple):
-    price: float
-    changes: Mapping[str, int | bool]
-    cost: str
-
-
-def _combinations(config: RecipeConfig) -> Iterable[tuple[_Option, ...]]:
-    most = config.dispatch.max_parallel
-    reclaim = [_Option(1.0, {"disk.reclaim": True}, "finished checkpoints are reclaimed")]
-    parallel = [
-        _Option(10.0 * (most - n), {"dispatch.max_parallel": n}, f"{n} at a time instead of {most}")
-        for n in range(most - 1, 0, -1)
-    ]
-    choices = [[] if config.disk.reclaim else reclaim]
-    choices.append(parallel if config.dispatch.executor == "local" else [])
-    for kind in (k for k in STAGES if k in config.stages):
-        section, steps = section_of(config, kind), _steps(kind, config)
-        saving = [
-            _Option(1.0 * (section.keep - keep), {f"{kind}.keep": keep}, f"{kind} keeps {keep}")
-            for keep in range(section.keep - 1, 1, -1)
-        ]
-        if section.keep > 1:
-            # One less in the end; while it saves there are two all the same.
-            saving.append(_Option(5.0, {f"{kind}.keep": 1}, f"{kind} keeps 1 checkpoint"))
-        if steps and section.save_freq < steps:
+def _ladder(config: RecipeConfig) -> Iterator[tuple[str, int | bool, str]]:
+    """Fields with a value that takes less room, the cheapest first, and what that costs."""
+    if not config.disk.reclaim:
+        yield "disk.reclaim", True, "finished checkpoints are reclaimed"
+    kinds = [kind for kind in STAGES if kind in config.stages]
+    for kind in kinds:
+        for keep in range(section_of(config, kind).keep - 1, 0, -1):
+            yield f"{kind}.keep", keep, f"{kind} keeps {keep}"
+    if (most := config.dispatch.max_parallel) > 1 and config.dispatch.executor == "local":
+        yield "dispatch.max_parallel", 1, f"1 at a time instead of {most}"
+    for kind in kinds:
+        if section_of(config, kind).save_freq < (steps := _steps(kind, config)):
             text = f"{kind} saves once, at the end: a failure loses all of it"
-            saving.append(_Option(1000.0, {f"{kind}.keep": 1, f"{kind}.save_freq": steps}, text))
-        choices.append(saving)
-    as_it_is = _Option(0.0, {}, "")
-    return itertools.product(*([as_it_is, *choice] for choice in choices))
+            yield f"{kind}.save_freq", steps, text

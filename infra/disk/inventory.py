@@ -234,42 +234,28 @@ class Caller(NamedTuple):
     works: bool
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Facts that decide about a hold.
+def why_idle(callers: Sequence[Caller] | None, *, done: bool, trained: bool, there: bool) -> str:
+    """Reason why a hold may go; empty: it may not.
 
-    Attributes
+    Parameters
     ----------
-    done
-        The waiting stage has its result.
     callers
-        Calls that have it; None where a record cannot be read, so that nobody can tell.
-    trained
-        The stage whose checkpoint is held is done: no more of them will come.
-    there
-        The checkpoint is complete.
+        Calls that have the waiting stage; None where a record cannot be read.
+    done, trained, there
+        The waiting stage is; the one whose checkpoint is held; the checkpoint is complete.
     """
-
-    done: bool
-    callers: Sequence[Caller] | None
-    trained: bool
-    there: bool
-
-
-def why_idle(waiting: Waiting) -> str:
-    """Reason why a hold may go; empty: it may not."""
-    if waiting.done:
+    if done:
         return "what waited for it is done"
-    if waiting.callers is None:
+    if callers is None:
         return ""
-    if not waiting.callers:
+    if not callers:
         return "no recorded run has the stage that waits for it"
-    if any(c.works for c in waiting.callers):
+    if any(c.works for c in callers):
         return ""
-    if waiting.trained and not waiting.there:
+    if trained and not there:
         return "the checkpoint is gone and its training is over, so nothing can come of it"
-    if all(c.cancelled for c in waiting.callers):
-        return f"cancelled: {', '.join(c.run for c in waiting.callers)}"
+    if all(c.cancelled for c in callers):
+        return f"cancelled: {', '.join(c.run for c in callers)}"
     return ""
 
 
@@ -296,19 +282,19 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
 
 
 def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
+    saved = workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
+    found = None if callers is None else callers.get(hold.waiting, [])
     try:
-        saved = workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
-        waiting = Waiting(
+        idle = why_idle(
+            found,
             done=workspace.read_result(hold.waiting) is not None,
-            callers=None if callers is None else callers.get(hold.waiting, []),
             trained=workspace.read_result(hold.stage_id) is not None,
             there=read_checkpoint(saved) is not None,
         )
     except RefinerError as error:
         log.warning("the hold %s stays: %s", hold.path.name, error)
         return hold
-    runs = tuple(c.run for c in waiting.callers or ())
-    return hold._replace(runs=runs, idle=why_idle(waiting))
+    return hold._replace(runs=tuple(c.run for c in found or ()), idle=idle)
 
 
 def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:

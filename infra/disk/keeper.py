@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from infra.disk.history import SCRIPT, STATE_BYTES, model_size
+from infra.disk.forecast import SCRIPT, STATE_BYTES, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
 from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim

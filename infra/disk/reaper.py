@@ -50,7 +50,6 @@ from infra.store.checkpoints import (
     MARKER,
     CheckpointStore,
     Complete,
-    Reason,
     damage_of,
     held_steps,
     pins,
@@ -312,7 +311,9 @@ def _delete_weights(workspace: Workspace, stage_id: str, weights: Weights, look:
     write_reclaimed(
         workspace.layout.stage(stage_id),
         weights.files,
-        Reason("room was short", copy.text, copy.way_back(weights.files, weights.folder)),
+        why="room was short",
+        copy=copy.text,
+        way_back=copy.way_back(weights.files, weights.folder),
     )
     for file in weights.files:
         (weights.folder / file.path).unlink(missing_ok=True)

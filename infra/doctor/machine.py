@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.disk.history import size_of_model
+from infra.disk.forecast import size_of_model
 from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
 from infra.doctor.slurm import slurm_settings
 from infra.host.secrets import masked

@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, TypeVar
 
+import psutil
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -41,7 +43,6 @@ _PAUSES_S = (0.0, 0.05, 0.3)
 _FSGETXATTR = 0x801C581F  # struct fsxattr: flags, extent size, extents, project id, …
 _BTRFS_INO_LOOKUP = 0xD0009412
 _BTRFS_FIRST_FREE = 256
-_MOUNTINFO = Path("/proc/self/mountinfo")
 
 
 def again(read: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
@@ -169,22 +170,13 @@ def existing(path: Path) -> Path:
     return path
 
 
-def mount_of(path: Path, table: str | None = None) -> Mount:
-    """The mount that ``path`` lies on, by the kernel's own table (``table``: that text)."""
-    text = table
-    if text is None:
-        with contextlib.suppress(OSError):
-            text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
-    target = existing(path).resolve() if table is None else path
-    best = Mount(Path("/"), "unknown", "")
-    for line in (text or "").splitlines():
-        left, _, right = line.partition(" - ")
-        before, after = left.split(" "), right.split(" ")
-        if len(before) < 5 or len(after) < 2:
-            continue
-        point = Path(_unescaped(before[4]))
+def mount_of(path: Path) -> Mount:
+    """The mount that ``path`` lies on, by the kernel's own table."""
+    target, best = existing(path).resolve(), Mount(Path("/"), "unknown", "")
+    for found in psutil.disk_partitions(all=True):
+        point = Path(found.mountpoint)
         if target.is_relative_to(point) and len(point.parts) >= len(best.point.parts):
-            best = Mount(point, after[0], _unescaped(after[1]))
+            best = Mount(point, found.fstype, found.device)
     return best
 
 
@@ -238,10 +230,3 @@ def _opened(folder: Path) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _unescaped(text: str) -> str:
-    """The kernel writes blanks and backslashes of a path as octal numbers."""
-    for code in ("040", "011", "012", "134"):
-        text = text.replace(f"\\{code}", chr(int(code, 8)))
-    return text

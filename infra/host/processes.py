@@ -69,6 +69,30 @@ def start_apart(
     )
 
 
+def run_program(
+    command: Sequence[str], timeout_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with nothing to read; what it printed, whatever its exit status.
+
+    Raises
+    ------
+    OSError
+        It is not there, or no process could be started.
+    TimeoutExpired
+        It did not end in time.
+    """
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env=env,
+        check=False,
+    )
+
+
 @dataclass(frozen=True)
 class ProcessId:
     """One process, for good: ``host:pid:ticks@boot``, or ``host:pid:seconds``.

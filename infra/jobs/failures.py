@@ -110,15 +110,8 @@ _BY_TYPE: tuple[tuple[type[BaseException], FailureClass], ...] = (
     (MemoryError, "out_of_memory"),
     (FloatingPointError, "not_finite"),
 )
-_BY_EXIT_CODE: dict[int, FailureClass] = {
-    2: "bad_configuration",
-    3: "bad_data",
-    5: "disk_full",
-    6: "interrupted",
-    7: "system_outage",
-    8: "unsupported",
-    9: "hub_refused",
-}
+#: The first class of each exit code that says more than that something failed.
+_BY_EXIT_CODE = {r.exit_code: c for c, r in reversed(CLASSES.items()) if 1 < r.exit_code < 10}
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 #: A file system that fails over is read-only, or answers nothing, for a while.
 _AWAY = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EREMOTEIO)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NamedTuple
 
-from infra.host.processes import ProcessId, host_name
+from infra.host.processes import ProcessId, host_name, run_program
 from infra.jobs.failures import outcome_of
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
@@ -123,11 +123,8 @@ Ask = Callable[[Sequence[str]], str]
 
 def ask_scheduler(command: Sequence[str]) -> str:
     """Output of a command of the scheduler; empty, and a line in the log, if it fails."""
-    quiet = subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, stdin=quiet, check=False
-        )
+        done = run_program(command, ASK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         log.warning("%s does not answer: %s", command[0], error)
         return ""

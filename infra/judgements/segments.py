@@ -10,9 +10,9 @@ A *segment* is a file that one process writes, once, from its beginning to its e
 is after the last whole record, or has another CRC, is not there. The second part of the header is
 the only thing that is ever written twice: how many judgements the writer was given from the store.
 
-A write that fails is taken back; where that fails too, the segment gets no further record. A
-segment that was not written to for ten minutes gets none any more either, so that others may take
-it for finished after an hour without ever being wrong. Imports nothing heavy.
+A write that fails is taken back; where that fails too, the segment gets no further record. When the
+store is full, the oldest segments go, whoever has written them: a writer whose file is gone begins
+another one. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import os
 import re
 import secrets
 import struct
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -60,10 +59,6 @@ class Saved(NamedTuple):
         """Both together."""
         return Saved(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def minus(self, other: Saved) -> Saved:
-        """Difference to ``other``."""
-        return Saved(*(a - b for a, b in zip(self, other, strict=True)))
-
 
 NOTHING_SAVED = Saved()
 
@@ -74,12 +69,6 @@ class Segment(NamedTuple):
     path: Path
     size: int
     changed_ns: int
-    owner: int
-
-    @property
-    def is_sealed(self) -> bool:
-        """Tell whether nothing more will come."""
-        return self.path.suffix == SEALED
 
 
 class Summary(NamedTuple):
@@ -166,8 +155,7 @@ def list_segments(folder: Path) -> list[Segment]:
             if stem_of(path.name) is not None:
                 with contextlib.suppress(OSError):  # gone meanwhile
                     status = path.lstat()
-                    segment = Segment(path, status.st_size, status.st_mtime_ns, status.st_uid)
-                    found.append(segment)
+                    found.append(Segment(path, status.st_size, status.st_mtime_ns))
     return sorted(found, key=lambda s: (s.changed_ns, s.path.name))
 
 
@@ -192,10 +180,6 @@ def summarise(folder: Path) -> Summary:
     return total
 
 
-#: A segment that its writer has left alone for so long is not written to again (seconds).
-LONGEST_PAUSE_S = 600.0
-
-
 class SegmentWriter:
     """Appends to segments of its own. Not for several threads at once.
 
@@ -206,7 +190,7 @@ class SegmentWriter:
     writer
         Who writes, for people who look at the names; host, process and a random part follow.
     largest_bytes
-        Of one segment.
+        A segment that has reached this size gets no further record.
     on_new
         Told the path of each new segment.
     """
@@ -216,14 +200,12 @@ class SegmentWriter:
     ) -> None:
         self._folder, self._largest, self._on_new = folder, largest_bytes, on_new
         parts = (name_part(writer), name_part(host_name()), str(os.getpid()), secrets.token_hex(4))
-        self._name, self._count = "-".join(parts), 0
+        self._name = "-".join(parts)
         self._file: int | None = None
         self._path = folder
         self._size = 0
-        self._wrote_at = 0.0
         self._synced = True
-        # Of the judgements that the store has saved: noted in this segment, and in those before.
-        self._noted = self._noted_before = Saved()
+        self._noted = NOTHING_SAVED  # in this segment
         #: Names of all segments of this process.
         self.mine: set[str] = set()
 
@@ -235,28 +217,22 @@ class SegmentWriter:
         OSError
             They were not written; the file is as it was, or will not be used again.
         """
-        at = 0
-        while at < len(records):
-            self._make_ready()
-            room = max(1, (self._largest - self._size) // RECORD_BYTES) * RECORD_BYTES
-            part = records[at : at + room]
-            self._write(self._size, part)
-            self._size += len(part)
-            at += len(part)
+        self._make_ready()
+        self._write(self._size, records)
+        self._size += len(records)
 
     def note(self, saved: Saved) -> None:
-        """Note what was saved since this writer was made.
+        """Note what was saved besides what was noted before.
 
         Raises
         ------
         OSError
             It was not noted.
         """
-        if saved != self._noted_before.plus(self._noted):
-            self._make_ready()
-            here = saved.minus(self._noted_before)
-            self._write(SAVED_AT, encode_saved(here))
-            self._noted = here
+        self._make_ready()
+        here = self._noted.plus(saved)
+        self._write(SAVED_AT, encode_saved(here))
+        self._noted = here
 
     def sync(self) -> None:
         """Have the disk take everything.
@@ -280,39 +256,32 @@ class SegmentWriter:
 
         Never raises: a segment that keeps its name is only looked at more often.
         """
-        if self._file is None:
-            return
-        with contextlib.suppress(OSError):
-            os.close(self._file)
-        self._file = None
-        with contextlib.suppress(OSError):
-            self._path.rename(self._path.with_suffix(SEALED))
-        self._noted_before, self._noted = self._noted_before.plus(self._noted), Saved()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+            with contextlib.suppress(OSError):
+                self._path.rename(self._path.with_suffix(SEALED))
 
     def _make_ready(self) -> None:
         """See to it that there is a segment that may be written to."""
-        full = self._size + RECORD_BYTES > self._largest
-        late = time.monotonic() - self._wrote_at > LONGEST_PAUSE_S
-        if full or late or not self._path.exists():  # others may have deleted it to make room
+        if self._size >= self._largest or not self._path.exists():  # it was deleted to make room
             self.seal()
         if self._file is not None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._count += 1
-        path = self._folder / f"{self._name}-{self._count:04d}{LIVE}"
+        path = self._folder / f"{self._name}-{len(self.mine) + 1:04d}{LIVE}"
         # 0o666: the umask decides whether a group shares the workspace.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._path, self._size = path, 0
+        self._path, self._size, self._noted = path, 0, NOTHING_SAVED
         self.mine.add(str(stem_of(path.name)))
         try:
             self._write(0, encode_header())
         except OSError:
-            if self._file is not None:
+            self.seal()
+            for suffix in (LIVE, SEALED):
                 with contextlib.suppress(OSError):
-                    os.close(self._file)
-                self._file = None
-                with contextlib.suppress(OSError):
-                    self._path.unlink()
+                    path.with_suffix(suffix).unlink()
             raise
         self._size = HEADER_BYTES
         self._on_new(path)
@@ -331,4 +300,3 @@ class SegmentWriter:
             except OSError:
                 self.seal()
             raise
-        self._wrote_at = time.monotonic()

@@ -8,143 +8,222 @@
 In: keys and scored judgements. Out: what is known of keys. A judgement that was put is on its way
 to the disk within 0.2 s, whatever becomes of the process then; :meth:`WorkspaceStore.flush` waits
 for the disk. A full disk or quota, or a folder that is closed to this user, is one line in the log:
-the store goes on in memory and tries again.
+the store goes on in memory and tries again. Whoever begins a segment sees to it that all of them
+stay within a size and a number: the oldest go.
 
-It is kept within its limit: the oldest segments go, many small ones become one. Only segments that
-nobody writes any more are touched: sealed ones, and those that were left alone for an hour by the
-file server's own clock (that of the segment just begun). Several may do this at once: a segment is
-removed only when another one that holds all of it is on the disk, so that the worst that happens is
-that a judgement is there twice.
+In memory, the index is one array, sorted by key, in which thousands of keys are looked up at once;
+what is few waits in a dictionary until there is enough of it to be sorted in.
+
+:class:`Reader` gives sound records that were not given before, whoever has written them. How far
+each segment was read is remembered by its name, so that only what has been added is read again; a
+sealed one is not even looked at. What cannot be read (closed to this user, of a newer version,
+damaged) is skipped, with one line in the log for each sort of trouble.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from infra.judgements.segments import (
     HEADER_BYTES,
-    LONGEST_PAUSE_S,
+    KEY_BYTES,
+    NOTHING_SAVED,
     RECORD_BYTES,
     SEALED,
     Saved,
-    Segment,
     SegmentWriter,
     UnknownFormat,
     decode_header,
-    encode_header,
     encode_record,
     list_segments,
+    stem_of,
 )
-from infra.judgements.table import Array, Reader, Table, decode, distinct
-from infra.store import atomic
 from infra.store.atomic import Complaints
 from refiner_core.contract.types import StoredJudgement
 
 log = logging.getLogger(__name__)
+Array = npt.NDArray[Any]
 
-#: More finished segments than these are merged.
-MOST_SEGMENTS = 64
-_LEFT_ALONE_NS = 3600 * 10**9
-assert LONGEST_PAUSE_S * 10**9 * 2 < _LEFT_ALONE_NS
-
-
-def keep_small(
-    new: Path, limit_bytes: int, segment_bytes: int, complaints: Complaints | None = None
-) -> None:
-    """Bring the folder of ``new``, a segment that was just begun, within its limit. Never raises:
-    what cannot be done is said in the log, once."""
-    complaints = complaints or Complaints()
-    try:
-        now_ns = new.stat().st_mtime_ns
-        finished = _make_room(new, now_ns, limit_bytes - segment_bytes)
-        if len(finished) > MOST_SEGMENTS:
-            small = [s for s in finished if s.size * 2 < segment_bytes and s.owner == os.geteuid()]
-            for group in _groups(small, segment_bytes):
-                _merge(group)
-        _remove_remains(new.parent, now_ns)
-    except OSError as error:
-        complaints.say("upkeep", "the store of judgements cannot be tidied: %s", error)
+_KEY, _VALUES = "S16", [("score", "<f8"), ("prompt", "<u4"), ("completion", "<u4")]
+#: One record as it stands in a file.
+RECORD = np.dtype([("key", _KEY), *_VALUES, ("crc", "<u4")])
+_ENTRY = [name for name, _ in _VALUES]
+assert RECORD.itemsize == RECORD_BYTES
+_MOST_RECENT = 1 << 16  # that wait in the dictionary
+#: Read, checked and given together.
+_CHUNK_BYTES = RECORD_BYTES << 18
+#: More segments than these are not kept, however small they are.
+MOST_SEGMENTS = 4096
 
 
-def _make_room(new: Path, now_ns: int, most_bytes: int) -> list[Segment]:
-    """Remove the oldest finished segments until ``most_bytes`` are left; the finished ones that
-    stay."""
-    segments = list_segments(new.parent)
-    total = sum(s.size for s in segments)
-    stay = []
-    for segment in segments:
-        left_alone = now_ns - segment.changed_ns > _LEFT_ALONE_NS
-        if segment.path == new or not (segment.is_sealed or left_alone):
-            continue
-        if total > most_bytes and _removed(segment.path):
-            total -= segment.size
-        else:
-            stay.append(segment)
-    return stay
+def decode(raw: bytes) -> tuple[Array, int]:
+    """The sound records of a file's bytes (behind its header), and how many bytes lead up to the
+    end of the last of them; others are left out."""
+    whole, view = len(raw) // RECORD_BYTES, memoryview(raw)
+    records = np.frombuffer(raw, RECORD, whole)
+    starts = range(0, whole * RECORD_BYTES, RECORD_BYTES)
+    crcs = (zlib.crc32(view[at : at + RECORD_BYTES - 4]) for at in starts)
+    sound = np.fromiter(crcs, np.uint32, whole) == records["crc"]
+    sound &= (records["score"] >= 0.0) & (records["score"] <= 1.0)
+    places = np.flatnonzero(sound)
+    return records[places], (int(places[-1]) + 1) * RECORD_BYTES if len(places) else 0
 
 
-def _removed(path: Path) -> bool:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:  # another user's, in a folder that protects it
-        log.debug("%s stays: %s", path, error)
-        return False
-    return True
+class Table:
+    """All that is known. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._keys, self._values = np.empty(0, _KEY), np.empty(0, _VALUES)
+        self._pending: list[Array] = []
+        self._recent: dict[bytes, StoredJudgement] = {}
+
+    def __len__(self) -> int:
+        self._merge()
+        return len(self._keys) + len(self._recent)
+
+    def get(self, keys: Sequence[bytes]) -> list[StoredJudgement | None]:
+        """Known judgements, in order."""
+        self._merge()
+        found = [self._recent.get(key) for key in keys]
+        missing = [i for i, known in enumerate(found) if known is None]
+        if missing and len(self._keys):
+            wanted = np.array([keys[i] for i in missing], _KEY)
+            at = np.minimum(self._keys.searchsorted(wanted), len(self._keys) - 1)
+            hits = np.flatnonzero(self._keys[at] == wanted)
+            for place, values in zip(hits.tolist(), self._values[at[hits]].tolist(), strict=True):
+                found[missing[place]] = StoredJudgement(*values)
+        return found
+
+    def put(self, key: bytes, judgement: StoredJudgement) -> None:
+        """Add one, or replace one that was put lately."""
+        self._recent[key] = judgement
+        if len(self._recent) >= _MOST_RECENT:
+            raw = b"".join(itertools.starmap(encode_record, self._recent.items()))
+            self._pending.append(np.frombuffer(raw, RECORD))
+            self._recent = {}
+
+    def add(self, records: Array) -> None:
+        """Add many; what is known already stays as it is."""
+        if len(records) >= _MOST_RECENT:
+            self._pending.append(records)
+            return
+        for key, *values, _ in records.tolist():
+            key = key.ljust(KEY_BYTES, b"\0")  # numpy drops zeros at the end of a text
+            if key not in self._recent:
+                self.put(key, StoredJudgement(*values))
+
+    def _merge(self) -> None:
+        if self._pending:
+            parts, self._pending = self._pending, []
+            keys = np.concatenate([self._keys, *(part["key"] for part in parts)])
+            values = np.concatenate(
+                [self._values, *(part[_ENTRY].astype(_VALUES) for part in parts)]
+            )
+            order = keys.argsort(kind="stable")
+            keys = keys[order]
+            first = np.ones(len(keys), bool)
+            first[1:] = keys[1:] != keys[:-1]
+            self._keys, self._values = keys[first], values[order[first]]
 
 
-def _groups(segments: Iterable[Segment], most_bytes: int) -> Iterator[list[Segment]]:
-    """Segments that together make one, oldest first."""
-    group: list[Segment] = []
-    for segment in segments:
-        if sum(s.size for s in group) + segment.size > most_bytes:
-            yield group
-            group = []
-        group.append(segment)
-    yield group
+class Reader:
+    """Reads a folder of segments; ``is_mine`` names those that need not be read.
 
+    Not for several threads at once.
+    """
 
-def _merge(group: list[Segment]) -> None:
-    """Write one segment that holds all of a group, and then remove the group."""
-    parts: list[Array] = []
-    read: list[Segment] = []
-    saved = Saved()
-    for segment in group:
+    def __init__(
+        self, folder: Path, is_mine: Callable[[str], bool], complaints: Complaints
+    ) -> None:
+        self._folder, self._is_mine, self._complaints = folder, is_mine, complaints
+        self._read_to: dict[str, int] = {}
+        self._finished: set[str] = set()
+
+    def fresh(self) -> Iterator[Array]:
+        """Records that have come since the last time, in batches."""
         try:
-            raw = segment.path.read_bytes()
-            saved = saved.plus(decode_header(raw))
-        except (OSError, UnknownFormat) as error:
-            log.debug("%s is not merged: %s", segment.path, error)
-            continue
-        parts.append(decode(memoryview(raw)[HEADER_BYTES:]).records)
-        read.append(segment._replace(size=len(raw)))
-    if len(read) < 2:
-        return
-    newest = read[-1]
-    target = newest.path.with_name(f"merged-{secrets.token_hex(8)}{SEALED}")
-    data = encode_header(saved) + distinct(np.concatenate(parts)).tobytes()
-    atomic.write_bytes(target, data)
-    os.utime(target, ns=(newest.changed_ns, newest.changed_ns))  # as old as what is in it
-    for segment in read:
-        with contextlib.suppress(FileNotFoundError):
-            if segment.path.stat().st_size == segment.size:
-                _removed(segment.path)
+            names = sorted(os.listdir(self._folder))  # noqa: PTH208
+        except FileNotFoundError:
+            names = []
+        except OSError as error:
+            self._complaints.say("folder", "stored judgements cannot be read: %s", error)
+            return
+        stems = {stem: name for name in names if (stem := stem_of(name)) is not None}
+        for stem, name in stems.items():
+            if stem not in self._finished and not self._is_mine(stem):
+                yield from self._of(self._folder / name, stem)
+        self._finished &= stems.keys()
+        self._read_to = {stem: at for stem, at in self._read_to.items() if stem in stems}
+
+    def _of(self, path: Path, stem: str) -> Iterator[Array]:
+        try:
+            yield from self._added(path, stem)
+        except FileNotFoundError:
+            return  # sealed or removed meanwhile
+        except UnknownFormat as error:
+            self._finished.add(stem)
+            self._complaints.say("format", "%s is not used: it is %s", path, error)
+        except OSError as error:
+            self._complaints.say(f"read {error.errno}", "stored judgements are skipped: %s", error)
+
+    def _added(self, path: Path, stem: str) -> Iterator[Array]:
+        at, is_sealed = self._read_to.get(stem, 0), path.suffix == SEALED
+        if not at or path.stat().st_size - at >= RECORD_BYTES:
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if not at:
+                    if size < HEADER_BYTES and not is_sealed:
+                        return  # it has just been made
+                    decode_header(file.read(HEADER_BYTES))
+                    at = HEADER_BYTES
+                while size - at >= RECORD_BYTES:
+                    file.seek(at)
+                    raw = file.read(min(_CHUNK_BYTES, size - at))
+                    if len(raw) < RECORD_BYTES:
+                        break
+                    found, passed = decode(raw)
+                    # On NFS, the end of a file that grows may be seen as zeros at first: that end
+                    # is read once more. A damaged place with sound records behind it is passed.
+                    is_end = at + len(raw) + RECORD_BYTES > size
+                    if is_sealed or not is_end:
+                        passed = len(raw) - len(raw) % RECORD_BYTES
+                    if damaged := passed // RECORD_BYTES - len(found):
+                        text = "%d stored judgements in %s are damaged and skipped"
+                        self._complaints.say("damage", text, damaged, path)
+                    at += passed
+                    yield found
+                    if is_end:
+                        break
+            self._read_to[stem] = at
+        if is_sealed:
+            self._finished.add(stem)
 
 
-def _remove_remains(folder: Path, now_ns: int) -> None:
-    """Of those who were killed while they merged."""
-    for path in folder.glob(f"{atomic.TEMPORARY}*"):
-        with contextlib.suppress(FileNotFoundError):
-            if now_ns - path.stat().st_mtime_ns > _LEFT_ALONE_NS:
-                _removed(path)
+def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
+    """Remove the oldest segments until the folder of ``new``, which was just begun, is within its
+    limits. Never raises: what cannot be done is said in the log, once."""
+    segments = list_segments(new.parent)
+    total, count = sum(s.size for s in segments), len(segments)
+    for segment in segments:
+        if total <= limit_bytes and count <= MOST_SEGMENTS:
+            return
+        try:
+            if segment.path != new:
+                segment.path.unlink(missing_ok=True)
+                total, count = total - segment.size, count - 1
+        except OSError as error:  # another user's, in a folder that protects it
+            complaints.say("upkeep", "the store of judgements cannot be kept small: %s", error)
 
 
 _BATCH, _LONGEST_WAIT_S = 256, 0.2
@@ -154,8 +233,6 @@ _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
 _SEGMENTS_IN_LIMIT = 8
 #: Most bytes that wait for a disk that takes none; what comes after them stays in memory only.
 _MOST_WAITING = RECORD_BYTES * 10**6
-#: Memory may hold twice what the disk may, and a little.
-_SPARE_RECORDS = 1 << 20
 
 
 class WorkspaceStore:
@@ -174,17 +251,16 @@ class WorkspaceStore:
 
     def __init__(self, folder: Path, *, writer: str, limit_bytes: int) -> None:
         segment = limit_bytes // _SEGMENTS_IN_LIMIT
-        self._folder, self._limit = folder, limit_bytes
-        self._segment = min(max(segment, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
-        self._complaints = Complaints()
+        segment = min(max(segment, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
+        self._folder, self._complaints = folder, Complaints()
 
         def on_new(path: Path) -> None:
-            keep_small(path, limit_bytes, self._segment, self._complaints)
+            keep_small(path, limit_bytes - segment, self._complaints)
 
-        self._writer = SegmentWriter(folder, writer, self._segment, on_new)
-        self._reader = self._new_reader()
+        self._writer = SegmentWriter(folder, writer, segment, on_new)
+        self._reader = Reader(folder, self._writer.mine.__contains__, self._complaints)
         self._table, self._waiting = Table(), bytearray()
-        self._saved = Saved()
+        self._saved = NOTHING_SAVED  # and not noted yet
         self._looked_at = self._try_again_at = -1e9
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -239,11 +315,14 @@ class WorkspaceStore:
             if not self._write(now=True):
                 return
             with self._lock:
-                saved = self._saved
+                saved, self._saved = self._saved, NOTHING_SAVED
             try:
-                self._writer.note(saved)
+                if saved.judgements:
+                    self._writer.note(saved)
             except OSError as error:  # who only reads need not be able to write
                 log.debug("what the store has saved is not noted: %s", error)
+                with self._lock:
+                    self._saved = self._saved.plus(saved)
             try:
                 self._writer.sync()
             except OSError as error:
@@ -310,23 +389,7 @@ class WorkspaceStore:
         with self._looking:
             if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
                 return
-            if len(self._table) > 2 * self._limit // RECORD_BYTES + _SPARE_RECORDS:
-                self._begin_anew()
             for records in self._reader.fresh():
                 with self._lock:
                     self._table.add(records)
             self._looked_at = time.monotonic()
-
-    def _begin_anew(self) -> None:
-        """Forget what is not on the disk any more, by reading what is."""
-        with self._writing:
-            if not self._write(now=True):
-                return
-            self._writer.seal()
-            self._writer.mine.clear()
-        with self._lock:
-            self._table.forget_old()
-        self._reader = self._new_reader()
-
-    def _new_reader(self) -> Reader:
-        return Reader(self._folder, self._writer.mine.__contains__, self._complaints)

@@ -9,26 +9,26 @@ machine where `refiner` runs.
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from refiner_core.contract.checks.secrets import given_secrets, is_secret_name
 from refiner_core.contract.config import Resources
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.fields import suggest, typed
+from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.shipped import find_file, refuse_unknown, shipped_files
+from refiner_core.contract.shipped import find_file, shipped_files
 
 PROFILE_PACKAGE = "infra.profiles"
 #: The profile of who names none.
 DEFAULT_PROFILE = "default"
 
 SbatchOptions = Mapping[str, str | int | bool | None]
+#: As pydantic reads these from a file: no other keys, and `account: 12345` is a name.
+_READING = {"extra": "forbid", "coerce_numbers_to_str": True}
 
 #: What this package sets itself; a profile that set it too would break finding jobs again.
 _OURS = {
@@ -59,6 +59,8 @@ class Place:
         an option without a value, `null` keeps an option from being sent (``{mem: null}``).
     """
 
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _READING
+
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -73,6 +75,8 @@ class Place:
 @dataclass(frozen=True)
 class Container:
     """Container of jobs: ``command`` comes before the interpreter, ``{image}`` is replaced."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = _READING
 
     image: str = ""
     command: str = "apptainer exec --nv {image}"
@@ -221,41 +225,26 @@ def load_profile(name: str | None = None) -> Profile:
     """
     path = find_file(name or DEFAULT_PROFILE, "Slurm profile", shipped_files(PROFILE_PACKAGE))
     values = yaml_fields(path, f"Profile {path}", "partition: gpu", may_be_empty=True)
-    profile: Profile = _section(Profile, {"name": path.stem, **values}, "", path)
+    profile = _built({"name": path.stem, **values}, path)
     _check_values(profile, path)
     return profile
 
 
-def _section(kind: type, values: Mapping[str, Any], prefix: str, path: Path) -> Any:
-    hints = typing.get_type_hints(kind)
-    fix = "correct the key (any other option of sbatch goes below `sbatch:`)"
-    refuse_unknown(values, hints, f"profile {path}", prefix, fix=fix)
-    built = {k: _typed(hints[k], v, f"{prefix}{k}", path) for k, v in values.items()}
-    return kind(**built)
+def _built(values: Mapping[str, Any], path: Path) -> Profile:
+    from pydantic import TypeAdapter, ValidationError
 
-
-def _typed(kind: Any, value: Any, key: str, path: Path) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if isinstance(value, Mapping) or value is None:
-            return _section(kind, value or {}, f"{key}.", path)
-        raise _wrong(key, value, "a mapping of fields", path)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise _wrong(key, value, "a mapping", path)
-        return {str(k): _typed(args[1], v, f"{key}.{k}", path) for k, v in value.items()}
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(args[0], v, f"{key}[{i}]", path) for i, v in enumerate(value))
-    kinds = args if origin in (typing.Union, types.UnionType) else (kind,)
-    if type(value) in kinds:
-        return value
-    if str in kinds and isinstance(value, int | float) and not isinstance(value, bool):
-        return str(value)  # `account: 12345` is a name
     try:
-        return typed(kind, value, key)
-    except ConfigurationError as error:
-        near = suggest(str(value), args) if origin is Literal else ""
-        raise _wrong(key, value, f"{error.expected}{near and f'.{near}'}", path) from error
+        return TypeAdapter(Profile).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        *parents, name = map(str, first["loc"])
+        key, expected = ".".join((*parents, name)), first["msg"].replace("tuple", "list")
+        expected = expected.removeprefix("Input should be ")
+        if first["type"] == "unexpected_keyword_argument":
+            known = [f.name for kind in (Profile, Container) for f in dataclasses.fields(kind)]
+            expected = f"a field of profiles.{suggest(name, known)} Other options of sbatch go "
+            expected += "below `sbatch:`"
+        raise _wrong(key, first["input"], expected, path) from error
 
 
 def _wrong(key: str, value: Any, expected: str, path: Path) -> ConfigurationError:

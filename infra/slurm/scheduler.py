@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from infra.host.processes import environment
+from infra.host.processes import environment, run_program
 from infra.slurm.states import JobFacts, facts_of, facts_of_accounts
 from refiner_core.contract.errors import SystemOutage, UnsupportedError
 
@@ -160,16 +160,7 @@ class RealSlurm:
         prefixes = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SCONTROL_", "SCANCEL_")
         env = {k: v for k, v in environment().items() if not k.startswith(prefixes)}
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=self._timeout_s,
-                stdin=subprocess.DEVNULL,
-                env={**env, "LC_ALL": "C"},
-                check=False,
-            )
+            done = run_program(command, self._timeout_s, {**env, "LC_ALL": "C"})
         except subprocess.TimeoutExpired as error:
             raise _unavailable(command[0], f"no answer in {self._timeout_s:.0f} s") from error
         except OSError as error:  # not there for a moment, or no more processes may be started

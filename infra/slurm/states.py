@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from infra.jobs.failures import classify_silent_end, outcome_of
 from infra.jobs.protocol import JobSight
-from refiner_core.contract.records import FailureClass, Outcome
+from refiner_core.contract.records import FailureClass, Outcome, picked
 
 
 class StateRule(NamedTuple):
@@ -79,16 +79,6 @@ NEVER: dict[str, str] = {
     "InvalidQOS": "the account may not use this QOS; set `qos` in the profile",
     "AccountNotAllowed": "the account may not use this partition",
     "QOSNotAllowed": "the QOS may not use this partition",
-    "QOSMaxWallDurationPerJobLimit": "its time limit is longer than the QOS allows",
-    "QOSMaxCpuPerJobLimit": "more cores than the QOS allows for one job",
-    "QOSMaxGRESPerJob": "more GPUs than the QOS allows for one job",
-    "QOSMaxMemoryPerJob": "more memory than the QOS allows for one job",
-    "QOSMaxNodePerJobLimit": "more nodes than the QOS allows for one job",
-    "AssocMaxWallDurationPerJobLimit": "its time limit is longer than the account allows",
-    "AssocMaxCpuPerJobLimit": "more cores than the account allows for one job",
-    "AssocMaxGRESPerJob": "more GPUs than the account allows for one job",
-    "AssocMaxMemPerJob": "more memory than the account allows for one job",
-    "AssocMaxNodePerJobLimit": "more nodes than the account allows for one job",
     "DependencyNeverSatisfied": "a job that it depends on has failed",
     "ReservationDeleted": "its reservation is gone",
     "Reservation": "it waits for its reservation to begin",
@@ -96,7 +86,8 @@ NEVER: dict[str, str] = {
     "JobHeldUser": "held by a user; `scontrol release` lets it go on",
     "JobHeldAdmin": "held by an administrator, who alone can release it",
 }
-#: Limits on all jobs of an account or QOS together: on what runs at a time, and on what is used up.
+#: Limits of an account or QOS on one job; on all its jobs: what runs at a time, what is used up.
+_ONE_JOB = re.compile(r"(Assoc|QOS)Max(\w+)PerJob(?:Limit)?")
 _GROUP = re.compile(r"(?P<whose>Assoc|QOS)Grp(?P<what>\w*?)(?P<budget>Minutes|Wall)?(?:Limit)?")
 _LAUNCH_HELD = re.compile(r"launch[ _]failed[ _]requeued[ _]held", re.IGNORECASE)
 _LAUNCH_FAILED = re.compile(r"JobLaunchFailure|launch[ _]failed", re.IGNORECASE)
@@ -148,19 +139,14 @@ class JobFacts:
 
     def as_text(self) -> dict[str, str]:
         """For the record."""
-        found = {
-            "job_id": self.job_id,
-            "state": self.state,
-            "reason": self.reason,
-            "node": self.node,
+        found: dict[str, object] = {
+            **picked(self, "job_id", "state", "reason", "node", "restarts", "source"),
             "exit_code": f"{self.exit_code}:{self.signal}",
-            "restarts": str(self.restarts) if self.restarts else "",
-            "preempted": "yes" if self.preempted else "",
+            "preempted": "yes" * self.preempted,
             "cancelled_by": self.by,
             "steps": ", ".join(f"{k} {v}" for k, v in (self.steps or {}).items()),
-            "source": self.source,
         }
-        return {k: v for k, v in found.items() if v}
+        return {k: str(v) for k, v in found.items() if v}
 
 
 # ---------------------------------------------------------------- reading rows
@@ -236,11 +222,14 @@ def waiting_for(job: JobFacts) -> str:
 
 
 def _group_hint(reason: str) -> str:
-    """Meaning of a limit of a whole account or QOS for a job that waits for it."""
-    found = _GROUP.fullmatch(reason)
+    """Meaning of a limit of an account or QOS for a job that waits for it."""
+    found = _ONE_JOB.fullmatch(reason) or _GROUP.fullmatch(reason)
     if found is None:
         return ""
-    whose = "account" if found["whose"] == "Assoc" else "QOS"
+    whose = "account" if found[1] == "Assoc" else "QOS"
+    if found.re is _ONE_JOB:
+        what = found[2].replace("WallDuration", "time limit")
+        return f"more than the {whose} allows for one job ({what}); lower its `resources`"
     if found["budget"] and not found["what"].endswith("Run"):
         return f"the {whose} has used up its budget, which no waiting brings back; ask for more"
     return (

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infra.host.processes import environment
+from infra.host.processes import environment, run_program
 from infra.jobs.protocol import JobRequest
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import SlurmUnavailable
@@ -152,16 +152,8 @@ class Submitter:
         script = work.folder / "test-only.sh"
         script.write_text(text)
         try:
-            done = subprocess.run(
-                ["sbatch", "--test-only", str(script)],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                env={k: v for k, v in environment().items() if not _NOT_PASSED_ON.fullmatch(k)},
-                check=False,
-            )
+            passed = {k: v for k, v in environment().items() if not _NOT_PASSED_ON.fullmatch(k)}
+            done = run_program(["sbatch", "--test-only", str(script)], timeout_s, passed)
         except subprocess.TimeoutExpired as error:
             raise LaunchError(
                 f"sbatch gave no answer in {timeout_s:.0f} s",
@@ -360,9 +352,7 @@ def requeue_own_job() -> bool:
 
 def _ask(*command: str) -> str | None:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
-        )
+        done = run_program(command, _ASK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -479,18 +479,13 @@ def pins(layout: Layout) -> frozenset[str]:
     return frozenset(p.stem for p in atomic.json_files(layout.disk / "pins"))
 
 
-class Reason(NamedTuple):
-    """Reason why output files go, where their copy is, and the command that brings them back."""
-
-    why: str
-    copy: str
-    way_back: str
-
-
-def write_reclaimed(stage: StagePaths, files: Sequence[OutputFile], reason: Reason) -> None:
-    """Note that output files are about to be deleted on purpose, and where their copy lies."""
-    value = {"version": 1, "at": _now(), **reason._asdict(), "files": to_json(list(files))}
-    atomic.write_json(stage.control / RECLAIMED, value)
+def write_reclaimed(
+    stage: StagePaths, files: Sequence[OutputFile], *, why: str, copy: str, way_back: str
+) -> None:
+    """Note that output files are about to be deleted on purpose, why, where their copy lies, and
+    the command that brings them back."""
+    said = {"why": why, "copy": copy, "way_back": way_back, "files": to_json(list(files))}
+    atomic.write_json(stage.control / RECLAIMED, {"version": 1, "at": _now(), **said})
 
 
 def read_reclaimed(stage: StagePaths) -> Mapping[str, Any] | None:

@@ -162,12 +162,7 @@ class StageRecords(RecordFiles):
         numbers = paths.attempt_numbers()
         spec = self.load(StageSpec, paths.spec)
         if spec is None and numbers:  # the specification is written before the first attempt
-            _refuse_vanished(paths.control)
-            raise WorkspaceError(
-                f"{paths.control} has attempts, but no {paths.spec.name}",
-                expected="folders that refiner has made",
-                fix=self._way_out(paths.spec),
-            )
+            raise _incomplete(paths.control, paths.spec.name, self._way_out(paths.spec))
         if spec is None:
             return None
         # Attempts first: a result that lands in between then only shows too little, not too much.
@@ -175,13 +170,8 @@ class StageRecords(RecordFiles):
         result = self.load(StageResult, paths.result)
         attempts = tuple(a for a in found.values() if a is not None)
         if result is None and len(attempts) < len(found):
-            number = next(n for n, a in found.items() if a is None)
-            _refuse_vanished(paths.attempt(number).control)
-            raise WorkspaceError(
-                f"{paths.attempt(number).control} has no {paths.attempt(number).intent.name}",
-                expected="folders that refiner has made",
-                fix="delete that folder",
-            )
+            lost = paths.attempt(next(n for n, a in found.items() if a is None))
+            raise _incomplete(lost.control, lost.intent.name, "delete that folder")
         if result is not None:  # it is written before the outcome; a kill may come in between
             end, at = Outcome("none", "finish"), result.finished_at
             attempts = tuple(
@@ -501,10 +491,13 @@ class StageRecords(RecordFiles):
         return self.glance(self.layout.attempt(stage_id, number).heartbeat)
 
 
-def _refuse_vanished(folder: Path) -> None:
-    """A mount that has gone leaves nothing at all: that is no folder that lacks a file."""
+def _incomplete(folder: Path, name: str, fix: str) -> OSError:
+    """Error for a folder that lacks a file. A mount that has gone leaves nothing at all."""
     if not exists(folder):
-        raise OSError(errno.ENOENT, "What was there a moment ago is not there", str(folder))
+        return OSError(errno.ENOENT, "What was there a moment ago is not there", str(folder))
+    return WorkspaceError(
+        f"{folder} has no {name}", expected="folders that refiner has made", fix=fix
+    )
 
 
 def _restart(said: Mapping[str, Any]) -> int:

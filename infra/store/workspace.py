@@ -13,6 +13,7 @@ folder says of itself is written by whoever made it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -221,17 +222,12 @@ class Workspace(StageRecords, RunRecords):
             )
         found = self.read_control(self.layout.format_file)
         number = None if found is None else found.get("format")
-        if found is not None and not isinstance(number, int):
+        if found is not None and not (isinstance(number, int) and number <= FORMAT):
             raise WorkspaceError(
-                f"{self.layout.format_file} names no format",
-                expected='{"format": 1}',
-                fix="restore the file, or name another folder with `workspace=DIR`",
-            )
-        if isinstance(number, int) and number > FORMAT:
-            raise WorkspaceError(
-                f"The workspace {self.root} has format {number}",
+                f"{self.layout.format_file} names format {number}",
                 expected=f"format {FORMAT} or older, which this version of refiner knows",
-                fix="use the refiner that made it or a newer one, or another `workspace=DIR`",
+                fix="use the refiner that made it or a newer one, restore the file, or name "
+                "another folder with `workspace=DIR`",
             )
         return found
 
@@ -287,16 +283,16 @@ class Workspace(StageRecords, RunRecords):
         """Owner of the data in the data root; None if nothing says so."""
         path = self.layout.data_mark
         value = {"id": found.get("id"), "workspace": str(self.root)}
-        try:
+        mark: dict[str, Any] | None = None
+        with contextlib.suppress(ValueError):
             mark = atomic.read_json(path)
-            said = None if mark is None else (mark["id"], mark["workspace"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise WorkspaceError(
-                f"{path}, which says whose data lie there, is damaged: {error}",
-                expected=f"{json.dumps(value)}, if they are this workspace's",
-                fix="write that into it, or name another folder with `workspace=DIR`",
-            ) from error
-        return None if said is None else dict(zip(value, said, strict=True))
+            if mark is None or (isinstance(mark, dict) and mark.keys() >= value.keys()):
+                return mark
+        raise WorkspaceError(
+            f"{path}, which says whose data lie there, is damaged",
+            expected=f"{json.dumps(value)}, if they are this workspace's",
+            fix="write that into it, or name another folder with `workspace=DIR`",
+        )
 
     def _open_error(self, error: OSError) -> OSError:
         if isinstance(error, WorkspaceError) or getattr(error, "resumable", False):

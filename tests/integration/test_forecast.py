@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.running.calls import make_recipe_plan
-from infra.disk.forecast import Knowledge, forecast_disk
-from infra.disk.history import size_of_model
+from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
 from infra.disk.usage import take_stock
 from infra.store.workspace import Workspace
 from refiner_core.models.random_model import save_random_model

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from flows.cli.disk import disk_command
-from infra.disk.inventory import Caller, FreshLook, Waiting, read_holds, why_idle
+from infra.disk.inventory import Caller, FreshLook, read_holds, why_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Rank, carry_out
 from infra.store.checkpoints import CheckpointStore, Holds, pin, read_reclaimed
@@ -357,24 +357,23 @@ CANCELLED = RUN._replace(cancelled=True)
 
 
 @pytest.mark.parametrize(
-    ("waiting", "idle"),
+    ("done", "callers", "trained", "there", "idle"),
     [
-        (Waiting(done=True, callers=[RUN], trained=False, there=True), "is done"),
-        (Waiting(done=False, callers=[], trained=False, there=True), "no recorded run"),
-        (Waiting(done=False, callers=[CANCELLED], trained=False, there=True), "cancelled: run-1"),
-        (Waiting(done=False, callers=[RUN], trained=True, there=False), "nothing can come of it"),
-        (Waiting(done=False, callers=None, trained=True, there=False), ""),
-        (Waiting(done=False, callers=[RUN], trained=True, there=True), ""),
-        (Waiting(done=False, callers=[RUN], trained=False, there=False), ""),
-        (Waiting(done=False, callers=[CANCELLED, RUN], trained=False, there=True), ""),
-        (
-            Waiting(done=False, callers=[CANCELLED._replace(works=True)], trained=True, there=True),
-            "",
-        ),
+        (True, [RUN], False, True, "is done"),
+        (False, [], False, True, "no recorded run"),
+        (False, [CANCELLED], False, True, "cancelled: run-1"),
+        (False, [RUN], True, False, "nothing can come of it"),
+        (False, None, True, False, ""),
+        (False, [RUN], True, True, ""),
+        (False, [RUN], False, False, ""),
+        (False, [CANCELLED, RUN], False, True, ""),
+        (False, [CANCELLED._replace(works=True)], True, True, ""),
     ],
 )
-def test_a_hold_is_idle_only_when_nobody_can_come_back_for_it(waiting: Waiting, idle: str) -> None:
-    said = why_idle(waiting)
+def test_a_hold_is_idle_only_when_nobody_can_come_back_for_it(
+    done: bool, callers: list[Caller] | None, trained: bool, there: bool, idle: str
+) -> None:
+    said = why_idle(callers, done=done, trained=trained, there=there)
     assert idle in said
     assert bool(said) == bool(idle)
 

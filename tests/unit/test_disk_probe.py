@@ -5,11 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from infra.disk.parsers import (
+from infra.disk.probe import (
     Limit,
+    Prober,
+    Room,
+    ToolFailed,
     parse_btrfs_qgroups,
     parse_mmlsquota,
     parse_quota,
@@ -18,7 +23,6 @@ from infra.disk.parsers import (
     parse_with_pattern,
     parse_xfs_quota,
 )
-from infra.disk.probe import Prober, Room, ToolFailed
 from infra.disk.usage import Size
 from infra.host.files import Mount, mount_of
 from refiner_core.contract.config import DiskConfig
@@ -285,13 +289,11 @@ def test_a_folder_that_is_not_there_yet_has_the_room_of_the_one_above(tmp_path: 
     assert Prober(tmp_path / "a" / "b", DiskConfig()).look().free_bytes > 0
 
 
-def test_the_innermost_mount_is_found_by_the_kernel_s_table() -> None:
-    table = (
-        "20 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
-        "30 20 0:40 / /scratch rw - lustre 10.0.0.1@tcp:/fs rw\n"
-        "31 30 0:41 / /scratch/my\\040data rw shared:1 - btrfs /dev/sdb rw\n"
-    )
-    assert mount_of(Path("/home/ann"), table).type == "ext4"
-    assert mount_of(Path("/scratch/x"), table).source == "10.0.0.1@tcp:/fs"
-    assert mount_of(Path("/scratch/my data/x"), table).type == "btrfs"
-    assert mount_of(Path("/scratchy"), table).type == "ext4"
+def test_the_innermost_mount_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch" / "mine").mkdir(parents=True)
+    table = [("/", "ext4"), (tmp_path / "scratch", "lustre"), (tmp_path / "scr", "btrfs")]
+    found = [SimpleNamespace(mountpoint=str(p), fstype=k, device=f"dev-{k}") for p, k in table]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
+    assert mount_of(tmp_path / "elsewhere").type == "ext4"
+    assert mount_of(tmp_path / "scratch" / "mine" / "x").source == "dev-lustre"
+    assert mount_of(tmp_path / "scratch").type == "lustre"

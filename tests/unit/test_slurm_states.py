@@ -154,6 +154,8 @@ def test_a_job_that_never_was_is_submitted_again_however_often() -> None:
         ("AssocGrpGRES", "never where this job alone asks for more"),
         ("AssocGrpCpuLimit", "never where this job alone asks for more"),
         ("AssocGrpCPURunMinutesLimit", "never where this job alone asks for more"),
+        ("QOSMaxWallDurationPerJobLimit", "more than the QOS allows for one job (time limit)"),
+        ("AssocMaxGRESPerJob", "more than the account allows for one job (GRES)"),
         ("QOSGrpNodeLimit", "the QOS has as much as it may"),
         ("Priority", ""),
     ],

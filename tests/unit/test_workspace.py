@@ -99,7 +99,7 @@ def test_a_file_in_the_place_of_the_workspace_is_named(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "workspace.json").write_text(json.dumps({"format": FORMAT + 1}))
-    with pytest.raises(WorkspaceError, match=f"has format {FORMAT + 1}"):
+    with pytest.raises(WorkspaceError, match=f"names format {FORMAT + 1}"):
         Workspace.open(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["workspace.json"]
 
