@@ -1,8 +1,8 @@
-"""Samples: answers to prompts or episodes of tasks, made and scored in one way for all stages.
+"""Samples: answers to prompts or episodes of tasks, made in one way for all stages.
 
-In: samples that are :class:`Wanted`, and what generates. Out: completions as they end, and rewards.
-Training, rejection sampling and evaluation sample and score through this module alone, so that a
-reward is given for what is evaluated.
+In: samples that are :class:`Wanted`, and what generates. Out: completions as they end. Training,
+rejection sampling and evaluation sample through this module alone, so that a reward is given for
+what is evaluated.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources, RewardConfig
-from refiner_core.contract.errors import ConfigurationError, Interrupted, JudgeOutage
+from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import (
     Completion,
     GenerationRequest,
@@ -22,7 +22,6 @@ from refiner_core.contract.types import (
     JudgeUsage,
     OnCompletion,
     PromptRow,
-    RewardResult,
     SamplingParams,
     TurnGenerator,
 )
@@ -30,9 +29,6 @@ from refiner_core.environments.episodes import run_episodes
 from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
 from refiner_core.environments.protocol import Environment, task_of_row
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
-from refiner_core.rewards import RewardInput, RewardStream
-
-RewardFunction = Callable[[Sequence[RewardInput], RewardConfig, Judge], list[RewardResult]]
 
 
 class Wanted(NamedTuple):
@@ -117,57 +113,6 @@ def sample_episodes(
         *(settings, finished),
         should_stop=should_stop,
     )
-
-
-class AnswerRewards:
-    """Rewards of a batch of answers, begun while others are still sampled.
-
-    ``function`` None is :class:`refiner_core.rewards.RewardStream`; a function gets all answers at
-    once, in order of their places. With ``patient`` the judge's errors end no sampling:
-    :meth:`results` raises them.
-    """
-
-    def __init__(
-        self,
-        reward: RewardConfig,
-        judge: Judge,
-        function: RewardFunction | None = None,
-        *,
-        patient: bool = False,
-    ) -> None:
-        self._reward, self._judge, self._function = reward, judge, function
-        self._stream, self._patient = RewardStream(reward, judge), patient
-        self._answers: dict[int, RewardInput] = {}
-        self._error: JudgeOutage | Interrupted | None = None
-
-    @property
-    def streams(self) -> bool:
-        """Whether the judge works while more is added."""
-        return self._stream.streams
-
-    def add(self, place: int, answer: RewardInput) -> None:
-        """Take an answer, once; a judge that streams begins with it."""
-        if place in self._answers:
-            return
-        self._answers[place] = answer
-        if self._function is not None or self._error is not None:
-            return
-        try:
-            self._stream.add(answer, place)
-            self._stream.submit()
-        except (JudgeOutage, Interrupted) as error:
-            if not self._patient:
-                raise
-            self._error = error
-
-    def results(self, on_judged: Callable[[int, int], None]) -> list[RewardResult]:
-        """One reward per answer, in order of their places; waits for the judge."""
-        if self._function is not None:
-            answers = [answer for _, answer in sorted(self._answers.items())]
-            return self._function(answers, self._reward, self._judge)
-        if self._error is not None:
-            raise self._error
-        return self._stream.results(on_judged)
 
 
 class JudgeMeter:

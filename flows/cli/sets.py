@@ -116,10 +116,10 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
     """Check a rubric set, or the rubrics that rows bring with them.
 
     FILE is a set (a YAML file, or a shipped name), or rows in either form (.jsonl, .parquet).
-    Errors are what the reward would refuse or count wrongly; warnings are wording that judges tend
-    to get wrong: several demands in one rubric, negated faults, what a judge cannot see, scales
-    that are not the judge's. A set's author may accept a warning: `accept: {RULE: reason}` beside
-    the rubric. The exit code is 3 where something is wrong.
+    Errors are what the reward would refuse or count wrongly; warnings are wording that judges get
+    wrong: negated faults, what a judge cannot see, scales that are not the judge's. A set's author
+    may accept a warning: `accept: {RULE: reason}` beside the rubric. The exit code is 3 where
+    something is wrong.
     """
     from refiner_core.rubrics.lint import check_file
 

@@ -37,7 +37,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError, Interrup
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import DemonstrationRow, Progress, PromptRow, StageIO
 from refiner_core.data import chat
-from refiner_core.data.datacard import data_card, in_order, make_report, tally_of, write_report
+from refiner_core.data.datacard import in_order, make_report, tally_of, write_report
 from refiner_core.data.prepared import write_demonstrations, write_prompts
 from refiner_core.data.rows import DEFAULT_MODE, Row, choose_questions, parse_row, same_questions
 from refiner_core.data.sources import Which, read_rows, resolve_source
@@ -104,7 +104,7 @@ def prepare_data(
         "rl_without_rubrics": sum(not any(json.loads(k.row.rubrics).values()) for k in prompts),
     }
     report = make_report(config, tokenizer, {"sft": sft.tally, "rl": rl.tally}, split, files)
-    write_report(output_dir, report, data_card(report))
+    write_report(output_dir, report)
     return report
 
 

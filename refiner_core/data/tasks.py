@@ -49,7 +49,6 @@ from refiner_core.data.datacard import (
     make_report,
     percentiles,
     tally_of,
-    tasks_card,
     write_report,
 )
 from refiner_core.data.prepare import Sides, tell, write_rows
@@ -122,7 +121,7 @@ def prepare_tasks(
             for name, rows in splits.items()
         },
     )
-    write_report(output_dir, report, tasks_card(report))
+    write_report(output_dir, report)
     return report
 
 

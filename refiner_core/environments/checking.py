@@ -7,22 +7,19 @@ is really asked.
 What is checked: splits do not share tasks; ids are unique; tools have names and schemas, and one
 speaks to the user; every episode begins with words of the user; a tool that does not exist, wrong
 types and missing arguments are answered with a message and a ``tool_error`` instead of an
-exception; an episode can be pickled in between and goes on the same; with ``deterministic`` the
-same calls give the same messages; checks and rewards are what they should be; the expert, where
-there is one, solves every task.
+exception; with ``deterministic`` an episode begins the same again; checks and rewards are what they
+should be; the expert, where there is one, solves every task.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from refiner_core.contract.errors import DataError
 from refiner_core.environments.protocol import (
     Environment,
-    Episode,
     HasExpert,
     InfrastructureError,
     Step,
@@ -165,8 +162,6 @@ def _tried(environment: Environment, task: Task) -> Iterator[tuple[Level, str]]:
         yield from _answered(call, wanted, step)
         if step.done:
             break
-    else:
-        yield from _pickled(environment, task, episode)
     outcome = episode.outcome()
     if outcome.success:
         yield "error", "an episode of nothing but wrong calls is a success"
@@ -200,19 +195,6 @@ def _answered(call: ToolCall, wanted: str, step: Step) -> Iterator[tuple[Level, 
         yield "error", f"{said} gives tool_error {step.tool_error!r} instead of {wanted!r}"
     if not step.messages and not step.done:
         yield "error", f"{said} is answered with nothing"
-
-
-def _pickled(environment: Environment, task: Task, episode: Episode) -> Iterator[tuple[Level, str]]:
-    try:
-        copy: Any = pickle.loads(pickle.dumps(episode))
-    except Exception as error:
-        yield "error", f"its episode cannot be pickled ({type(error).__name__}: {error})"
-        return
-    if not environment.deterministic:
-        return
-    call = ToolCall(environment.speak, {"content": "Hello."})
-    if episode.step(call).messages != copy.step(call).messages:
-        yield "error", "an episode that was pickled goes on differently"
 
 
 def _of_expert(environment: Environment, expert: HasExpert, task: Task) -> Iterable[Finding]:

@@ -48,9 +48,6 @@ from refiner_core.environments.play import Begun, EpisodeRequest, EpisodeSetting
 from refiner_core.environments.protocol import Environment, InfrastructureError, Outcome
 from refiner_core.generation.completions import completion_text, turn_generator
 
-#: How long idle threads are waited for when all is over, seconds.
-_JOIN_S = 5.0
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -69,19 +66,12 @@ class _Job:
     work: Callable[[], Any]
     limit_s: float
     abandoned: Callable[[], None]
-    began: float | None = None
-    thread: threading.Thread | None = None
-    late: bool = False
+    began: float = 0.0
 
 
 class Workers:
-    """At most ``count`` threads at work at a time, beside those that hang.
-
-    Parameters
-    ----------
-    count
-        Threads; they are started as they are needed.
-    """
+    """At most ``count`` pieces of work at a time, beside those that hang, each in a thread of its
+    own that keeps no process from ending."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -90,9 +80,6 @@ class Workers:
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._ended: list[Ended] = []
-        self._threads: set[threading.Thread] = set()
-        self._hanging: set[threading.Thread] = set()
-        self._idle, self._closed = 0, False
 
     def submit(
         self,
@@ -117,8 +104,7 @@ class Workers:
         with self._changed:
             job = _Job(key, work, limit_s, abandoned)
             (self._urgent if urgent else self._waiting).append(job)
-            self._call_up()
-            self._changed.notify_all()
+            self._start()
 
     def ended(self, timeout_s: float) -> list[Ended]:
         """All that has ended since the last call; waits up to ``timeout_s`` for a first one."""
@@ -126,98 +112,51 @@ class Workers:
         with self._changed:
             while True:
                 now = time.monotonic()
-                self._give_up(now)
+                for job in [j for j in self._running if now - j.began >= j.limit_s]:
+                    self._running.remove(job)  # nobody waits for it any more
+                    self._ended.append(Ended(job.key, late=True, seconds=now - job.began))
+                self._start()
                 if self._ended or now >= until:
                     ended, self._ended = self._ended, []
                     return ended
-                limits = [job.began + job.limit_s for job in self._running if job.began is not None]
+                limits = [job.began + job.limit_s for job in self._running]
                 self._changed.wait(max(0.0, min([until, *limits]) - now))
 
     def abandon(self) -> frozenset[int]:
         """Drop what waits, and call late what runs: the keys of what runs."""
         with self._changed:
+            running, self._running = self._running, []
             self._urgent.clear()
             self._waiting.clear()
             self._ended.clear()
-            running = list(self._running)
-            for job in running:
-                self._hang(job)
             return frozenset(job.key for job in running)
 
-    def close(self) -> None:
-        """Let idle threads end and wait for them; work that runs is late from now on."""
-        self.abandon()
-        with self._changed:
-            self._closed = True
-            idle = self._threads - self._hanging
-            self._changed.notify_all()
-        for thread in idle:
-            thread.join(_JOIN_S)
-
-    def _give_up(self, now: float) -> None:
-        for job in list(self._running):
-            assert job.began is not None
-            if now - job.began >= job.limit_s:
-                self._hang(job)
-                self._ended.append(Ended(job.key, late=True, seconds=now - job.began))
-        self._call_up()
-
-    def _hang(self, job: _Job) -> None:
-        """From now on nobody waits for this job, and its thread is none of the count."""
-        job.late = True
-        self._running.remove(job)
-        assert job.thread is not None
-        self._hanging.add(job.thread)
-
-    def _call_up(self) -> None:
-        """Start threads for what waits."""
-        waiting = len(self._urgent) + len(self._waiting) - self._idle
-        room = self._count - (len(self._threads) - len(self._hanging))
-        for _ in range(min(waiting, room)):
-            thread = threading.Thread(target=self._work, name="refiner-episodes", daemon=True)
-            self._threads.add(thread)
-            thread.start()
-
-    def _work(self) -> None:
-        me = threading.current_thread()
-        while (job := self._next(me)) is not None:
-            value, error = None, None
-            try:
-                value = job.work()
-            except BaseException as raised:  # a tool may raise SystemExit; who waits is told
-                error = raised
-            if not self._over(job, value, error):
-                job.abandoned()
-                break
-        with self._changed:
-            self._threads.discard(me)
-            self._hanging.discard(me)
-
-    def _next(self, me: threading.Thread) -> _Job | None:
-        with self._changed:
-            self._idle += 1
-            while not (self._urgent or self._waiting or self._closed):
-                self._changed.wait()
-            self._idle -= 1
-            if self._closed:
-                return None
-            job = (self._urgent or self._waiting).popleft()
-            job.began, job.thread = time.monotonic(), me
+    def _start(self) -> None:
+        while (queue := self._urgent or self._waiting) and len(self._running) < self._count:
+            job = queue.popleft()
+            job.began = time.monotonic()
             self._running.append(job)
+            threading.Thread(
+                target=self._work, args=(job,), name="refiner-episodes", daemon=True
+            ).start()
             self._changed.notify_all()  # who waits has another limit now
-            return job
 
-    def _over(self, job: _Job, value: Any, error: BaseException | None) -> bool:
-        """Hand in what a job gave; False where nobody waits for it any more."""
+    def _work(self, job: _Job) -> None:
+        value, error = None, None
+        try:
+            value = job.work()
+        except BaseException as raised:  # a tool may raise SystemExit; who waits is told
+            error = raised
         with self._changed:
-            if job.late:
-                return False
-            assert job.began is not None
-            self._running.remove(job)
-            seconds = time.monotonic() - job.began
-            self._ended.append(Ended(job.key, value, error, seconds=seconds))
-            self._changed.notify_all()
-            return True
+            late = job not in self._running
+            if not late:
+                self._running.remove(job)
+                seconds = time.monotonic() - job.began
+                self._ended.append(Ended(job.key, value, error, seconds=seconds))
+                self._start()
+                self._changed.notify_all()
+        if late:
+            job.abandoned()
 
 
 #: How often a wait looks whether it should stop, seconds.
@@ -315,7 +254,7 @@ class EpisodeDesk:
                 self._collect(_LOOK_S)
 
     def close(self) -> None:
-        """Close all episodes that are not over, and end the threads. What hangs closes itself,
+        """Close all episodes that are not over. What hangs closes itself,
         should it ever come back."""
         hanging = self._workers.abandon()
         left = {number for number in self._plays if number not in hanging}
@@ -324,7 +263,7 @@ class EpisodeDesk:
         until = time.monotonic() + _CLOSE_S
         while left and (now := time.monotonic()) < until:
             left -= {ended.key for ended in self._workers.ended(until - now)}
-        self._workers.close()
+        self._workers.abandon()
 
     # ------------------------------------------------ inside
 

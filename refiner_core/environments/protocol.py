@@ -32,7 +32,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from refiner_core.contract.errors import DataError, RefinerError
@@ -246,7 +245,7 @@ class Outcome:
 
 
 class Episode(Protocol):
-    """One try at a task. Picklable between any two calls; one thread at a time."""
+    """One try at a task; one thread at a time."""
 
     def reset(self, seed: int) -> tuple[Message, ...]:
         """Begin (again): the first messages, the last of them the user's. The seed decides all
@@ -279,19 +278,8 @@ class HasExpert(Protocol):
         a mistake of the kinds that models make; the seed decides which."""
 
 
-@runtime_checkable
-class WritesResults(Protocol):
-    """An environment whose own tools read results in a form of their own."""
-
-    def results_file(
-        self, records: Sequence[EpisodeRecord], folder: Path, *, agent: str = ""
-    ) -> tuple[Path, ...]:
-        """Write them; the files. ``records`` are those of one evaluation, errors included, the
-        attempts at a task in order; ``agent`` names the model."""
-
-
 class Environment(Protocol):
-    """Makes episodes. Shared by threads; cheap to make again in another process."""
+    """Makes episodes. Shared by threads."""
 
     @property
     def name(self) -> str:

@@ -183,7 +183,7 @@ def _imported(file: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # episodes are pickled by the name of their module
+    sys.modules[name] = module  # as dataclasses of a module look it up
     try:
         spec.loader.exec_module(module)
     except Exception as error:

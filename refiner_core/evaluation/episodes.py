@@ -18,9 +18,6 @@ An attempt that the infrastructure ended is none: it is left out and counted. Pa
 ``environment.max_error_share`` of a decoding's attempts the evaluation stops; those that had errors
 are then tried again when it goes on. Beside the model stands
 :class:`~refiner_core.evaluation.attempts.DoNothing`.
-
-Where an environment's own tools read results in a form of their own (tau2-bench), these are written
-beside ours, into ``environment/DECODING``.
 """
 
 from __future__ import annotations
@@ -40,10 +37,8 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
     Environment,
-    WritesResults,
     domain_of_id,
     over_domains,
-    record_from_json,
 )
 from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import require_episode_errors
@@ -65,8 +60,6 @@ from refiner_core.generation.reporting import BatchReporter
 from refiner_core.samples import Wanted, sample_episodes
 
 _ROWS_FILE = "rows.json"
-#: Results in the form of the environment's own tools, by decoding.
-_OWN_RESULTS = "environment"
 #: Seconds between checkpoints of attempts that have finished within a unit.
 _SAVE_S = 60.0
 _OF = "attempts of this evaluation"
@@ -188,7 +181,6 @@ def evaluate_episodes(
         )
         for decoding in config.evaluate.decoding
     ]
-    _write_own_results(environment, rows, output_dir, model_name)
     told = {key: episodes_told(found, attempts[key], domains) for key, found in rows.items()}
     return write_results(
         output_dir,
@@ -203,24 +195,6 @@ def evaluate_episodes(
             more={"episodes": told, "users": users_told(config)},
         ),
     )
-
-
-def _write_own_results(
-    environment: Environment,
-    rows: Mapping[str, Sequence[Mapping[str, Any]]],
-    output_dir: Path,
-    model_name: str,
-) -> None:
-    """What an environment's own tools read, a folder per decoding, where it has such tools."""
-    if not isinstance(environment, WritesResults):
-        return
-    for key, found in rows.items():
-        if key == DO_NOTHING:
-            continue
-        folder = output_dir / _OWN_RESULTS / key
-        folder.mkdir(parents=True, exist_ok=True)
-        records = [record_from_json(json.loads(row["episode"])) for row in found]
-        environment.results_file(records, folder, agent=model_name)
 
 
 class _Work:

@@ -53,8 +53,8 @@ from refiner_core.evaluation.results import Measured, Measurement, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
-from refiner_core.rewards import RewardInput, require_scored
-from refiner_core.samples import AnswerRewards, JudgeMeter, Wanted, load_generator, sample_answers
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.samples import JudgeMeter, Wanted, load_generator, sample_answers
 
 COPIER = "random_copier"
 _ROWS_FILE = "rows.json"
@@ -235,7 +235,7 @@ class _Begun:
 
     key: str
     answers: tuple[_Answer, ...]
-    rewards: AnswerRewards
+    rewards: RewardStream
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class _Sampler:
     def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> _Begun:
         """A unit whose answers are ``known`` of an earlier attempt, or sampled now."""
         judge = self.reference_judge if unit.decoding is None else self.judge
-        rewards = AnswerRewards(self.config.reward, judge)
+        rewards = RewardStream(self.config.reward, judge)
         answers: dict[int, _Answer] = {}
 
         def add(place: int, answer: _Answer) -> None:

@@ -1,4 +1,4 @@
-"""HTTP requests to a server of a judge, a simulated user or rollouts, and the thread they run in.
+"""HTTP requests to a server of a judge or of rollouts, and the thread they run in.
 
 In: an address, a body, a flight to note things on. Out: what came of it, as a value: nothing here
 raises for what a server does. The key is read from the environment (or taken from the endpoint) at
@@ -16,9 +16,9 @@ import os
 import threading
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, TypeVarTuple, Unpack
+from typing import NamedTuple, TypeVarTuple, Unpack
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -210,7 +210,6 @@ def retry_after_s(value: str | None) -> float:
 
 
 _END_S = 10.0
-T = TypeVar("T")
 _Values = TypeVarTuple("_Values")
 
 
@@ -260,10 +259,6 @@ class LoopThread:
             if self._over:
                 raise RuntimeError("its event loop has ended")
             self._loop.call_soon_threadsafe(self._call, function, *values)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it in the loop, and wait for what it returns."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def end(self, *, wait: bool = True, timeout_s: float | None = _END_S) -> None:
         """End the loop; nothing where that was done, or in a forked process.

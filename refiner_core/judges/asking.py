@@ -49,54 +49,21 @@ _LOST = {
 _TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
 
 
-class Outcome(NamedTuple):
-    """``judgements`` where scored; else why not, and whether that is the last word.
-
-    ``unusable`` counts it if it was a 200 without judgements; ``partial`` is what could be read,
-    ``tokens`` what it took to read and to write, also where nothing came of it; ``served`` is what
-    the server says that it is.
-    """
-
-    trouble: Trouble
-    judgements: tuple[Judgement, ...] | None = None
-    reason: str = ""
-    final: bool = False
-    unusable: str = ""
-    partial: tuple[Judgement | None, ...] = ()
-    tokens: tuple[int, int] = (0, 0)
-    served: str = ""
-
-
-def outcome_of(answer: Answered | Lost, call: Call) -> Outcome:
-    """Read an answer."""
+def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
+    """Read an answer, and what it says about its server."""
     if isinstance(answer, Lost):
-        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
         words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
-        return Outcome(trouble, reason=words, unusable=answer.reason)
+        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
+        return Reply(None, answer.reason, words), trouble
     status = answer.status
     if status == 200:
-        return _read(answer.raw, call)
-    reason = f"HTTP {status}"
+        return read_reply(answer.raw, call), Trouble.NONE
+    reply = Reply(detail=f"HTTP {status}")
     if status in _BUSY:
-        return Outcome(Trouble.BUSY, reason=reason)
+        return reply, Trouble.BUSY
     if status >= 500:
-        return Outcome(Trouble.GONE if status in _GONE else Trouble.SICK, reason=reason)
-    return Outcome(Trouble.NONE, reason=reason, final=True)
-
-
-def _read(raw: bytes, call: Call) -> Outcome:
-    reply = read_reply(raw, call)
-    tokens = (reply.prompt_tokens, reply.completion_tokens)
-    if isinstance(reply, Reply):
-        return Outcome(Trouble.NONE, reply.judgements, tokens=tokens, served=reply.served)
-    return Outcome(
-        Trouble.NONE,
-        reason=reply.detail,
-        final=reply.final,
-        unusable=reply.reason,
-        partial=reply.partial,
-        tokens=tokens,
-    )
+        return reply, Trouble.GONE if status in _GONE else Trouble.SICK
+    return reply._replace(final=True), Trouble.NONE
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -193,7 +160,8 @@ class Tried(NamedTuple):
     """A request that has ended. ``free``: its server is gone, which counts against no item."""
 
     answer: Answered | Lost
-    outcome: Outcome
+    reply: Reply
+    trouble: Trouble
     free: bool = False
     structured: bool = False
 
@@ -225,27 +193,27 @@ class Asking:
         item.flight = flight
         self._flying.add(item)
         answer: Answered | Lost = Lost("given_up")
-        outcome = Outcome(Trouble.BUSY, unusable="given_up")  # nothing is known of the server
+        reply, trouble = Reply(reason="given_up"), Trouble.BUSY  # nothing is known of the server
         try:
             answer = await self._client.ask(flight, body)
-            outcome = outcome_of(answer, item.call)
+            reply, trouble = outcome_of(answer, item.call)
         except asyncio.CancelledError:
             if item.cut != "timeout":
                 raise
             item.uncut()
             answer = Lost("timeout")
-            outcome = outcome_of(answer, item.call)
+            reply, trouble = outcome_of(answer, item.call)
         finally:
             item.flight = None
             self._flying.discard(item)
-            self._count(flight, answer, outcome)
-            free = self._fleet.ended(server, item.call.keys, outcome.trouble, trial=flight.trial)
+            self._count(flight, answer, reply)
+            free = self._fleet.ended(server, item.call.keys, trouble, trial=flight.trial)
         if not free:
             item.left_s = flight.expires_at - time.monotonic()
         if isinstance(answer, Lost) and answer.reason == "timeout":
             free = await self._is_silent(item, server, begun)
-        self._note(server, answer, outcome, structured=structured)
-        return Tried(answer, outcome, free, structured)
+        self._note(server, answer, reply, structured=structured)
+        return Tried(answer, reply, trouble, free, structured)
 
     def late(self, now: float) -> None:
         """Cut short what has used up its time."""
@@ -259,9 +227,9 @@ class Asking:
             if item.flight is not None and not item.flight.trial:
                 item.flight.expires_at += seconds
 
-    async def is_gone(self, server: Server, outcome: Outcome) -> bool:
+    async def is_gone(self, server: Server, trouble: Trouble) -> bool:
         """Before an item is given up because nobody was there: is somebody there?"""
-        if outcome.trouble is not Trouble.GONE or server.breaker.state != "closed":
+        if trouble is not Trouble.GONE or server.breaker.state != "closed":
             return False
         return not await self._found(server)
 
@@ -284,7 +252,7 @@ class Asking:
     def may_refuse_all(self, item: Item, server: Server, tried: Tried) -> bool:
         """Say whether a final answer may not be meant for this item alone: it waits to know."""
         answer = tried.answer
-        if not tried.outcome.final or isinstance(answer, Lost) or answer.status == 200:
+        if not tried.reply.final or isinstance(answer, Lost) or answer.status == 200:
             return False
         return not self._fleet.turned_down(server, item.call.keys, answer.status)
 
@@ -296,25 +264,25 @@ class Asking:
             server.structured != "no" and item.plain_at is not server
         )
 
-    def _count(self, flight: Flight, answer: Answered | Lost, outcome: Outcome) -> None:
+    def _count(self, flight: Flight, answer: Answered | Lost, reply: Reply) -> None:
         if not flight.status:
             self._counts.count("lost", answer.reason if isinstance(answer, Lost) else "")
             return
-        prompt, completion = outcome.tokens
+        prompt, completion = reply.tokens
         seconds = time.monotonic() - flight.begun
         self._counts.count("answers", flight.status)
         self._counts.add(latency_s=seconds, prompt_tokens=prompt, completion_tokens=completion)
-        if outcome.served:
-            self._counts.count("served", outcome.served)
-        if flight.status == 200 and outcome.unusable:
-            self._counts.count("unusable", outcome.unusable)
+        if reply.served and reply.judgements:
+            self._counts.count("served", reply.served)
+        if flight.status == 200 and reply.reason:
+            self._counts.count("unusable", reply.reason)
 
     def _note(
-        self, server: Server, answer: Answered | Lost, outcome: Outcome, *, structured: bool
+        self, server: Server, answer: Answered | Lost, reply: Reply, *, structured: bool
     ) -> None:
         """Note what an answer tells about its server, beyond its breaker."""
-        if outcome.judgements is None:
-            server.last_words = outcome.reason
+        if reply.judgements is None:
+            server.last_words = reply.detail
         if isinstance(answer, Lost):
             return
         server.heard_at = time.monotonic()

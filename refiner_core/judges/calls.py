@@ -84,8 +84,8 @@ def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judg
 def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None) -> BatchReading:
     """Read the scores of criteria 1 to ``count`` out of a judge's reply.
 
-    The form asked for is ``{"scores": [{"criterion": 1, "score": x}, …]}``. The list alone, a list
-    of ``count`` numbers, and one object after the other are read, too; what may stand around them
+    The form asked for is ``{"scores": [{"criterion": 1, "score": x}, …]}``. The list alone, and a
+    list of ``count`` numbers in the place of the entries, are read, too; what may stand around them
     is as in :func:`parse_judgement`, and of several lists the last wins.
 
     Returns
@@ -97,8 +97,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
     """
     nothing: tuple[Judgement | None, ...] = (None,) * count
     try:
-        entries = _last_list(text, count)
-        by_number = _numbered(entries, count)
+        by_number = _numbered(_last_list(text), count)
     except _Unreadable as error:
         return BatchReading(nothing, f"{UNPARSABLE}, {error}")
     judgements, problems = list(nothing), []
@@ -158,43 +157,31 @@ def _score_in(value: Any) -> Any:
 # ---------------------------------------------------------------- lists of scores
 
 
-def _last_list(text: str, count: int) -> Sequence[Any]:
-    """Give what the reply lists: entries with a score, or bare numbers."""
-    named: Sequence[Any] | None = None
-    numbers: Sequence[Any] | None = None
-    loose: list[Any] = []
+def _last_list(text: str) -> Sequence[Any]:
+    """Give what the reply lists: entries with a score, or numbers that are named ``scores``."""
+    listed: Sequence[Any] = ()
     for value in _values(text, "{["):
-        found, is_named = _list_in(value)
-        if is_named:
-            named = found
-        elif len(found) == count:
-            numbers = found
-        elif _is_entry(value) and "criterion" in value:
-            loose.append(value)
-    listed = named or numbers or loose
+        listed = _list_in(value) or listed
     if not listed:
         raise _Unreadable(f"no list of scores{_quoted(text)}")
     return listed
 
 
-def _list_in(value: Any) -> tuple[list[Any], bool]:
-    """The list of scores in a decoded value, the last one if there are several, and whether it says
-    that it is one: by its name, or by those of its entries."""
+def _list_in(value: Any) -> list[Any]:
+    """The list of scores in a decoded value, the last one if there are several."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
             scores = value.get("scores")
             if isinstance(scores, list) and scores:
-                return scores, True
+                return scores
             waiting += value.values()
         elif isinstance(value, list) and value:
             if all(map(_is_entry, value)):
-                return value, True
-            if not any(isinstance(entry, dict | list) for entry in value):
-                return value, False
+                return value
             waiting += value
-    return [], False
+    return []
 
 
 def _is_entry(value: Any) -> bool:
@@ -303,30 +290,22 @@ class Call:
     batched: bool = False
 
 
-class Unusable(NamedTuple):
-    """A reply without usable judgements: in one word for counts, and in words for people.
+class Reply(NamedTuple):
+    """What a chat completion says: one judgement per request of the call, all scored; or None.
 
+    Where there are none, ``reason`` says why in one word for counts, and ``detail`` for people.
     ``final``: another try gives the same. ``partial`` holds what could be read (None elsewhere), to
-    be used if no try gives all. What it took is paid for all the same.
+    be used if no try gives all. ``tokens`` were read and written; what came of it is paid for all
+    the same. ``served`` is what the server says that it is: model, and system fingerprint if it has
+    one.
     """
 
-    reason: str
-    detail: str
+    judgements: tuple[Judgement, ...] | None = None
+    reason: str = ""
+    detail: str = ""
     final: bool = False
     partial: tuple[Judgement | None, ...] = ()
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class Reply(NamedTuple):
-    """A reply that could be read: one judgement per request of the call, all scored.
-
-    ``served`` is what the server says that it is: model, and system fingerprint if it has one.
-    """
-
-    judgements: tuple[Judgement, ...]
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    tokens: tuple[int, int] = (0, 0)
     served: str = ""
 
 
@@ -374,32 +353,39 @@ def request_body(call: Call, config: JudgeConfig, *, structured: bool) -> dict[s
     return body
 
 
-def read_reply(raw: bytes, call: Call) -> Reply | Unusable:
+def read_reply(raw: bytes, call: Call) -> Reply:
     """The judgements in a chat completion, and what it took."""
     try:
         completion = json.loads(raw)
         choice = completion["choices"][0]
         text, finish = choice["message"]["content"] or "", choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return Unusable("garbage", "the reply is no chat completion")
-    prompt, completed = _tokens(completion.get("usage"))
-    read = _read(text, finish, call)
-    if isinstance(read, Unusable):
-        return read._replace(prompt_tokens=prompt, completion_tokens=completed)
-    return Reply(read, prompt, completed, _served(completion))
+        return Reply(None, "garbage", "the reply is no chat completion")
+    tokens = _tokens(completion.get("usage"))
+    return _read(text, finish, call)._replace(tokens=tokens, served=_served(completion))
 
 
-def _read(text: Any, finish: Any, call: Call) -> tuple[Judgement, ...] | Unusable:
+def _read(text: Any, finish: Any, call: Call) -> Reply:
     if finish == "abort":
-        return Unusable("aborted", "the server aborted the judgement")
+        return Reply(None, "aborted", "the server aborted the judgement")
     if finish == "length":
         why = f"{CUT_SHORT} length; judge.max_tokens is too small for it"
-        return Unusable("length", why, final=True)
+        return Reply(None, "length", why, final=True)
     if finish not in (None, "stop"):
-        return Unusable("ended", f"{CUT_SHORT} {finish!r:.40}", final=True)
+        return Reply(None, "ended", f"{CUT_SHORT} {finish!r:.40}", final=True)
     if not isinstance(text, str):
-        return Unusable("garbage", "the reply is no chat completion")
-    return _judgements(text, call)
+        return Reply(None, "garbage", "the reply is no chat completion")
+    allowed = _ALLOWED.get(call.requests[0].kind)
+    if not call.batched:
+        judgement = parse_judgement(text, allowed)
+        if judgement.status != "scored":
+            return Reply(None, "unparsable", judgement.detail)
+        return Reply((judgement,))
+    found, problem = parse_batch(text, len(call.requests), allowed)
+    known = tuple(judgement for judgement in found if judgement is not None)
+    if problem or len(known) != len(found):
+        return Reply(None, "incomplete" if known else "unparsable", problem, partial=found)
+    return Reply(known)
 
 
 def identity_digest(config: JudgeConfig) -> bytes:
@@ -413,20 +399,6 @@ def identity_digest(config: JudgeConfig) -> bytes:
         config.extra_body,
     ]
     return hashlib.sha256(canonical_json(values).encode()).digest()
-
-
-def _judgements(text: str, call: Call) -> tuple[Judgement, ...] | Unusable:
-    allowed = _ALLOWED.get(call.requests[0].kind)
-    if not call.batched:
-        judgement = parse_judgement(text, allowed)
-        if judgement.status != "scored":
-            return Unusable("unparsable", judgement.detail)
-        return (judgement,)
-    found, problem = parse_batch(text, len(call.requests), allowed)
-    known = tuple(judgement for judgement in found if judgement is not None)
-    if problem or len(known) != len(found):
-        return Unusable("incomplete" if known else "unparsable", problem, partial=found)
-    return known
 
 
 def _call(

@@ -33,8 +33,8 @@ from refiner_core.contract.errors import ConfigurationError, JudgeOutage
 from refiner_core.contract.types import Endpoint, Judgement, JudgementStore, StoredJudgement
 from refiner_core.http.client import Client, Lost
 from refiner_core.http.fleet import BreakerSettings, Fleet, Server
-from refiner_core.judges.asking import Asking, Batch, Item, Outcome
-from refiner_core.judges.calls import Call
+from refiner_core.judges.asking import Asking, Batch, Item
+from refiner_core.judges.calls import Call, Reply
 from refiner_core.judges.surroundings import Counts, Surroundings
 
 log = logging.getLogger(__name__)
@@ -238,12 +238,12 @@ class Engine:
                 await self._somebody()
                 continue
             tried = await asking.ask(item, server)
-            outcome = tried.outcome
-            if outcome.judgements is not None:
-                self._keep(item.call, outcome)
+            reply = tried.reply
+            if reply.judgements is not None:
+                self._keep(item.call, reply)
                 self._settle()
-                return outcome.judgements
-            item.last, item.best = outcome.reason, outcome.partial or item.best
+                return reply.judgements
+            item.last, item.best = reply.detail, reply.partial or item.best
             item.plain_at = server if asking.may_mean_the_schema(server, tried) else None
             waits = item.plain_at is None and asking.may_refuse_all(item, server, tried)
             self._settle()
@@ -251,25 +251,25 @@ class Engine:
                 item.avoid = server
             if tried.free or waits or item.plain_at is not None:
                 continue
-            if outcome.final:
-                return item.failed(outcome.reason)
+            if reply.final:
+                return item.failed(reply.detail)
             if isinstance(tried.answer, Lost) and tried.answer.reason == "timeout":
                 limit_s = self._config.timeout_s
                 return item.failed(f"no judgement within {limit_s:g} s, last: {item.last}")
             item.avoid = server
             item.tries += 1
-            if item.tries > most and await asking.is_gone(server, outcome):
+            if item.tries > most and await asking.is_gone(server, tried.trouble):
                 continue
             wait_s = asking.wait_s(item, server, tried)
             if item.tries > most or wait_s >= item.left_s:
-                return item.failed(f"gave up after {item.tries} tries, last: {outcome.reason}")
+                return item.failed(f"gave up after {item.tries} tries, last: {reply.detail}")
             item.left_s -= wait_s
             await asyncio.sleep(wait_s)
         return item.failed("it was given up")
 
-    def _keep(self, call: Call, outcome: Outcome) -> None:
-        tokens = outcome.tokens  # all with the first: sums over judgements are those over calls
-        for key, judgement in zip(call.keys, outcome.judgements or (), strict=True):
+    def _keep(self, call: Call, reply: Reply) -> None:
+        tokens = reply.tokens  # all with the first: sums over judgements are those over calls
+        for key, judgement in zip(call.keys, reply.judgements or (), strict=True):
             assert judgement.score is not None
             self._store.put(key, StoredJudgement(judgement.score, *tokens))
             tokens = (0, 0)

@@ -51,10 +51,10 @@ from refiner_core.environments.protocol import (
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.rejection.attempts import Attempt, Flaw
-from refiner_core.rewards import RewardInput, require_scored
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
-from refiner_core.samples import AnswerRewards, Wanted, sample_answers, sample_episodes
+from refiner_core.samples import Wanted, sample_answers, sample_episodes
 
 #: Told of (attempts judged or finished, attempts of the batch).
 OnCount = Callable[[int, int], None]
@@ -131,7 +131,7 @@ class Lane:
         left = [one for one in wanted if one.key not in attempts]
         rewards = None
         if self.environment is None and self.judge is not None:
-            rewards = AnswerRewards(self.config.reward, self.judge)
+            rewards = RewardStream(self.config.reward, self.judge)
 
         def ask(attempt: Attempt) -> None:
             place = places[attempt.key]

@@ -29,16 +29,15 @@ And in one point we depart from it: precision is asked for each source cited by 
 over the claim's sources. There, one question is asked about all of them together, so that one good
 source hides any number of bad ones.
 
-Stored rollouts come in at two places: their judgements (:func:`judged_rubrics`) and their
-components (:func:`total_reward`). What a reward would be under another aggregation, citation
-weight, gate or scale costs no judgement.
+Stored rollouts come in by their components (:func:`total_reward`): what a reward would be under
+another citation weight, gate or scale costs no judgement.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -270,8 +269,7 @@ def total_reward(
 
     Of a stored rollout it is, under the configuration that it was rewarded under, its own total to
     the last bit, without any judgement. Every field of the total may differ. The rubric term is
-    taken as it is stored; for another ``rubric_aggregation`` replace ``rubric`` first
-    (:func:`judged_rubrics`, :func:`aggregate_rubrics`).
+    taken as it is stored; for another ``rubric_aggregation`` judge again from the store.
 
     Parameters
     ----------
@@ -303,39 +301,3 @@ def total_reward(
         return reward.non_stop_penalty_value
     score = sum((t.weight * (known[t.name] * t.gate) for t in terms), 0.0)
     return reward.verification_reward * score
-
-
-def judged_rubrics(judgements: Iterable[Mapping[str, Any]]) -> list[tuple[Rubric, float]]:
-    """The rubrics of a stored rollout with their raw scores, as :func:`aggregate_rubrics` wants.
-
-    A malformed rollout has none, and its rubric term is 0 under any aggregation.
-
-    Parameters
-    ----------
-    judgements
-        As they are stored; those of citations are passed over.
-
-    Raises
-    ------
-    DataError
-        A rubric's judgement failed: what is left says nothing about the whole.
-    """
-    scored = []
-    for entry in judgements:
-        if entry["kind"] != "rubric":
-            continue
-        if entry["score"] is None:
-            raise DataError(
-                f"The judgement of rubric {entry['title']!r} failed ({entry['detail']})",
-                expected="rollouts whose judgements are all scored",
-                fix="leave unscored rollouts out",
-            )
-        rubric = Rubric(
-            title=entry["title"],
-            description=entry["criterion"],
-            polarity=entry["polarity"],
-            weight=entry["weight"],
-            source=entry["source"],
-        )
-        scored.append((rubric, float(entry["score"])))
-    return scored

@@ -2,8 +2,8 @@
 
 ::
 
-    rollout ─ add ─> read, questions ─ submit ─> judge ─┐   (a judge that streams, meanwhile)
-    rollout ─ add ─> read, questions ─ submit ─> judge ─┴─ results ─> scores ─> totals
+    rollout ─ add ─> read, questions ─> judge ─┐   (a judge that streams, meanwhile)
+    rollout ─ add ─> read, questions ─> judge ─┴─ results ─> scores ─> totals
 
     all rollouts ─ add ─> questions ─ results ─> one judge() call ─> scores ─> totals
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from refiner_core.answers import ParsedAnswer, ParsedEvidence, parse_answer, parse_evidence
 from refiner_core.contract.config import RewardConfig
-from refiner_core.contract.errors import DataError, JudgeOutage, JudgeUnusable
+from refiner_core.contract.errors import DataError, Interrupted, JudgeOutage, JudgeUnusable
 from refiner_core.contract.types import (
     CUT_SHORT,
     UNPARSABLE,
@@ -162,53 +162,50 @@ def compute_rewards(
         The static rubric set cannot be loaded.
     """
     stream = RewardStream(reward, judge)
-    for item in items:
-        stream.add(item)
+    for place, item in enumerate(items):
+        stream.add(place, item, ask=False)
     return stream.results()
 
 
 class RewardStream:
-    """Rewards of rollouts that are added one by one.
+    """Rewards of rollouts that are added as they finish.
 
     A judge that streams (:class:`~refiner_core.contract.types.StreamingJudge`) is asked at each
-    :meth:`submit` and works while the caller goes on; any other is asked in :meth:`results`, all in
-    one call. What comes out is the same.
+    :meth:`add` and works while the caller goes on; any other is asked in :meth:`results`, all in
+    one call. What comes out is the same. With ``patient`` the judge's errors end no sampling:
+    :meth:`results` raises them.
 
     Raises of :meth:`add`
         Those of :func:`compute_rewards`.
     """
 
-    def __init__(self, reward: RewardConfig, judge: Judge) -> None:
-        self._reward, self._judge = reward, judge
+    def __init__(self, reward: RewardConfig, judge: Judge, *, patient: bool = False) -> None:
+        self._reward, self._judge, self._patient = reward, judge, patient
         self._streaming = judge if isinstance(judge, StreamingJudge) else None
         self._evidence_of = functools.cache(parse_evidence)
         self._rubrics_of = functools.cache(functools.partial(select_rubrics, reward=reward))
         self._plans: dict[int, _Plan] = {}
         self._new: list[int] = []
         self._asked: list[tuple[list[int], PendingJudgements]] = []
+        self._error: JudgeOutage | Interrupted | None = None
 
     @property
     def streams(self) -> bool:
         """Say whether the judge works while more is added."""
         return self._streaming is not None
 
-    def add(self, item: RewardInput, place: int | None = None) -> int:
-        """Read a rollout and plan its questions.
+    def add(self, place: int, item: RewardInput, *, ask: bool = True) -> None:
+        """Read a rollout, once, and plan its questions; a judge that streams begins with them,
+        unless it is not to be asked yet.
 
         Parameters
         ----------
         place
             Where its result stands among those of :meth:`results`, which are in growing order of
-            it: rollouts may be added as they finish. By default they stand as they were added.
-
-        Returns
-        -------
-        int
-            Its place.
+            it: rollouts may be added as they finish.
         """
-        place = len(self._plans) if place is None else place
-        if place in self._plans:
-            raise ValueError(f"there is a rollout at place {place} already")
+        if place in self._plans or self._error is not None:
+            return
         try:
             rubrics = self._rubrics_of(item.prompt.rubrics)
         except DataError as error:
@@ -217,16 +214,16 @@ class RewardStream:
                 f"Row {row}: {error.what}", expected=error.expected, fix=error.fix
             ) from error
         self._plans[place] = _plan(item, self._evidence_of(item.prompt.prompt_text), rubrics)
-        self._new.append(place)
-        return place
-
-    def submit(self) -> None:
-        """Let a judge that streams begin with what was added since; any other waits."""
-        if self._streaming is None or not self._new:
-            return
-        places, self._new = self._new, []
-        if requests := self._requests(places):
-            self._asked.append((places, self._streaming.submit(requests)))
+        requests = self._requests([place])
+        if self._streaming is None or not ask:
+            self._new.append(place)
+        elif requests:
+            try:
+                self._asked.append(([place], self._streaming.submit(requests)))
+            except (JudgeOutage, Interrupted) as error:
+                if not self._patient:
+                    raise
+                self._error = error
 
     def results(self, on_judged: Callable[[int, int], None] | None = None) -> list[RewardResult]:
         """Wait for the judge; one result per rollout, in order of their places.
@@ -238,9 +235,9 @@ class RewardStream:
         JudgeOutage, Interrupted
             See :meth:`refiner_core.contract.types.Judge.judge`.
         """
+        if self._error is not None:
+            raise self._error
         self._new.sort()  # a judge that is asked once is asked in order, however they were added
-        if self._asked:
-            self.submit()
         judgements: dict[int, list[Judgement]] = {
             place: [] for place, plan in self._plans.items() if not plan.requests
         }

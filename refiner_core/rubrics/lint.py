@@ -2,8 +2,9 @@
 
 In: a file with a rubric set, or a file of rows with rubrics of their own. Out: :class:`Checked`,
 with every :class:`Finding`: where, what; :data:`RULES` has why it matters, and what mends it. What
-is an ``error`` is refused or counted wrongly by the reward; a ``warning`` is wording that judges
-tend to get wrong. Nothing is asked of any judge. Unlike loading, checking goes on behind what does
+is an ``error`` is refused or counted wrongly by the reward; a ``warning`` is mostly wording that
+turns a judgement upside down or makes the judge guess, found by patterns that pass what people
+write on purpose. Nothing is asked of any judge. Unlike loading, checking goes on behind what does
 not fit, so that one look shows everything.
 """
 
@@ -23,7 +24,6 @@ import yaml
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import keys_twice
 from refiner_core.contract.raw_rows import json_lines, parquet_rows
-from refiner_core.judges.lexical import INSTRUCTIONS, STOPWORDS, stem
 from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import (
     Fault,
@@ -33,7 +33,6 @@ from refiner_core.rubrics.rows import (
     read_set,
     rubric_entries,
 )
-from refiner_core.rubrics.wording import wording
 
 Severity = Literal["error", "warning"]
 
@@ -107,10 +106,6 @@ RULES: dict[str, Rule] = {
         "rows keep title, description and weight alone; anything else changes nothing",
         "correct the key, or drop it",
     ),
-    "several-demands": _warning(
-        "an answer that meets one demand and not the other has no right score, and judges differ",
-        "split it into one rubric per demand",
-    ),
     "negated": _warning(
         "a judge's s enters as 1 - s, so that the answer is rewarded for not being so: right if "
         "the sentence describes a fault, upside down if it describes what is wanted, and hard to "
@@ -131,25 +126,9 @@ RULES: dict[str, Rule] = {
         "the judge answers 0, 1 or 2; another scale makes failures or wrong scores",
         "say in words what is fully true, true in part, and not true",
     ),
-    "vague": _warning(
-        "without an anchor every judge has a measure of its own, and repeatability suffers",
-        "say what can be seen in such an answer, e.g. `Fully true if …; not true if …`",
-    ),
-    "addressed": _warning(
-        "a criterion is given to the judge as material, not as an order; prompts tell it to ignore "
-        "such text",
-        "describe the answer; anchors such as `Fully true if …` are fine",
-    ),
     "quoted": _warning(
         "with double quotes the lexical judge looks for the quoted words alone, literally",
         "quote only what must stand in the answer word for word; write examples without quotes",
-    ),
-    "long": _warning(
-        "long criteria hold several, cost tokens with every judgement, and are judged less alike",
-        "cut it to one observation and its anchors",
-    ),
-    "terse": _warning(
-        "a judge has to guess what is meant", "write a sentence that can be true of an answer"
     ),
     "weightless": _warning(
         "it is judged and paid for, and counts nothing", "give it a weight, or drop it"
@@ -158,50 +137,128 @@ RULES: dict[str, Rule] = {
         "an answer that says nothing has none of the faults and gets the full judge term",
         "add what a good answer does; or use it as `instance+static`, beside rows that ask for it",
     ),
-    "near-duplicate": _warning(
-        "one thing is weighted twice, or for and against at once",
-        "merge them, or say in each what the other does not cover",
-    ),
     "name-taken": _warning(
         "cards and tables name the set, and would say the other one's name",
         "give the set a name of its own",
     ),
     "accept-unused": _warning(
-        "nothing of that kind is found there any more", "drop it from `accept`"
+        "nothing of that kind is found there", "drop it from `accept`, or correct the name"
     ),
-    "accept-unknown": _error("there is no such warning", "correct the name under `accept`"),
 }
 
 
-#: Two criteria look alike where one has no word of its own and this share of the other's. Where
-#: both have one they are parallel: `strengths of X`, `weaknesses of X`.
-ALIKE_SHARE = 0.7
-#: Of criteria with fewer words than this, one word makes the difference.
-ALIKE_WORDS = 5
-
-_WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*")
-#: Words that set criteria apart though they carry no content elsewhere.
-_KEPT = {
-    *("no", "nor", "not", "never", "neither", "without", "if", "only", "than"),
-    *("first", "second", "third", "before", "after", "above", "below", "up", "down", "over"),
-    *("under", "more", "most", "few", "same", "other", "all", "any", "each", "both"),
-}
-_PASSED_OVER = frozenset(
-    stem(word)
-    for word in (
-        *(STOPWORDS - _KEPT),
-        *INSTRUCTIONS,
-        *("information", "type", "kind", "various", "different", "several", "important", "main"),
-        *("key", "overview", "detail", "following", "include", "relevant", "background"),
-    )
+_QUOTED = re.compile(r"\"[^\"]*\"|“[^”]*”")
+_SUBJECT = r"^(?:(?:the|an?|this|its)\s+)?(?:answer|response|text|reply|output|summary|it)?\s*"
+_NEGATED = re.compile(
+    rf"{_SUBJECT}(?:(?:does|do|did|is|are|was|has|have|can|could|will|would)\s*(?:not|n[’']t)\b"
+    r"|never\b|cannot\b|can[’']t\b|fail(?:s|ed|ing|ure)?\s+to\b|lacks?\b|lacking\b|omits?\b"
+    r"|miss(?:es|ing)\b|neglects?\b|contains?\s+no\b|includes?\s+no\b|has\s+no\b|makes?\s+no\b"
+    r"|gives?\s+no\b|no\b|not\b|without\b|absence\s+of\b)",
+    re.IGNORECASE,
 )
+_WANTED = re.compile(
+    rf"{_SUBJECT}(?:(?:should|must|ought\s+to|needs?\s+to|has\s+to)\b|avoids?\b|avoiding\b"
+    r"|refrains?\b|is\s+free\s+(?:of|from)\b|stays?\s+(?:on|within|away)\b)",
+    re.IGNORECASE,
+)
+_UNWANTED = re.compile(
+    rf"{_SUBJECT}(?:(?:should|must|ought)\s*(?:not|n[’']t|never|avoid|refrain)\b|avoids?\b|avoiding\b"
+    r"|refrains?\b|do\s+not\b|don[’']t\b)",
+    re.IGNORECASE,
+)
+
+_SOURCES = (
+    r"(?:(?:the|its|cited|given|provided|retrieved|these|any|search)\s+)?"
+    r"(?:sources?|snippets?|tool outputs?|search results?|retrieved (?:documents?|passages?|text)"
+    r"|(?:given|provided|cited|retrieved|supplied|attached) (?:documents?|passages?|evidence|"
+    r"context|references?|material|articles?|papers?))"
+)
+_TELLS = (
+    r"(?:sa(?:y|ys|id)|stat(?:e|es|ed|ing)|support\w*|show\w*|contain\w*|contradict\w*|back\w*"
+    r"|confirm\w*|provid\w*|mention\w*|give|gives)"
+)
+_UNSEEN = [
+    ("unseen", "", re.compile(pattern, re.IGNORECASE), f"it asks for {kind}")
+    for pattern, kind in (
+        (rf"\b{_SOURCES}\s+(?:actually\s+)?(?:(?:that|which)\s+)?(?:do(?:es)? not\s+|merely\s+)?"
+         rf"{_TELLS}\b", "what the sources say"),
+        (rf"\b(?:found|present|stat(?:ed|es)|supported|contained|backed|verified|verifiable|"
+         rf"grounded|faithful|consistent|accord\w*|match\w*|checked|missing|stands?|appear\w*|"
+         rf"based)\s+(?:\w+\s+){{0,2}}(?:in|by|with|to|from|against|on)\s+(?:\w+\s+)?{_SOURCES}\b",
+         "what the sources say"),
+        (r"\b(?:tool|function|api)[ -]calls?\b|\bcall(?:s|ed)? (?:the|a|any) (?:search )?tools?\b"
+         r"|\bsearch quer(?:y|ies)\b|\b(?:number|order) of (?:searches|queries|calls)\b",
+         "tool calls"),
+        (r"\b(?:the )?(?:agent|assistant|policy|system)\s+(?:searche[sd]|quer(?:ies|ied)|called|"
+         r"calls|browse[sd]|retrieve[sd]|spent|took)\b", "what the agent did"),
+        (r"\b(?:reference|gold(?:en)?|ground[- ]truth|expected|ideal|correct|model) "
+         r"(?:answer|response|solution)s?\b|\bthe ground truth\b", "a reference answer"),
+        (r"\bsystem prompt\b|\b(?:previous|earlier|prior) (?:turns?|messages?|conversation)\b"
+         r"|\bconversation history\b|\bother (?:answers|responses|candidates|rollouts|samples)\b",
+         "the rest of the conversation"),
+    )
+]  # fmt: skip
+
+_SCALE = re.compile(
+    r"\b(?:out of|/)\s*(?:\d+|five|ten|a hundred)\b(?!\s*\w+\s+(?:are|is|were|was|of)\b)"
+    r"|\b(?:scale|score|rating|rate|grade|marks?)\b(?:\s+\w+){0,3}\s+(?:from\s+)?(?:[013-9]|\d{2,})"
+    r"\s*(?:-|–|to|out of|/)\s*\d+"
+    r"|\b(?:scores?|rating|grade)\s+(?:of\s+)?(?:[3-9]|\d{2,})\b"
+    r"|\b\d+\s+(?:stars|marks)\b|\b\d+\s+points?\s+(?:for|if|each|per)\b"
+    r"|\b(?:score|rate|rating|grade|marks?|credit)\w*\b[^.;]{0,30}(?:\d\s?%|\bper ?cent)"
+    r"|\d\s?%\s+of\s+(?:the\s+)?(?:marks?|credit|score|points)\b",
+    re.IGNORECASE,
+)
+_EXAMPLE = re.compile(
+    r"(?:\be\.\s?g|\bsuch as|\blike|\bfor (?:example|instance)|\bso-called|\bphrases?|\bwords?"
+    r"|\bexpressions?|\bterms?)[^A-Za-z0-9]*(?:(?:or|and)[^A-Za-z0-9]*)*$",
+    re.IGNORECASE,
+)
+
+
+#: Rule, the polarity that it is about (empty: both), what it looks for, and what that is.
+_WORDING: list[tuple[str, str, re.Pattern[str], str]] = [
+    ("negated", "negative", _NEGATED, "a negative rubric that begins with a negation"),
+    ("polarity", "negative", _WANTED, "a negative rubric says what is wanted"),
+    ("polarity", "positive", _UNWANTED, "a positive rubric names a fault"),
+    *_UNSEEN,
+    ("scale", "", _SCALE, "it speaks of another scale"),
+]
+
+
+def wording(rubric: Rubric) -> Iterator[tuple[str, str]]:
+    """All warnings about one rubric's own wording as (rule, what); the first of each rule."""
+    if rubric.weight == 0:
+        yield "weightless", "its weight is 0"
+    text = _QUOTED.sub("…", rubric.description).lstrip()  # what is quoted is cited, not said
+    told = set()
+    for rule, polarity, pattern, what in _WORDING:
+        if rule in told or polarity not in ("", rubric.polarity):
+            continue
+        if match := pattern.search(text):
+            told.add(rule)
+            yield rule, f"{what} ({match[0].strip()!r})"
+    if what := _quoted(rubric.description):
+        yield "quoted", what
+
+
+def _quoted(text: str) -> str:
+    if text.count('"') % 2:
+        return "it has a double quote without its pair"
+    position = 0
+    for match in _QUOTED.finditer(text):
+        before, position = text[position : match.start()], match.end()
+        if not any(c.isalnum() for c in match[0]):
+            return "it has quotes around nothing"
+        if "…" in match[0] or "..." in match[0] or _EXAMPLE.search(before):
+            return f"{match[0]:.60} looks like an example, not like the words to be found"
+    return ""
 
 
 def together(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
     """Problems of rubrics beside each other; places are such as ``rubrics[2]``."""
     yield from _same(rubrics, "title")
     yield from _same(rubrics, "description")
-    yield from _alike(rubrics)
     weights = [rubric.signed_weight for _, rubric in rubrics]
     if weights and min(weights) < 0 and max(weights) <= 0:
         yield 0, "only-faults", "all rubrics with weight are negative"
@@ -219,33 +276,6 @@ def _same(rubrics: Sequence[tuple[str, Rubric]], part: str) -> Iterator[tuple[in
         earlier = first.setdefault(_normal(getattr(rubric, part)), position)
         if earlier != position:
             yield position, f"duplicate-{part}", f"{rubrics[earlier][0]} has the same {part}"
-
-
-def _alike(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
-    words = [_telling_words(rubric.description) for _, rubric in rubrics]
-    texts = [_normal(rubric.description) for _, rubric in rubrics]
-    for position, own in enumerate(words):
-        for earlier in range(position):
-            if texts[earlier] == texts[position]:
-                continue  # an error already
-            shared, both = len(own & words[earlier]), len(own | words[earlier])
-            fewer = min(len(own), len(words[earlier]))
-            if fewer < ALIKE_WORDS or shared < fewer or shared < ALIKE_SHARE * both:
-                continue
-            opposed = rubrics[position][1].polarity != rubrics[earlier][1].polarity
-            against = ", with the other polarity" if opposed else ""
-            yield (
-                position,
-                "near-duplicate",
-                f"{shared} of {both} words are those of {rubrics[earlier][0]}{against}",
-            )
-            break
-
-
-def _telling_words(text: str) -> frozenset[str]:
-    """The stems of words that tell one criterion from another."""
-    stems = frozenset(stem(word) for word in _WORD.findall(text.casefold()))
-    return stems - _PASSED_OVER
 
 
 _ROW_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -491,10 +521,6 @@ def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
                 checked.accepted.append((finding, str(item.accepted[rule])))
             else:
                 checked.findings.append(finding)
-        for rule in item.accepted:
-            if rule not in RULES or RULES[rule].severity == "error":
-                what = f"it accepts {rule!r}, which is no warning"
-                checked.add(item.line, "accept-unknown", what, item.place, item.rubric.title)
-            elif rule not in used:
-                what = f"it accepts {rule!r}"
-                checked.add(item.line, "accept-unused", what, item.place, item.rubric.title)
+        for rule in item.accepted.keys() - used:
+            what = f"it accepts {rule!r}"
+            checked.add(item.line, "accept-unused", what, item.place, item.rubric.title)

@@ -48,7 +48,7 @@ from refiner_core.judges.surroundings import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.samples import JudgeMeter, RewardFunction
+from refiner_core.samples import JudgeMeter
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
@@ -95,7 +95,6 @@ def train_grpo(
     io: StageIO | None,
     judge: Judge | None,
     generator: Generator | None = None,
-    rewards: RewardFunction | None = None,
     ranks: Ranks | None = None,
     open_servers: OpenServers | None = None,
     environment: Environment | None = None,
@@ -118,9 +117,8 @@ def train_grpo(
     judge
         Scores rubrics and citations; rank 0 has it, the other ranks None. Of a recipe with an
         environment, rank 0 has one only where ``environment.nl_assertions`` asks it.
-    generator, rewards
-        Seams: by default transformers over the live model (with ``async_steps``, a copy of it), and
-        :func:`refiner_core.rewards.compute_rewards`.
+    generator
+        Seam: by default transformers over the live model (with ``async_steps``, a copy of it).
     ranks
         The processes that train together; none is this one alone.
     open_servers
@@ -159,7 +157,7 @@ def train_grpo(
     prompts = load_prompts(data_dir / TRAIN_FILE)
     prompt_batch(config.seed, len(prompts), config.grpo.num_unique_prompts_rollout, 0)
     samples = ranks.rank == 0 or config.grpo.generation_backend != "vllm"
-    lane = open_lane(config, judge=judge, rewards=rewards, environment=environment, samples=samples)
+    lane = open_lane(config, judge=judge, environment=environment, samples=samples)
     lane.check(prompts)
     with ExitStack() as stack:
         engine = open_engine(config, "grpo", model_ref, ranks)

@@ -37,9 +37,8 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.generation import transformers_backend
 from refiner_core.models.random_model import save_random_model
 from refiner_core.models.tokenizer import build_tokenizer
-from refiner_core.training.grpo import train_grpo
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import NoJudge
+from tests.support.tiny_training import NoJudge, train_rewarded
 
 REAL_ROWS = Path(__file__).parents[3] / "shared" / "data" / "scholarqa"
 #: The embedded model's shape (about 1M parameters), and one of 4 layers of 256 (about 4M).
@@ -272,12 +271,13 @@ def run_ours(
     base: RecipeConfig | None = None,
     **grpo: Any,
 ) -> Steps:
-    """``steps`` + 1 steps of :func:`train_grpo`; the first is warm-up and not counted."""
+    """``steps`` + 1 steps of training; the first is warm-up and not counted."""
     config = our_config(work, steps + 1, base or CPU_RECIPE, **grpo)
     root.mkdir(parents=True)
     io = ClockedIO(root)
     with scripted_lengths(work, inputs):
-        train_grpo(
+        train_rewarded(
+            score_items,
             config,
             data_dir=inputs / "data",
             model_ref=str(inputs / "model"),
@@ -285,7 +285,6 @@ def run_ours(
             io=io,
             judge=NoJudge(),
             generator=generator,
-            rewards=score_items,
         )
     rows = io.metrics()[1:]
     everything = len(work.prompt_lengths) * work.samples

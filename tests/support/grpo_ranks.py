@@ -21,7 +21,7 @@ from refiner_core.contract.errors import DataError, JudgeOutage, RefinerError
 from refiner_core.contract.types import RewardResult
 from refiner_core.training.ranks import TALK, Ranks, open_ranks
 from tests.support.stage_io import FolderStageIO
-from tests.support.tiny_training import NoJudge, count_low_words, recipe
+from tests.support.tiny_training import NoJudge, count_low_words, recipe, train_rewarded
 
 Case = dict[str, Any]
 
@@ -60,21 +60,19 @@ def launch(root: Path, cases: Sequence[Case], *, ranks: int, timeout_s: float) -
 
 def train(root: Path, case: Case, ranks: Ranks) -> dict[str, Any]:
     """One case in this process; its report."""
-    from refiner_core.training.grpo import train_grpo
-
     first = ranks.rank == 0
     io = None
     if first:
         io = FolderStageIO(root / case["name"])
         io.stop_at = case.get("stop_at")
-    return train_grpo(
+    return train_rewarded(
+        _rewards(case.get("fault", "")),
         recipe(grpo=case.get("grpo", {})),
         data_dir=root / "data",
         model_ref=str(root / "model"),
         output_dir=root / case["name"] / "out",
         io=io,
         judge=NoJudge() if first else None,
-        rewards=_rewards(case.get("fault", "")),
         ranks=ranks,
     )
 

@@ -9,11 +9,8 @@ package that a contributor has installed.
 from __future__ import annotations
 
 import json
-import pickle
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
@@ -152,16 +149,13 @@ def recorded(
 
 
 def play(
-    environment: Tau2Environment, task: Task, calls: Sequence[ToolCall], *, pickled: bool = False
+    environment: Tau2Environment, task: Task, calls: Sequence[ToolCall]
 ) -> tuple[EpisodeRecord, Outcome]:
-    """An episode of these calls; ``pickled``: carried over to a new object before every turn."""
+    """An episode of these calls."""
     episode = environment.episode(task)
     first = episode.reset(11)
     turns: list[tuple[ToolCall, Step]] = []
     for call in calls:
-        if pickled:
-            data = pickle.dumps(episode)
-            episode = pickle.loads(data)
         step = episode.step(call)
         turns.append((call, step))
         if step.done:
@@ -173,49 +167,31 @@ def play(
 
 def own_task(environment: Tau2Environment, task: Task) -> Any:
     """tau2-bench's object of a task."""
-    return environment.opened(task.domain, task.data["task_id"]).task
+    return environment.episode(task)._given.task
 
 
 def try_domain(domain: str, split: str, most: int) -> dict[str, Any]:
-    """Every task by its reference, by doing nothing, and carried over between turns."""
-    facts: dict[str, Any] = {"domain": domain, "tasks": 0, "solved": [], "idle": [], "carried": []}
-    with tempfile.TemporaryDirectory() as folder, JudgeServer(lambda b, n: talk(b, n)) as server:
+    """Every task by its reference, and by doing nothing."""
+    facts: dict[str, Any] = {"domain": domain, "tasks": 0, "solved": [], "idle": []}
+    with JudgeServer(lambda b, n: talk(b, n)) as server:
         environment = environment_at(server.base_url, domain, train_split=split)
-        records = []
         for task in environment.tasks(split)[:most]:
             own = own_task(environment, task)
             agent, by_user = gold_calls(own)
             words = " ".join(own.evaluation_criteria.communicate_info or ()) or "It is done."
             calls = [*agent, ToolCall("respond", {"content": words}), ToolCall("done", {})]
             help_first = [ToolCall("respond", {"content": "Please do that on your side."})]
-            for name, moves, carried in (
-                ("solved", [*(help_first if by_user else []), *calls], False),
-                ("idle", [ToolCall("done", {})], False),
-                ("carried", [*(help_first if by_user else []), *calls], True),
+            for name, moves in (
+                ("solved", [*(help_first if by_user else []), *calls]),
+                ("idle", [ToolCall("done", {})]),
             ):
                 helped = [said(None, [call]) for call in by_user]
                 talk = Talk("Hello, I need help.", *helped, "I did that.", "Thank you.")
-                record, outcome = play(environment, task, moves, pickled=carried)
+                _, outcome = play(environment, task, moves)
                 facts[name].append(outcome.reward)
-                records.append(record)
             facts["tasks"] += 1
-        written = environment.results_file(records, Path(folder), agent="reference")
-        facts["results"] = _read_back(written[0])
         facts["version"] = environment.version
     return facts
-
-
-def _read_back(path: Path) -> dict[str, Any]:
-    """What tau2-bench's own classes read, where they are there."""
-    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
-    results = simulation.Results.load(path)
-    metrics = __import__("tau2.metrics.agent_metrics", fromlist=["compute_metrics"])
-    computed = metrics.compute_metrics(results)
-    return {
-        "simulations": len(results.simulations),
-        "average": float(computed.avg_reward),
-        "trials": max(simulation.trial for simulation in results.simulations) + 1,
-    }
 
 
 def step_of(episode: Tau2Episode, name: str, **arguments: Any) -> Step:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -246,6 +248,36 @@ class NoJudge:
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         return [Judgement("scored", 1.0) for _ in requests]
+
+
+class GivenRewards:
+    """In the place of a stream of rewards: all answers at once go to a function."""
+
+    streams = False
+
+    def __init__(self, function: Any, reward: Any, judge: Any, *, patient: bool) -> None:
+        self.function, self.beside = function, (reward, judge)
+        self.answers: dict[int, Any] = {}
+
+    def add(self, place: int, answer: Any) -> None:
+        self.answers.setdefault(place, answer)
+
+    def results(self, on_judged: Any) -> list[RewardResult]:
+        answers = [answer for _, answer in sorted(self.answers.items())]
+        results: list[RewardResult] = self.function(answers, *self.beside)
+        return results
+
+
+def train_rewarded(rewards: Any, *args: Any, **options: Any) -> dict[str, Any]:
+    """A training whose rewards a function gives; None: the real ones."""
+    from refiner_core.training.grpo import train_grpo
+
+    if rewards is None:
+        return train_grpo(*args, **options)
+
+    given = partial(GivenRewards, rewards)
+    with mock.patch("refiner_core.training.rollouts.lane.RewardStream", given):
+        return train_grpo(*args, **options)
 
 
 def count_low_words(items: Sequence[Any], reward: Any, judge: Any) -> list[RewardResult]:

@@ -28,7 +28,6 @@ from refiner_core.contract.types import RewardResult
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.judges import LexicalJudge
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT
 from refiner_core.training.rollouts.policies import CopyPolicy, Servers
@@ -42,6 +41,7 @@ from tests.support.tiny_training import (
     save_tiny_model,
     tiny_model,
     tiny_tokenizer,
+    train_rewarded,
 )
 
 STEPS = 5
@@ -59,14 +59,14 @@ class Run:
 
     def __call__(self, **grpo: Any) -> dict[str, Any]:
         torch.rand(3)  # a process that comes back has another random state
-        return train_grpo(
+        return train_rewarded(
+            self.rewards,
             recipe(grpo={**self.grpo, **grpo}),
             data_dir=self.inputs / "data",
             model_ref=str(self.inputs / "model"),
             output_dir=self.root / "out",
             io=self.io,
             judge=self.judge,
-            rewards=self.rewards,
             open_servers=self.open_servers,
         )
 

@@ -407,8 +407,8 @@ def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
 
     config = recipe({"nl_assertions": "judge"})
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):
-        open_lane(config, judge=None, rewards=None, environment=None, samples=True)
-    lane = open_lane(config, judge=None, rewards=None, environment=None, samples=False)
+        open_lane(config, judge=None, environment=None, samples=True)
+    lane = open_lane(config, judge=None, environment=None, samples=False)
     with pytest.raises(AssertionError, match="samples nothing"):
         lane.sample(object(), None, [], lambda *_: None)  # type: ignore[arg-type]
 

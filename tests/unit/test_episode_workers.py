@@ -26,7 +26,7 @@ def workers() -> Iterator[Callable[[int], Workers]]:
 
     yield make
     for one in made:
-        one.close()
+        one.abandon()
 
 
 def all_of(workers: Workers, count: int) -> list[Ended]:
@@ -91,7 +91,7 @@ def test_no_time_left_is_late_at_once_but_tells(workers: Callable[[int], Workers
     assert one.late
 
 
-def test_no_more_threads_than_asked_for_and_none_after_close() -> None:
+def test_no_more_threads_than_asked_for_and_none_afterwards() -> None:
     before, free = set(threading.enumerate()), threading.Event()
     pool = Workers(3)
 
@@ -104,7 +104,8 @@ def test_no_more_threads_than_asked_for_and_none_after_close() -> None:
     assert len(new()) == 3
     free.set()
     all_of(pool, 10)
-    pool.close()
+    for thread in new():
+        thread.join(30)
     assert not new()
 
 
@@ -115,7 +116,7 @@ def test_a_tool_that_hangs_does_not_keep_the_process_from_ending() -> None:
         "pool = Workers(1)\n"
         "pool.submit(1, threading.Event().wait, 0.05)\n"
         "print([one.late for one in pool.ended(30)])\n"
-        "pool.close()\n"
+        "pool.abandon()\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -24,7 +24,6 @@ from refiner_core.judges import calls as parsing
 from refiner_core.judges.calls import (
     Call,
     Reply,
-    Unusable,
     parse_batch,
     plan_calls,
     read_reply,
@@ -129,16 +128,14 @@ def test_an_unreadable_judgement_of_a_fault_is_not_full_credit(reply: str) -> No
         '{"scores": [2, 0]}',
         '{"scores": [{"score": 2}, {"score": 0}]}',
         '[{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]',
-        "[2, 0]",
-        "```json\n[2, 0]\n```",
+        '```json\n{"scores": [2, 0]}\n```',
         'Of [1] and [2] I think {"scores": [2, 0]}. See [3, 4].',
         '{{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}}',
         '{"scores": [2, 0]}}',
         '{"scores": [0, 0]} no: {"scores": [2, 0]}',
         '<think>{"scores": [0, 0]}</think>{"scores": [2, 0]}',
-        '{"scores": [0, 0]} reasoning without a beginning</think>[2, 0]',
+        '{"scores": [0, 0]} reasoning without a beginning</think>{"scores": [2, 0]}',
         '{"verdict": {"scores": [2, 0]}, "note": "a [bracket"}',
-        '{"criterion": 1, "score": 2}\n{"criterion": 2, "score": 0}',
         '{"scores": [{"criterion": 1, "why": "[0, 0]", "score": 2}, {"criterion": 2, "score": 0}]}',
     ],
 )
@@ -153,9 +150,8 @@ def test_every_shape_of_a_list_of_scores_is_read(text: str) -> None:
         ('{"scores": [{"criterion": 2, "score": 2}]}', (None, 1.0)),
         ('{"scores": [{"criterion": 1, "score": 10}, {"criterion": 2, "score": 1}]}', (None, 0.5)),
         ('{"scores": [{"criterion": 1}, {"criterion": 2, "score": 1}]}', (None, 0.5)),
-        ("[true, 1]", (None, 0.5)),
-        ("[NaN, 1]", (None, 0.5)),
-        ('{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "sc', (1.0, None)),
+        ('{"scores": [true, 1]}', (None, 0.5)),
+        ('{"scores": [NaN, 1]}', (None, 0.5)),
     ],
 )
 def test_what_can_be_read_of_an_incomplete_list_is_handed_on(
@@ -171,7 +167,9 @@ def test_what_can_be_read_of_an_incomplete_list_is_handed_on(
     [
         "",
         "2, 0",
-        "[2]",
+        "[2, 0]",
+        '{"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "sc',
+        '{"criterion": 1, "score": 2}\n{"criterion": 2, "score": 0}',
         "[2, 0, 1]",
         '{"scores": []}',
         '{"scores": [2, 0, 1]}',
@@ -371,7 +369,7 @@ def test_what_a_schema_allows_is_what_the_reader_takes() -> None:
     (call,) = plan_calls(rubrics(2), BATCHED)
     good = {"scores": [{"criterion": 1, "score": 2}, {"criterion": 2, "score": 0}]}
     jsonschema.validate(good, call.schema)
-    assert isinstance(read_reply(chat(json.dumps(good)), call), Reply)
+    assert read_reply(chat(json.dumps(good)), call).judgements
     for bad in ({"scores": [2, 0]}, {"scores": good["scores"][:1]}, {"score": 2}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, call.schema)
@@ -396,11 +394,11 @@ def one_call(config: JudgeConfig = SINGLE, count: int = 1) -> Call:
 def test_tokens_of_a_reply_are_told() -> None:
     usage = {"prompt_tokens": 120, "completion_tokens": 7}
     assert read_reply(chat('{"score": 2}', usage=usage), one_call()) == Reply(
-        (Judgement("scored", 1.0),), 120, 7
+        (Judgement("scored", 1.0),), tokens=(120, 7)
     )
     absurd = {"prompt_tokens": 2**70, "completion_tokens": True}  # more than a file has room for
     for odd in (None, [], {"prompt_tokens": -1, "completion_tokens": "7"}, absurd):
-        assert read_reply(chat('{"score": 2}', usage=odd), one_call())[1:] == (0, 0, "")
+        assert read_reply(chat('{"score": 2}', usage=odd), one_call()).tokens == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -420,18 +418,18 @@ def test_tokens_of_a_reply_are_told() -> None:
 )
 def test_a_reply_without_a_judgement_says_why(raw: bytes, reason: str, final: bool) -> None:
     found = read_reply(raw, one_call())
-    assert isinstance(found, Unusable)
+    assert found.judgements is None
     assert (found.reason, found.final, found.partial) == (reason, final, ())
 
 
 def test_of_an_incomplete_batch_what_is_there_is_partial() -> None:
     call = one_call(BATCHED, 2)
     found = read_reply(chat('{"scores": [{"criterion": 2, "score": 1}]}'), call)
-    assert isinstance(found, Unusable)
+    assert found.judgements is None
     assert (found.reason, found.final, found.partial) == ("incomplete", False, scored(None, 0.5))
     cut = chat('{"scores": [{"criterion": 1, "score": 2}, {"crit', "length")
     ended = read_reply(cut, call)
-    assert isinstance(ended, Unusable)
+    assert ended.judgements is None
     assert ended.final
     assert "judge.max_tokens" in ended.detail
     assert ended.partial == ()
@@ -439,8 +437,8 @@ def test_of_an_incomplete_batch_what_is_there_is_partial() -> None:
 
 def test_yes_or_no_questions_take_no_half() -> None:
     (call,) = plan_calls([JudgeRequest("citation_needed", "q", "t")], BATCHED)
-    assert isinstance(read_reply(chat('{"score": 1}'), call), Unusable)
-    assert isinstance(read_reply(chat('{"score": 2}'), call), Reply)
+    assert not read_reply(chat('{"score": 1}'), call).judgements
+    assert read_reply(chat('{"score": 2}'), call).judgements
 
 
 # ---------------------------------------------------------------- fences

@@ -21,7 +21,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.judges import LexicalJudge
-from refiner_core.judges.calls import Unusable, plan_calls, read_reply
+from refiner_core.judges.calls import plan_calls, read_reply
 from refiner_core.judges.surroundings import (
     usage_between,
     usage_from_json,
@@ -64,8 +64,7 @@ def streamed(items: Sequence[RewardInput], judge: Any, order: Sequence[int]) -> 
     """Rewards of items that finish in another order than they stand in."""
     stream = RewardStream(REWARD, judge)
     for place in order:
-        stream.add(items[place], place)
-        stream.submit()
+        stream.add(place, items[place])
     return stream.results()
 
 
@@ -95,14 +94,14 @@ def test_a_judge_that_cannot_stream_is_asked_once_and_the_same_as_for_a_batch(sh
 
 def test_a_judge_that_streams_has_each_rollout_before_the_next_is_there():
     judge, items = ThreadedJudge(), rollouts(4)
-    judge.gate.clear()  # it has answered nothing yet: adding and submitting wait for no judge
+    judge.gate.clear()  # it has answered nothing yet: adding waits for no judge
     stream = RewardStream(REWARD, judge)
     assert stream.streams
     assert not RewardStream(REWARD, LexicalJudge()).streams
-    for number, item in enumerate(items, start=1):
-        assert stream.add(item) == number - 1
-        stream.submit()
-        assert len(judge.submitted) == number
+    for place, item in enumerate(items):
+        stream.add(place, item)
+        stream.add(place, item)  # once is enough
+        assert len(judge.submitted) == place + 1
     judge.gate.set()
     assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
     assert judge.at_once == 0
@@ -114,28 +113,6 @@ def test_a_batch_that_is_there_is_one_call_also_for_a_judge_that_streams():
         rollouts(), REWARD, LexicalJudge()
     )
     assert (judge.at_once, judge.submitted) == (1, [])
-
-
-def test_rollouts_that_are_added_together_are_submitted_together():
-    judge, items = ThreadedJudge(), rollouts(6)
-    stream = RewardStream(REWARD, judge)
-    for item in items:
-        stream.add(item)
-    stream.submit()
-    stream.submit()
-    assert len(judge.submitted) == 1
-    assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
-
-
-def test_what_was_not_submitted_is_asked_at_the_end():
-    judge, items = ThreadedJudge(), rollouts(6)
-    stream = RewardStream(REWARD, judge)
-    stream.add(items[0])
-    stream.submit()
-    for item in items[1:]:
-        stream.add(item)
-    assert stream.results() == compute_rewards(items, REWARD, LexicalJudge())
-    assert len(judge.submitted) == 2
 
 
 def test_a_malformed_rollout_asks_nothing():
@@ -171,9 +148,8 @@ def test_what_ends_the_judge_comes_out_where_somebody_waits(error):
     judge = ThreadedJudge()
     judge.error = (2, error)
     stream = RewardStream(REWARD, judge)
-    for item in rollouts(4):
-        stream.add(item)
-        stream.submit()
+    for place, item in enumerate(rollouts(4)):
+        stream.add(place, item)
     with pytest.raises(type(error)):
         stream.results()
 
@@ -191,9 +167,8 @@ def test_a_judge_that_loses_a_judgement_is_a_bug_and_no_reward():
 def test_who_waits_is_told_how_far_it_is():
     seen: list[tuple[int, int]] = []
     stream = RewardStream(REWARD, ThreadedJudge())
-    for item in rollouts(9):
-        stream.add(item)
-        stream.submit()
+    for place, item in enumerate(rollouts(9)):
+        stream.add(place, item)
     stream.results(lambda *counts: seen.append(counts))
     assert seen[-1] == (9, 9)
     assert seen == sorted(seen)
@@ -204,14 +179,7 @@ def test_rubrics_that_do_not_fit_are_named_by_row_as_soon_as_they_are_added():
     item = rollouts(1)[0]
     broken = item._replace(prompt=item.prompt.__class__("row-9", "q?", "", (), "no JSON"))
     with pytest.raises(DataError, match="row-9"):
-        RewardStream(REWARD, ThreadedJudge()).add(broken)
-
-
-def test_a_place_is_taken_once():
-    stream = RewardStream(REWARD, LexicalJudge())
-    stream.add(rollouts(1)[0], 3)
-    with pytest.raises(ValueError, match="place 3"):
-        stream.add(rollouts(1)[0], 3)
+        RewardStream(REWARD, ThreadedJudge()).add(0, broken)
 
 
 # ---------------------------------------------------------------- too many failures
@@ -248,7 +216,7 @@ def test_a_judge_that_answers_without_judgements_is_no_outage(body: bytes):
     """Nobody has to wait for it: it says the same again."""
     (call,) = plan_calls([JudgeRequest("citation_recall", "q", "t", "r")], JudgeConfig())
     reply = read_reply(body, call)
-    assert isinstance(reply, Unusable)
+    assert reply.judgements is None
     said = f"gave up after 6 tries, last: {reply.detail}"
     with pytest.raises(JudgeUnusable, match=r"are no judgements: .*, on 2 of 2.*judge ask"):
         require_scored([unscored(said, said, "HTTP 500"), unscored(said)], 0.25, of="answers")

@@ -13,7 +13,7 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.types import RewardResult
 from refiner_core.rewards import RewardInput, compute_rewards
-from refiner_core.rewards.combine import aggregate_rubrics, judged_rubrics, total_reward
+from refiner_core.rewards.combine import total_reward
 from tests.support.rewarding import ScriptedJudge, hashed_judge, rollout
 
 PROMPT = "<tool_output><snippet id=a>one</snippet><snippet id=b>two</snippet></tool_output>"
@@ -75,18 +75,16 @@ def test_other_settings_give_what_they_would_have_given(
     text: str, prompt: str, rubrics: str, stopped: bool, first: RewardConfig,
     second: RewardConfig, seed: int,
 ) -> None:  # fmt: skip
-    """Scale, citation term, gate, penalty and aggregation; the same rubrics under both."""
+    """Scale, citation term, gate and penalty; the same rubrics under both."""
     second = replace(
         second,
         rubric_source=first.rubric_source,
         static_rubrics=first.static_rubrics,
         instance_rubrics_only=first.instance_rubrics_only,
+        rubric_aggregation=first.rubric_aggregation,
     )
     stored = rewarded(rollout(text, rubrics, prompt, stopped), first, hashed_judge(seed))
     components = dict(stored.components)
-    judged = judged_rubrics(json.loads(json.dumps(list(stored.judgements))))
-    term = aggregate_rubrics(judged, second.rubric_aggregation)
-    components["rubric"] = term or 0.0
     expected = rewarded(rollout(text, rubrics, prompt, stopped), second, hashed_judge(seed))
     assert total_reward(components, second, stopped) == expected.total
 
@@ -101,14 +99,3 @@ def test_an_unscored_rollout_has_no_total_under_any_setting() -> None:
     padded = {**result.components, "rubric": None, "citation": float("nan")}  # as tables hold it
     with pytest.raises(DataError, match=r"rubric, citation.*unscored"):
         total_reward(padded, RewardConfig(), True)
-    with pytest.raises(DataError, match="'d' failed"):
-        judged_rubrics(result.judgements)
-
-
-def test_judgements_of_rubrics_are_found_wherever_they_stand() -> None:
-    text = "<answer>Lead <snippet id=a>one</snippet></answer>"
-    rubrics = json.dumps([{"description": "d", "weight": 2.0}, {"description": "e", "weight": -1}])
-    stored = rewarded(rollout(text, rubrics, PROMPT), RewardConfig(), hashed_judge(3)).judgements
-    found = judged_rubrics(list(stored))
-    assert {rubric.description for rubric, _ in found} >= {"d", "e"}
-    assert judged_rubrics(list(stored)[::-1]) == found[::-1]

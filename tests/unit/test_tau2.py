@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,11 +25,9 @@ from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.sections.environment import alpha_of, check_weights
 from refiner_core.data.conversations import read_conversations
 from refiner_core.environments.protocol import (
-    EpisodeRecord,
     InfrastructureError,
     Message,
     ToolCall,
-    WritesResults,
     record_from_json,
 )
 from refiner_core.environments.scoring import partial_score
@@ -101,9 +98,8 @@ def task_of(environment: Tau2Environment, number: str) -> Any:
 
 def test_every_task_can_be_solved_by_its_reference_and_read_by_its_own_tools() -> None:
     facts = try_domain("kiosk", "train", 2)
-    assert facts["solved"] == facts["carried"] == [1.0, 1.0]
+    assert facts["solved"] == [1.0, 1.0]
     assert facts["idle"] == [0.0, 0.0]
-    assert facts["results"] == {"simulations": 6, "average": pytest.approx(4 / 6), "trials": 3}
 
 
 @pytest.mark.skipif(
@@ -126,9 +122,8 @@ def test_the_real_package_behaves_as_the_double() -> None:
     )
     assert done.returncode == 0, done.stderr
     for facts in json.loads(done.stdout.splitlines()[-1]):
-        assert facts["solved"] == facts["carried"] == [1.0] * facts["tasks"]
+        assert facts["solved"] == [1.0] * facts["tasks"]
         assert sum(facts["idle"]) < facts["tasks"]
-        assert facts["results"]["simulations"] == 3 * facts["tasks"]
 
 
 def test_the_agent_reads_results_and_words_exactly(helpful: str) -> None:
@@ -182,7 +177,7 @@ def test_a_task_may_begin_in_the_middle_of_a_conversation(helpful: str) -> None:
     before, last = episode.reset(1)
     assert "assistant: Which seat would you like?" in before.content
     assert last == Message("user", "7F, please.")
-    record, outcome = play(environment, task, [SEAT, DONE], pickled=True)
+    record, outcome = play(environment, task, [SEAT, DONE])
     assert outcome.success
     assert outcome.excluded == ()  # there are no assertions to be left out
     assert record.tools == ("set_seat", "done")
@@ -324,7 +319,7 @@ def test_assertions_are_asked_of_the_judge(score: float, reward: float, helpful:
     judge = YesJudge(score)
     environment = environment_at(helpful, "kiosk", judge)
     calls = [SEAT, say("Your seat is 7F."), DONE]
-    _, outcome = play(environment, task_of(environment, "2"), calls, pickled=True)
+    _, outcome = play(environment, task_of(environment, "2"), calls)
     assert outcome.reward == outcome.components["nl"] == reward
     assert outcome.excluded == ()
     assert [check.passed for check in outcome.checks if check.kind == "nl"] == [reward == 1.0] * 2
@@ -449,14 +444,6 @@ def test_nothing_that_describes_it_holds_an_address_or_a_key(helpful: str) -> No
     assert other.describe() != environment.describe()
 
 
-def test_episodes_are_pickled_without_the_key(helpful: str) -> None:
-    environment = environment_at(helpful, "kiosk")
-    episode = environment.episode(task_of(environment, "0"))
-    pickle.loads(pickle.dumps(episode)).reset(1)
-    episode.reset(1)
-    assert KEY.encode() not in pickle.dumps(episode)
-
-
 def test_splits_of_ones_own(helpful: str, tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
     path.write_text(json.dumps({"kiosk": {"train": ["3"], "test": ["1", "0"]}}))
@@ -489,44 +476,6 @@ def test_there_is_no_user_without_a_model() -> None:
     task = task_of(environment, "0")
     with pytest.raises(ConfigurationError, match=r"environment\.user\.model"):
         environment.episode(task)
-
-
-# ---- results
-
-
-def test_errors_are_in_the_results_as_errors(helpful: str, tmp_path: Path) -> None:
-    environment = environment_at(helpful, "kiosk")
-    assert isinstance(environment, WritesResults)
-    task = task_of(environment, "0")
-    good, _ = play(environment, task, [ToolCall("find_ticket", {"ticket_id": "T1"}), SEAT, DONE])
-    error = EpisodeRecord(
-        task_id=task.id,
-        domain="kiosk",
-        seed=3,
-        status="error",
-        ended="error",
-        first_messages=good.first_messages,
-        turns=good.turns[:1],
-        error_kind="user_down",
-        error="The simulated user could not be asked.",
-    )
-    records = [record_from_json(json.loads(json.dumps(r.as_json()))) for r in (error, good)]
-    (path,) = environment.results_file(records, tmp_path, agent="a-model")
-    text = path.read_text()
-    assert helpful not in text
-    assert KEY not in text
-    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
-    results = simulation.Results.load(path)
-    broken, finished = results.simulations
-    assert (broken.trial, finished.trial) == (0, 1)
-    assert broken.termination_reason == "infrastructure_error"
-    assert broken.reward_info is None
-    assert [m.role for m in broken.messages] == ["user", "assistant", "tool"]
-    assert (finished.task_id, finished.reward_info.reward) == ("0", 0.0)
-    assert results.info.agent_info.llm == "a-model"
-    assert results.info.user_info.llm_args == {"temperature": 0.7, "max_tokens": 512}
-    metrics = __import__("tau2.metrics.agent_metrics", fromlist=["compute_metrics"])
-    assert metrics.compute_metrics(results).infra_error_count == 1
 
 
 # ---- the package itself
@@ -687,59 +636,3 @@ def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
     assert [(r.status, r.error_kind, r.reward) for r in records["down"]] == [
         ("error", "user_down", None)
     ] * 3
-
-
-def test_an_evaluation_leaves_what_its_own_tools_read(helpful: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from refiner_core.environments.conversation import prompt_ids
-    from refiner_core.environments.protocol import row_of_task
-    from refiner_core.environments.turns import call_text
-    from refiner_core.evaluation.episodes import evaluate_episodes
-    from tests.support.counting import Scripted
-    from tests.support.playing import write_tasks
-    from tests.support.stage_io import FolderStageIO
-
-    tokenizer = build_tokenizer()
-    values = {
-        "environment.name": "tau2",
-        "environment.domains": ["kiosk"],
-        "environment.max_turns": 20,
-        "environment.user.model": "user",
-        "grpo.max_token_length": 6000,
-        "grpo.response_length": 120,
-        "evaluate.num_samples": 2,
-        "evaluate.decoding": ["sampled"],
-        "evaluate.bootstrap_samples": 50,
-    }
-    config = replace_fields(RecipeConfig(), values)
-    environment = environment_at(helpful, "kiosk", max_turns=20)
-    prompt = prompt_ids(tokenizer, environment.policy("kiosk"), environment.tools("kiosk"))
-    rows = [row_of_task(task, prompt) for task in environment.tasks("test")]
-    solved = [call_text(one) for one in (SEAT, DONE)]
-    results = evaluate_episodes(
-        config,
-        data_dir=write_tasks(tmp_path / "data", rows),
-        data_digest="d" * 64,
-        model_ref="builtin:tiny",
-        model_name="grpo",
-        output_dir=tmp_path / "out",
-        io=FolderStageIO(tmp_path / "io"),
-        # The second attempt at the first task says something that is no call, twice.
-        generator=Scripted(tokenizer, lambda n, turn: "Hm." if n == 1 else solved[min(turn, 1)]),
-        tokenizer=tokenizer,
-        environment=environment,
-    )
-    told = {e["metric"]: e["value"] for e in results["evaluations"]}
-    assert (told["pass@1"], told["pass@2"], told["pass^2"]) == (0.75, 1.0, 0.5)
-    simulation = __import__("tau2.data_model.simulation", fromlist=["Results"])
-    own = simulation.Results.load(tmp_path / "out" / "environment" / "sampled" / "tau2-kiosk.json")
-    ends = [
-        (s.task_id, s.trial, s.termination_reason, s.reward_info.reward) for s in own.simulations
-    ]
-    assert ends == [
-        ("2", 0, "agent_stop", 1.0),
-        ("2", 1, "agent_error", 0.0),
-        ("3", 0, "agent_stop", 1.0),
-        ("3", 1, "agent_stop", 1.0),
-    ]
-    assert [task.id for task in own.tasks] == ["2", "3"]

@@ -26,7 +26,6 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.generation.completions import completion_text
 from refiner_core.judges import LexicalJudge
 from refiner_core.training.batches import prompt_batch
-from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
 from refiner_core.training.rollouts.lane import Lane
 from refiner_core.training.rollouts.rollout import (
@@ -49,6 +48,7 @@ from tests.support.tiny_training import (
     save_data,
     save_tiny_model,
     tiny_tokenizer,
+    train_rewarded,
 )
 
 
@@ -74,7 +74,8 @@ class Run:
 
     def __call__(self, name="io", *, config=None, **grpo):
         self.io = FolderStageIO(self.root / name)
-        return train_grpo(
+        return train_rewarded(
+            self.rewards,
             config or recipe(grpo=grpo),
             data_dir=self.root / "data",
             model_ref=str(self.root / "model"),
@@ -82,7 +83,6 @@ class Run:
             io=self.io,
             judge=self.judge,
             generator=self.sampler,
-            rewards=self.rewards,
         )
 
     def answer(self, judge) -> None:

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from refiner_core.contract.errors import Interrupted
-from refiner_core.training.grpo import train_grpo
 from refiner_core.training.model import loading
 from refiner_core.training.sft import train_sft
 from tests.support.stage_io import FolderStageIO
@@ -27,6 +26,7 @@ from tests.support.tiny_training import (
     save_answering_inputs,
     save_data,
     save_tiny_model,
+    train_rewarded,
 )
 
 pytestmark = pytest.mark.slow
@@ -61,12 +61,12 @@ class Stage:
         }
         if self.kind == "sft":
             return train_sft(self.config, **common)
-        return train_grpo(
+        return train_rewarded(
+            self.rewards,
             self.config,
             **common,
             judge=self.judge,
             generator=self.sampler,
-            rewards=self.rewards,
         )
 
     def outcome(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.sections.environment import EnvironmentConfig, UserConfig
@@ -114,13 +116,73 @@ FLAWS: dict[str, Callable[[Task, Calls, random.Random], Calls | None]] = {
 }
 
 
-_KINDS = {
-    str: "a string",
-    dict: "an object",
-    list: "a list",
-    bool: "true or false",
-    int: "an integer",
-}
+class _Part(BaseModel):
+    """Part of a task, strictly as the README has it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+_Phrases = Annotated[list[str], Field(min_length=1)]
+_Call = tuple[str, dict[str, Any]]
+
+
+class _Reaction(_Part):
+    hear: _Phrases
+    say: _Phrases
+    agree: str = ""
+    again: list[int] = []
+    end: bool = False
+
+
+class _Device(_Part):
+    id: str
+    cable: str
+    wireless: str
+    fresh: str
+    broken: str
+
+
+class _User(_Part):
+    opening: str
+    knows: dict[str, str]
+    volunteers: list[str]
+    reactions: list[_Reaction]
+
+
+class _UserWithDevice(_User):
+    device: _Device
+
+
+class _Data(_Part):
+    family: str
+    tell: list[_Phrases]
+    solution: list[_Call]
+    tempting: _Call | None
+
+
+class _Line(_Part):
+    id: str
+    domain: str
+    split: str
+    summary: str
+
+
+@functools.cache
+def _form(domain: str) -> type[BaseModel]:
+    """Form of a line of a domain; records are as those of the desk's own tasks."""
+    tables: dict[str, dict[str, Any]] = {}
+    for task in own_tasks():
+        for table, records in task.data["state"].items() if task.domain == domain else ():
+            columns = [{k: (type(v), ...) for k, v in r.items()} for r in records.values()]
+            tables[table] = next(iter(columns), tables.get(table, {}))
+    shapes: dict[str, Any] = {
+        table: (dict[str, create_model(table, __base__=_Part, **columns)], ...)  # type: ignore[misc]
+        for table, columns in tables.items()
+    }
+    user = _UserWithDevice if domain == "devices" else _User
+    state = create_model("state", __base__=_Part, **shapes)
+    data = create_model("data", __base__=_Data, state=(state, ...), user=(user, ...))
+    return create_model("task", __base__=_Line, data=(data, ...))
 
 
 class _Malformed(Exception):
@@ -180,107 +242,26 @@ def read_tasks(path: str) -> tuple[Task, ...]:
 def _task_of_line(line: str) -> Task:
     try:
         values = json.loads(line)
-        json.dumps(values, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise _Malformed(f"no JSON that can be used ({error})", "one JSON object") from error
-    _has_keys(values, {"id", "domain", "split", "summary", "data"}, "the task")
-    for key in ("id", "domain", "split", "summary"):
-        _fits(values[key], str, key)
-    if values["domain"] not in DOMAINS:
-        raise _Malformed(f"there is no domain {values['domain']!r}", f"one of {', '.join(DOMAINS)}")
-    _check_data(values["data"], values["domain"])
-    task = Task(**values)
-    _check_solution(task)
-    return task
-
-
-def _fits(value: Any, shape: Any, what: str) -> None:
-    """Refuse a value of another shape: a type; a list of one shape, or a tuple for one that is not
-    empty; an object with these keys, or with any (``...``); or what a function refuses."""
-    if isinstance(shape, list | tuple):
-        _fits(value, list, what)
-        if isinstance(shape, tuple) and not value:
-            raise _Malformed(f"{what} is empty", "at least 1")
-        for index, one in enumerate(value):
-            _fits(one, shape[0], f"{what}[{index}]")
-    elif isinstance(shape, dict):
-        if ... in shape:
-            _fits(value, dict, what)
-            shape = dict.fromkeys(value, shape[...])
-        _has_keys(value, set(shape), what)
-        for key, part in shape.items():
-            _fits(value[key], part, f"{what}.{key}")
-    elif not isinstance(shape, type):
-        shape(value, what)
-    elif type(value) is not shape:  # bool is an int for Python, and nothing of the kind for JSON
-        raise _Malformed(f"{what} is {json.dumps(value)[:40]}", _KINDS[shape])
-
-
-def _has_keys(value: Any, keys: set[str], what: str) -> None:
-    expected = f"an object with {', '.join(sorted(keys))}"
-    if not isinstance(value, dict):
-        raise _Malformed(f"{what} is no object", expected)
-    missing, unknown = sorted(keys - set(value)), sorted(set(value) - keys)
-    if missing:
-        raise _Malformed(f"{what} lacks {', '.join(missing)}", expected)
-    if unknown:
-        raise _Malformed(f"{what} has the unknown {', '.join(unknown)}", expected)
-
-
-def _call(call: Any, what: str) -> None:
-    good = isinstance(call, list) and len(call) == 2
-    if not good or not isinstance(call[0], str) or not isinstance(call[1], dict):
-        raise _Malformed(f"{what} is {json.dumps(call)[:40]}", 'a call: ["TOOL", {ARGUMENTS}]')
-
-
-def _call_or_null(call: Any, what: str) -> None:
-    if call is not None:
-        _call(call, what)
-
-
-def _reaction(reaction: Any, what: str) -> None:
-    _fits(reaction, dict, what)
-    shape = {"hear": (str,), "say": (str,), "agree": str, "again": [int], "end": bool}
-    _fits({"agree": "", "again": [], "end": False, **reaction}, shape, what)
-
-
-@functools.lru_cache(maxsize=1)
-def _states() -> dict[str, dict[str, Any]]:
-    """Shapes of ``data.state`` by domain, from the desk's own tasks."""
-    shapes: dict[str, dict[str, Any]] = {}
-    for task in own_tasks():
-        tables = shapes.setdefault(task.domain, {})
-        for table, records in task.data["state"].items():
-            tables.setdefault(table, {...: {}})
-            for record in records.values():
-                tables[table] = {...: {key: type(value) for key, value in record.items()}}
-    return shapes
-
-
-def _check_data(data: Any, domain: str) -> None:
-    """The form of ``data``; whether it makes sense is seen when its solution is played."""
-    user: dict[str, Any] = {
-        "opening": str,
-        "knows": {...: str},
-        "volunteers": [str],
-        "reactions": [_reaction],
-    }
-    if domain == "devices":
-        user["device"] = dict.fromkeys(("id", "cable", "wireless", "fresh", "broken"), str)
-    shape = {
-        "family": str,
-        "state": _states()[domain],
-        "user": user,
-        "tell": [(str,)],
-        "solution": [_call],
-        "tempting": _call_or_null,
-    }
-    _fits(data, shape, "data")
+        raise _Malformed(f"no JSON ({error})", "one JSON object") from error
+    domain = values.get("domain") if isinstance(values, dict) else None
+    if domain not in DOMAINS:
+        raise _Malformed(f"there is no domain {domain!r}", f"one of {', '.join(DOMAINS)}")
+    try:
+        _form(domain).model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _Malformed(f"{where or 'the task'}: {first['msg']}", "a task of that form") from None
+    data = values["data"]
     for slot in data["user"]["volunteers"]:
         if slot not in data["user"]["knows"]:
             raise _Malformed(f"data.user.volunteers has {slot!r}", "slots of data.user.knows")
     if domain == "devices" and data["user"]["device"]["id"] not in data["state"]["devices"]:
         raise _Malformed("data.user.device.id is not in data.state.devices", "one that is")
+    task = Task(**values)
+    _check_solution(task)
+    return task
 
 
 def _check_solution(task: Task) -> None:

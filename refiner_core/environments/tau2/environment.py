@@ -13,20 +13,14 @@ from __future__ import annotations
 import json
 import os
 import threading
-import uuid
-import weakref
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from datetime import UTC, datetime
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from refiner_core.contract.config import EnvironmentConfig, UserConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.files import replacing
 from refiner_core.contract.types import Judge
-from refiner_core.environments.protocol import EpisodeRecord, Task, ToolSpec, TurnRecord
+from refiner_core.environments.protocol import Task, ToolSpec
 from refiner_core.environments.tau2.episode import FINISH, MAX_ERRORS, SPEAK, Given, Tau2Episode
 from refiner_core.environments.tau2.package import (
     DATA_VARIABLE,
@@ -37,73 +31,6 @@ from refiner_core.environments.tau2.package import (
     widen_client,
 )
 from refiner_core.environments.tau2.tasks import NL_BASIS, assertions_of, basis_of
-
-INFRASTRUCTURE_ERROR = "infrastructure_error"
-#: An agent that broke the form of a conversation.
-AGENT_ERROR = "agent_error"
-
-
-def _simulation(
-    record: EpisodeRecord, trial: int, own_id: str, reasons: Collection[str]
-) -> dict[str, Any] | None:
-    """``reasons`` are the ways to end that the installed version knows."""
-    if record.status == "error":
-        return _broken(record, trial, own_id) if INFRASTRUCTURE_ERROR in reasons else None
-    told = record.info
-    simulation = dict(told["simulation"])
-    if record.ended == "no_call" and AGENT_ERROR in reasons:
-        simulation["termination_reason"] = AGENT_ERROR
-    return {
-        **simulation,
-        "task_id": own_id,
-        "trial": trial,
-        "reward_info": told["reward_info"],
-        "info": {"excluded": list(record.excluded), "failure": record.failure},
-    }
-
-
-def _broken(record: EpisodeRecord, trial: int, own_id: str) -> dict[str, Any]:
-    """A run without an end, with as much of its conversation as the agent has seen."""
-    now = datetime.now(tz=UTC).isoformat()
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": text} for role, text in record.first_messages if role == "user"
-    ]
-    for number, turn in enumerate(record.turns):
-        messages += _messages(turn, f"call_{number + 1}")
-    return {
-        "id": f"error-{own_id}-{trial}-{record.seed}",
-        "task_id": own_id,
-        "trial": trial,
-        "seed": record.seed,
-        "start_time": now,
-        "end_time": now,
-        "duration": sum(turn.seconds for turn in record.turns),
-        "termination_reason": INFRASTRUCTURE_ERROR,
-        "reward_info": None,
-        "messages": messages,
-        "info": {"error_kind": record.error_kind, "error": record.error},
-    }
-
-
-def _messages(turn: TurnRecord, call_id: str) -> list[dict[str, Any]]:
-    if turn.call is None:
-        return []
-    name, arguments = str(turn.call["name"]), dict(turn.call["arguments"])
-    said = arguments.get("content") if name == "respond" else None
-    own: dict[str, Any] = {"role": "assistant"}
-    if said is None:
-        call = {"id": call_id, "name": name, "arguments": arguments, "requestor": "assistant"}
-        own["tool_calls"] = [call]
-    else:
-        own["content"] = said if isinstance(said, str) else json.dumps(said)
-    answers = [
-        {"role": "tool", "id": call_id, "content": text, "error": bool(turn.tool_error)}
-        if role == "tool"
-        else {"role": "user", "content": text}
-        for role, text in turn.messages
-    ]
-    return [own, *answers]
-
 
 _SUMMARY = 160
 #: A server that wants no key gets this: its client refuses to ask without one.
@@ -132,8 +59,6 @@ _SPOKEN = (
         {"type": "object", "properties": {}},
     ),
 )
-#: Judges by environment, for episodes that are unpickled where their environment lives.
-_JUDGES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class Tau2Environment:
@@ -171,9 +96,6 @@ class Tau2Environment:
             )
         self._config, self._user = config, user
         self._judge = judge if config.nl_assertions == "judge" else None
-        self._key = uuid.uuid4().hex
-        if self._judge is not None:
-            _JUDGES[self._key] = self._judge
         self._lock = threading.RLock()
         self._parts: Parts | None = None
         self._known: dict[str, dict[str, Any]] = {}
@@ -343,10 +265,7 @@ class Tau2Environment:
                 expected="a simulated user at an OpenAI-compatible endpoint",
                 fix="set environment.user.model and environment.user.base_url",
             )
-        return Tau2Episode(partial(self.opened, task.domain, str(task.data["task_id"])))
-
-    def opened(self, domain: str, own_id: str) -> Given:
-        """What an episode at a task is given."""
+        domain, own_id = task.domain, str(task.data["task_id"])
         known = self._tasks_of(domain)
         if own_id not in known:
             raise DataError(
@@ -355,9 +274,8 @@ class Tau2Environment:
                 fix="run the data stage again with the version that is installed now",
             )
         parts, tools, most = self._loaded(), self._domain(domain)[1], self._config.max_turns
-        return Given(
-            parts, domain, known[own_id], tools, most, self._user, self._user_args, self._judge
-        )
+        given = (known[own_id], tools, most, self._user, self._user_args, self._judge)
+        return Tau2Episode(Given(parts, domain, *given))
 
     def _user_args(self) -> dict[str, Any]:
         """For LiteLLM; made for each episode, so that the key is kept by none of ours."""
@@ -372,62 +290,6 @@ class Tau2Environment:
         if user.base_url:
             values["api_base"] = user.base_url
         return values
-
-    # ---- results
-
-    def results_file(
-        self, records: Sequence[EpisodeRecord], folder: Path, *, agent: str = ""
-    ) -> tuple[Path, ...]:
-        """Results as tau2-bench's own tools read them, one file per domain, whole or not at all;
-        ``agent`` names the model."""
-        reasons = {str(reason.value) for reason in self._loaded().TerminationReason}
-        written = []
-        for domain in self.domains():
-            own = [record for record in records if record.domain == domain]
-            if not own:
-                continue
-            known = self._tasks_of(domain)
-            named = {f"{domain}-{own_id}": task for own_id, task in known.items()}
-            wanted = dict.fromkeys(record.task_id.rpartition("/")[2] for record in own)
-            simulations, trials = [], Counter[str]()
-            for record in own:
-                own_id = str(named[record.task_id.rpartition("/")[2]].id)
-                simulations.append(_simulation(record, trials[record.task_id], own_id, reasons))
-                trials[record.task_id] += 1
-            values = {
-                "timestamp": datetime.now(tz=UTC).isoformat(),
-                "info": self._info(domain, max(trials.values()), agent),
-                "tasks": [named[name].model_dump(mode="json") for name in wanted],
-                "simulations": [one for one in simulations if one is not None],
-            }
-            written.append(folder / f"tau2-{domain}.json")
-            with replacing(written[-1]) as file:
-                file.write(json.dumps(values, ensure_ascii=False, indent=2).encode())
-        return tuple(written)
-
-    def _info(self, domain: str, trials: int, agent: str) -> dict[str, Any]:
-        user = self._user
-        return {
-            "git_commit": "unknown",
-            "num_trials": trials,
-            "max_steps": self._config.max_turns,
-            "max_errors": MAX_ERRORS,
-            "user_info": {
-                "implementation": "user_simulator",
-                "llm": user.model,
-                "llm_args": {"temperature": user.temperature, "max_tokens": user.max_tokens},
-            },
-            "agent_info": {"implementation": "refiner", "llm": agent or None, "llm_args": {}},
-            "environment_info": {"domain_name": domain, "policy": self._domain(domain)[0]},
-        }
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._config, self._user, self._key)
-
-
-def _again(config: EnvironmentConfig, user: UserConfig, key: str) -> Tau2Environment:
-    """The environment in another process; it is pickled without key and judge."""
-    return Tau2Environment(config, user, _JUDGES.get(key))
 
 
 def _summary(task: Any) -> str:

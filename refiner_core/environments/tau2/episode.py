@@ -3,9 +3,7 @@
 In: a task, tau2-bench's parts, the user's settings. Out: messages, and an outcome.
 
 Its orchestrator carries messages between agent, user and tools; we turn it until it is the agent's
-turn again, and hand it our agent's message. Everything happens in the caller's thread. Between two
-turns the whole conversation is a list of messages, and tau2-bench can begin at any such list: that
-is how an episode is pickled, without the key and without the package.
+turn again, and hand it our agent's message. Everything happens in the caller's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from refiner_core.environments.tau2.tasks import (
     with_judged,
     without_assertions,
 )
-from refiner_core.environments.user import user_failed
 
 #: By name, since its client need not be importable here.
 _SLOW = frozenset(
@@ -52,9 +49,30 @@ _UNREADABLE = frozenset({"APIResponseValidationError", "JSONSchemaValidationErro
 
 
 def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
-    """The error of the infrastructure that stands for ``error``."""
+    """The error of the infrastructure that stands for ``error``: the simulated user is down, slow
+    or off-script."""
     kind, detail = _kind(error)
-    return user_failed(user, kind, f"{detail}, after {user.max_retries} more tries")
+    words, fix = {
+        "user_down": (
+            "could not be asked",
+            f"check its base_url, model and key ({user.api_key_env}), and its server",
+        ),
+        "user_slow": (
+            f"did not answer within {user.timeout_s:g} s",
+            "raise the user's timeout_s, or give its server more room",
+        ),
+        "user_off_script": (
+            "gave no usable answer",
+            "use a model that follows instructions (and calls its tools, on a server that reads "
+            "calls), or raise the user's max_tokens",
+        ),
+    }[kind]
+    return InfrastructureError(
+        f"The simulated user {user.model} {words} ({detail}, after {user.max_retries} more tries).",
+        kind=kind,
+        expected="one message of the user, or calls of its tools",
+        fix=fix,
+    )
 
 
 def off_script(what: str, user: UserConfig) -> InfrastructureError:
@@ -121,15 +139,10 @@ class Given:
 
 
 class Tau2Episode:
-    """Implements :class:`~refiner_core.environments.protocol.Episode`.
+    """Implements :class:`~refiner_core.environments.protocol.Episode`."""
 
-    ``reopen`` gives the same in another process; it is pickled in the place of what it gives, and
-    is a function of a module, or a bound method of what can be pickled.
-    """
-
-    def __init__(self, reopen: Callable[[], Given]) -> None:
-        self._reopen, self._given = reopen, reopen()
-        self._parts = self._given.parts
+    def __init__(self, given: Given) -> None:
+        self._given, self._parts = given, given.parts
         self._orchestrator: Any = None
         self._agent: Any = None
         self._seed, self._calls = 0, 0
@@ -144,12 +157,11 @@ class Tau2Episode:
         self._seed, self._calls, self._tools, self._errors = seed, 0, [], []
         self._begun, self._began_at = time.monotonic(), datetime.now(tz=UTC).isoformat()
         self._id = str(uuid.uuid4())
-        task = self._given.task
-        self._start(task)
+        self._start()
         self._turn_until_agent()
         if self._orchestrator.done:
             raise off_script("ended the conversation before it began", self._given.user)
-        return (*said_before(task), self._told())
+        return (*said_before(self._given.task), self._told())
 
     def step(self, call: ToolCall) -> Step:
         """One turn of the agent; what is no call that tau2-bench could take is answered here."""
@@ -202,7 +214,7 @@ class Tau2Episode:
 
     # ---- beginning
 
-    def _start(self, task: Any) -> None:
+    def _start(self) -> None:
         parts, given = self._parts, self._given
         environment = parts.registry.get_env_constructor(given.domain)(solo_mode=False)
         self._agent = _agent_class(parts)(list(environment.get_tools()), environment.get_policy())
@@ -217,7 +229,7 @@ class Tau2Episode:
             agent=self._agent,
             user=user,
             environment=environment,
-            task=task,
+            task=given.task,
             max_steps=given.max_steps,
             max_errors=MAX_ERRORS,
             seed=self._seed % _SEEDS,
@@ -350,50 +362,6 @@ class Tau2Episode:
         transcript = "\n".join(lines_of(simulation.messages))
         measured = with_judged(measured, assertions, transcript, judge)
         return measured, {**info, **_judged_info(measured, info)}
-
-    # ---- pickling
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = {
-            "reopen": self._reopen,
-            **{name: getattr(self, name) for name in _OWN},
-            "seconds": time.monotonic() - self._begun,
-            "orchestrator": None,
-        }
-        if self._orchestrator is not None:
-            state["orchestrator"] = {
-                **{n: getattr(self._orchestrator, n) for n in _COUNTERS},
-                "reason": self._reason(),
-                "messages": [m.model_dump(mode="json") for m in self._orchestrator.trajectory],
-            }
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["reopen"])  # type: ignore[misc]
-        for name in _OWN:
-            setattr(self, name, state[name])
-        self._begun = time.monotonic() - state["seconds"]
-        then = state["orchestrator"]
-        if then is None:
-            return
-        self._start(_continued(self._parts, self._given.task, then["messages"]))
-        self._orchestrator.task = self._given.task
-        for name in _COUNTERS:
-            setattr(self._orchestrator, name, then[name])
-        if then["reason"]:
-            self._orchestrator.termination_reason = self._parts.TerminationReason(then["reason"])
-
-
-_COUNTERS = ("done", "step_count", "num_errors")
-_OWN = ("_seed", "_calls", "_tools", "_errors", "_began_at", "_id")
-
-
-def _continued(parts: Parts, task: Any, messages: list[dict[str, Any]]) -> Any:
-    """The task as one that begins after these messages."""
-    values = task.model_dump(mode="json")
-    before = values.get("initial_state") or {}
-    values["initial_state"] = {**before, "message_history": messages}
-    return parts.Task.model_validate(values)
 
 
 def _agent_class(parts: Parts) -> type[Any]:

@@ -28,10 +28,8 @@ from refiner_core.environments.protocol import Environment, domain_of_id, task_o
 from refiner_core.environments.registry import open_environment
 from refiner_core.environments.scoring import Curriculum, require_episodes, shaped_reward
 from refiner_core.generation.completions import closing_ids, completion_text
-from refiner_core.rewards import RewardInput, require_scored
+from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.samples import (
-    AnswerRewards,
-    RewardFunction,
     Wanted,
     check_room,
     sample_answers,
@@ -70,11 +68,8 @@ class Lane:
     counts: tuple[str, ...] = ()
     curves: tuple[str, ...] = ()
 
-    def __init__(
-        self, config: RecipeConfig, judge: Judge | None, function: RewardFunction | None = None
-    ) -> None:
-        self.config, self.grpo = config, config.grpo
-        self._judge, self._function = judge, function
+    def __init__(self, config: RecipeConfig, judge: Judge | None) -> None:
+        self.config, self.grpo, self._judge = config, config.grpo, judge
 
     def check(self, prompts: Sequence[PromptRow]) -> None:
         """Refuse, before anything is sampled, prompts that do not fit."""
@@ -113,19 +108,19 @@ class Lane:
         text = completion_text(tokenizer, completion)
         return _sampled(wanted, completion, text, closing_ids(tokenizer, completion))
 
-    def rewards(self, *, patient: bool) -> AnswerRewards | None:
+    def rewards(self, *, patient: bool) -> RewardStream | None:
         """Rewards of a batch while it is sampled (rank 0's); None where nothing can."""
         assert self._judge is not None
-        return AnswerRewards(self.config.reward, self._judge, self._function, patient=patient)
+        return RewardStream(self.config.reward, self._judge, patient=patient)
 
-    def ask(self, rewards: AnswerRewards, samples: Mapping[int, Sampled]) -> None:
+    def ask(self, rewards: RewardStream, samples: Mapping[int, Sampled]) -> None:
         """Let a judge that streams begin with samples, by place."""
         for place, sample in samples.items():
             rewards.add(place, RewardInput(sample.prompt, sample.text, sample.stopped))
 
     def results(
         self,
-        rewards: AnswerRewards | None,
+        rewards: RewardStream | None,
         samples: Sequence[Sampled],
         on_judged: Callable[[int, int], None],
     ) -> list[RewardResult]:
@@ -285,7 +280,7 @@ class EpisodeLane(Lane):
 
     def results(
         self,
-        rewards: AnswerRewards | None,
+        rewards: RewardStream | None,
         samples: Sequence[Sampled],
         on_judged: Callable[[int, int], None],
     ) -> list[RewardResult]:
@@ -334,7 +329,6 @@ def open_lane(
     config: RecipeConfig,
     *,
     judge: Judge | None,
-    rewards: RewardFunction | None,
     environment: Environment | None,
     samples: bool,
 ) -> Lane:
@@ -351,5 +345,5 @@ def open_lane(
         See :func:`refiner_core.environments.registry.open_environment`.
     """
     if not config.environment.name:
-        return Lane(config, judge, rewards)
+        return Lane(config, judge)
     return EpisodeLane(config, judge, environment, samples=samples)

@@ -49,7 +49,8 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.generation.load import set_threads
-from refiner_core.samples import AnswerRewards, Wanted
+from refiner_core.rewards import RewardStream
+from refiner_core.samples import Wanted
 from refiner_core.training.batches import permutation, prompt_batch
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.ranks import on_first
@@ -78,7 +79,7 @@ class Round:
     future: Future[None] | None = None
     collected: bool = False
     samples: list[Sampled] = field(default_factory=list)
-    rewards: AnswerRewards | None = None
+    rewards: RewardStream | None = None
     results: list[RewardResult] | None = None
 
 
