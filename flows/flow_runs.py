@@ -41,8 +41,9 @@ from prefect.states import Cancelled, Completed, Crashed, Failed, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
-from flows.running.background import Detached, Launch, detach_run
+from flows.running.background import Detached, detach_run
 from flows.running.following import Follower, SweepFollower, inputs_of
+from flows.running.showing import Launch
 from flows.stage_tasks import Views, flow_run_state, stage_task, warned
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents

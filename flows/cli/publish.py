@@ -30,7 +30,7 @@ from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.cards.inspection import Checked
-    from flows.running.background import Launch
+    from flows.running.showing import Launch
     from infra.adopting import How
 
 
@@ -58,7 +58,7 @@ def publish_command(
     """
     from flows.cli.plan import show_made_plan
     from flows.publishing.by_hand import begin_publication, plan_publication
-    from flows.running.runs import publish_run
+    from flows.running.calls import publish_run
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)

@@ -192,7 +192,7 @@ def _count(status: RunStatus) -> str:
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.running.runs import list_runs
+    from flows.running.status import list_runs
 
     known = list_runs(workspace.root)
     rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infra.disk.history import SCRIPT, STATE_BYTES, History, ModelSize, history_of
-from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.fields import replace_fields
@@ -42,6 +41,10 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
+    if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
+        return 0  # its judgements are not kept
+    from infra.judgements.segments import RECORD_BYTES, summarise
+
     total = limit = 0
     of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}
     for stage in stages:

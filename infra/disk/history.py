@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 from infra.disk.usage import size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.store.checkpoints import CheckpointStore
-from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
@@ -195,6 +194,8 @@ def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
 
 
 def _of_stage(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+    from infra.store.traces import list_rollouts
+
     paths = workspace.layout.stage(stage_id)
     theirs = recorded_checkpoints(workspace, stage_id).found
     saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
@@ -219,6 +220,8 @@ def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float |
     """Seconds of a step: as logged, else those of the attempt over its steps."""
     if not record.attempts:
         return None
+    from infra.store.traces import read_metrics
+
     last = record.attempts[-1]
     try:
         lines = read_metrics(workspace.layout.attempt(stage_id, last.number).metrics)

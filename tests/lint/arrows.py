@@ -48,10 +48,9 @@ ROOMS: Mapping[str, Sequence[str]] = {
             "ranks",
             "worker",
             "evaluations",
-            "notifying",
         ),
-        *("artifacts", "running", "stored", "tracking", "cards", "publishing", "adopting", "disk"),
-        *("plans", "doctor", "rescoring"),
+        *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
+        *("adopting", "disk", "plans", "doctor", "rescoring"),
         *("judges", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),
         *(
