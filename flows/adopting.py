@@ -1,7 +1,7 @@
-"""Adopting: look at a dead run, record it, say what to run next.
+"""Adopting: look at another trainer's dead run, record a checkpoint of it, say what to run next.
 
-In: its folder. Out: a JSON-ready report, records in the workspace, and for another
-trainer's checkpoint a recipe that publishes (and evaluates) it.
+In: its folder. Out: a JSON-ready report, records in the workspace, and a recipe that publishes (and
+evaluates) the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,17 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infra.adopting import (
-    HOW_IN_WORDS,
-    FoundStage,
-    How,
-    Source,
-    adopt_checkpoint,
-    adopt_stages,
-    find_stages,
-    is_ours,
-    write_recipe,
-)
+from infra.adopting import HOW_IN_WORDS, How, adopt_checkpoint, write_recipe
 from infra.foreign.exports import missing_in
 from infra.foreign.sightings import Sighting, choose, prove, sight
 from infra.store.workspace import Workspace
@@ -69,7 +59,7 @@ def adopt_run(
     how: How = "link",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Take over a dead run, whatever trainer has written it.
+    """Take over a dead run of another trainer's.
 
     Parameters
     ----------
@@ -101,56 +91,19 @@ def adopt_run(
     ConfigurationError
         Nothing there can be adopted, or an override cannot be meant.
     WorkspaceError
-        The run still lives, or the workspace cannot be used.
+        The workspace cannot be used.
     """
     beside = None if companions is None else Path(companions)
     request = AdoptRequest(Path(folder), tuple(overrides), step, recipe, beside, name, how, dry_run)
     place = request.folder.expanduser().absolute()
-    adopt = _adopt_ours if is_ours(place) else _adopt_checkpoint
-    return adopt(request, place)
-
-
-# ---------------------------------------------------------------- refiner's own
-
-
-def _adopt_ours(request: AdoptRequest, folder: Path) -> dict[str, Any]:
-    workspace = _workspace(request)
-    stages = find_stages(folder, workspace)
-    if not stages:
+    if (place / "workspace.json").is_file() or (place / "spec.json").is_file():
         raise ConfigurationError(
-            f"{folder} is a workspace without stages",
-            expected="one that a recipe has worked in",
-            fix="name another folder",
+            f"{place} was written by refiner itself",
+            expected="the folder of another trainer's run",
+            fix=f"go on there with `refiner resume workspace={place}`, also after it was moved or "
+            "copied; a stage's folder goes on in the `stages` folder of any workspace",
         )
-    if not request.dry_run:
-        adopt_stages(stages, workspace)
-    return {
-        **{"version": OUTPUT_VERSION, "kind": "refiner", "source": str(folder)},
-        **{"workspace": str(workspace.root), "dry_run": request.dry_run},
-        "stages": [
-            {**picked(s.spec, "name", "kind"), **picked(s, "id", "step", "fate", "notes")}
-            for s in stages
-        ],
-        "next": _same_recipe(folder, stages, workspace),
-    }
-
-
-def _same_recipe(folder: Path, stages: Sequence[FoundStage], workspace: Workspace) -> list[str]:
-    """The call that made the stages, with the workspace that they are in now."""
-    source = Workspace.read_only(folder) if (folder / "workspace.json").is_file() else None
-    ids = {s.id for s in stages}
-    for run in source.runs(newest_first=True) if source is not None else ():
-        if ids & set(run.stages.values()):
-            left_out = ("workspace=", "data_root=")
-            kept = [o for o in run.overrides if not o.startswith(left_out)]
-            # A file has to be named again by its path.
-            files = (w for w in run.command if w.endswith((".yaml", ".yml")))
-            recipe = next((w for w in files if Path(w).stem == run.recipe), run.recipe)
-            return ["refiner", "run", recipe, *kept, f"workspace={workspace.root}"]
-    return ["refiner", "run", "RECIPE", f"workspace={workspace.root}"]
-
-
-# ---------------------------------------------------------------- anybody's
+    return _adopt_checkpoint(request, place)
 
 
 def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
@@ -186,8 +139,7 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     if request.dry_run:
         return report
     workspace = Workspace.open(request.workspace)
-    source = Source(chosen, request.how, request.companions, base)
-    adopted = adopt_checkpoint(workspace, source)
+    adopted = adopt_checkpoint(workspace, chosen, request.how, request.companions, base)
     report["adopted"] = {
         "id": adopted.stage_id,
         "new": adopted.new,
@@ -196,12 +148,6 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     }
     write_recipe(recipe, adopted, _recipe_fields(request, workspace, adopted.model, recipe))
     return report
-
-
-def _workspace(request: AdoptRequest) -> Workspace:
-    if request.dry_run:
-        return Workspace.read_only(request.workspace)
-    return Workspace.open(request.workspace)
 
 
 def _listed(sighting: Sighting, folder: Path) -> dict[str, Any]:
