@@ -1,7 +1,7 @@
 """Base of the flows ``pipeline`` and ``sweep``. Imports Prefect.
 
 In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
-stage that begins (of a sweep: for each trial), with its progress, log, curves, numbers and card.
+stage that begins (of a sweep: for each trial), with its progress, log, numbers and card.
 
 Who does what:
 

@@ -1,7 +1,7 @@
 """Task runs of stages, for flow runs that follow a call. Imports Prefect.
 
 In: the newest views of a call's stages. Out: for each stage a task run with its log, progress,
-curves, numbers and card, and the state that says how it ended. The orchestrator alone retries
+numbers and card, and the state that says how it ended. The orchestrator alone retries
 stages: tasks have no retries, cache or results.
 """
 
@@ -123,9 +123,7 @@ class ShownStage:
             if view.terminal:
                 with warned(self._log, self._node.name):
                     for found in artifacts_of(self._call, view):
-                        create_markdown_artifact(
-                            found.markdown, key=found.key, description=found.description
-                        )
+                        create_markdown_artifact(**found)
                 return state_of(view)
             if closed:
                 return Crashed(message=f"It was {view.state} when it was last seen.")

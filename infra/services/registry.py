@@ -15,27 +15,27 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from infra.host.files import write_private
-from infra.host.processes import ProcessId, host_name
-from infra.jobs.dispatch import Router, make_router, router_to_look
-from infra.jobs.failures import classify_silent_end, outcome_of
-from infra.jobs.protocol import AttemptRef, OpenAttempt
+from infra.host.processes import host_name
+from infra.jobs.dispatch import router_to_look
+from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.ending import Ending
 from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import Seen
 from infra.process.child import kill_leftovers
 from infra.services.process import KEY_VARIABLES
 from infra.store import atomic
+from infra.store.layout import StagePaths
 from infra.store.orchestrators import holders
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import DispatchConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.records import StageRecord, from_json
+from refiner_core.contract.records import from_json
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import Endpoint
 
@@ -55,7 +55,6 @@ ServiceState = Literal[
     "unknown",  # its scheduler cannot be asked from here
 ]
 RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
-_POLL_S = 0.2
 
 
 def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -207,7 +206,9 @@ def services_of(workspace: Workspace, wanted: str | None = None) -> list[Service
 
 
 def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
-    record, _, seen = _look(workspace, service_id, adopt=False)
+    settings = _settings(workspace, workspace.layout.stage(service_id))
+    records, observed = Observer(workspace, router_to_look(settings, workspace)).look([service_id])
+    record, seen = records.get(service_id), observed.attempts.get(service_id)
     identity = record.spec.identity if record is not None else {}
     last = record.attempts[-1] if record is not None and record.attempts else None
     status = ServiceStatus(
@@ -253,17 +254,11 @@ def _state(seen: Seen | None, answers: bool, needed: bool) -> ServiceState:
     return "serving" if needed else "idle"
 
 
-def _look(
-    workspace: Workspace, service_id: str, *, adopt: bool
-) -> tuple[StageRecord | None, Router, Seen | None]:
-    """The record, who knows of its job, and what is seen of its open attempt."""
-    stage = workspace.layout.stage(service_id)
+def _settings(workspace: Workspace, stage: StagePaths) -> DispatchConfig:
+    """How its newest job was asked for."""
     numbers = stage.attempt_numbers()
     config = workspace.part(stage.attempt(numbers[-1]), "config") if numbers else {}
-    settings = from_json(DispatchConfig, config.get("dispatch") or {})
-    router = (make_router if adopt else router_to_look)(settings, workspace)
-    records, observed = Observer(workspace, router).look([service_id])
-    return records.get(service_id), router, observed.attempts.get(service_id)
+    return from_json(DispatchConfig, config.get("dispatch") or {})
 
 
 # ---------------------------------------------------------------- ending
@@ -281,38 +276,10 @@ def end_service(
 
     Its worker is asked first, and killed after ``grace_s``. Who still needs it starts another one.
     """
-    asked_at: float | None = None
-    began, killed = time.monotonic(), False
-    while time.monotonic() - began < 2 * grace_s + 10:
-        record, router, seen = _look(workspace, service_id, adopt=True)
-        if record is None or seen is None:
-            return True
-        ref = AttemptRef(service_id, record.attempts[-1].number)
-        started = workspace.read_control(workspace.layout.attempt(*ref).started)
-        attempt = OpenAttempt(ref, record.attempts[-1], started)
-        if seen.sight == "dead":
-            _close(workspace, attempt, seen)
-        elif asked_at is None:
-            workspace.ask_stop(service_id, seen.number, "interrupted", reason)
-            if attempt.started is None:
-                if workspace.void_attempt(*attempt.ref) and router.kill(attempt):
-                    end = outcome_of("interrupted", f"not begun: {reason}")
-                    workspace.close_attempt(*attempt.ref, end)
-            elif router.stop(attempt):
-                asked_at = time.monotonic()
-        elif time.monotonic() - asked_at > grace_s and not killed:
-            killed = router.kill(attempt)
-            tell(f"{service_id} has not ended in {grace_s:g} s: killed")
-        time.sleep(_POLL_S)
-    return False
-
-
-def _close(workspace: Workspace, attempt: OpenAttempt, seen: Seen) -> None:
-    """Note the end of a server that was dead before it could be asked."""
-    if attempt.started is None and not workspace.void_attempt(*attempt.ref):
-        return
-    end = seen.silent_end or classify_silent_end(attempt.started is not None, "")
-    workspace.close_attempt(*attempt.ref, end)
-    worker = (attempt.started or {}).get("process")
-    if worker is not None and ProcessId.parse(worker).here:  # its minder may be gone, too
-        kill_leftovers(workspace.layout.service(attempt.ref.stage_id))
+    stage = workspace.layout.stage(service_id)
+    settings = replace(_settings(workspace, stage), grace_s=grace_s)
+    ending = Ending(workspace, settings, {service_id: service_id}, "interrupted", reason, tell)
+    if ending.work(2 * grace_s + 10):
+        return False
+    kill_leftovers(workspace.layout.service(service_id))  # its minder may be gone, too
+    return True
