@@ -29,9 +29,9 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
+    from flows.adopting import How
     from flows.cards.inspection import Checked
     from flows.running.showing import Launch
-    from infra.adopting import How
 
 
 @click.command("publish")

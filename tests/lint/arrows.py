@@ -37,7 +37,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "infra": (
         *("host", "store", "jobs", "judgements", "publishing", "hub", "process", "foreign", "disk"),
         *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
-        *("ranks", "rollouts", "adopting", "doctor"),
+        *("ranks", "rollouts", "doctor"),
     ),
     "flows": (
         *(

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.adopting import adopt_run
-from infra.adopting import How
+from flows.adopting import How, adopt_run
 from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
