@@ -17,7 +17,7 @@ import psutil
 
 from flows.running.status import required_run, stage_names
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.orchestrator.ending import POLL_S, Ending, Seldom, Tell, open_stages
+from infra.orchestrator.acting import POLL_S, Ending, Seldom, Tell, open_stages
 from infra.store.orchestrators import (
     Orchestrator,
     held_by_others,

@@ -15,7 +15,7 @@ from flows.running import cancelling
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
-from infra.orchestrator import ending
+from infra.orchestrator import acting as ending
 from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.planned import PlannedStage
