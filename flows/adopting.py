@@ -1,38 +1,50 @@
-"""Adopting: look at a dead run, record it, say what to run next.
+"""Adopting: a checkpoint of another trainer's dead run becomes a stage that is done.
 
-In: its folder. Out: a JSON-ready report, records in the workspace, and for another
-trainer's checkpoint a recipe that publishes (and evaluates) it.
+In: its folder. Out: a JSON-ready report, records in the workspace, and a recipe that publishes (and
+evaluates) the checkpoint. It becomes a `command` stage whose output is the checkpoint; what the
+stage *is* follows from the weights' own digest, so that adopting the same ones again changes
+nothing. Files are hard links unless the caller asks for copies, or for links by name (which hold
+only while the source stays). The source is never changed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from infra.adopting import (
-    HOW_IN_WORDS,
-    FoundStage,
-    How,
-    Source,
-    adopt_checkpoint,
-    adopt_stages,
-    find_stages,
-    is_ours,
-    write_recipe,
-)
-from infra.foreign.exports import missing_in
+import yaml
+
+from infra.foreign.exports import copy, link, missing_in, model_files, open_file
 from infra.foreign.sightings import Sighting, choose, prove, sight
-from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from infra.host.processes import ProcessId
+from infra.store import atomic
+from infra.store.atomic import no_space_guard
+from infra.store.stage_records import Claim
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.config import CommandConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.loading import load_recipe
+from refiner_core.contract.plan import make_plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.recipes import find_recipe
-from refiner_core.contract.records import picked
+from refiner_core.contract.records import RECORD_VERSION, Outcome, OutputFile, StageResult, picked
 
 #: Version of the JSON that `adopt --json` prints.
 OUTPUT_VERSION = 1
+
+How = Literal["link", "copy", "in-place"]
+#: In words, for people.
+HOW_IN_WORDS: dict[How, str] = {
+    "link": "hard links (no room needed; the source may be deleted later)",
+    "copy": "copies",
+    "in-place": "links by name (the source must stay where it is)",
+}
 
 
 class AdoptRequest(NamedTuple):
@@ -69,7 +81,7 @@ def adopt_run(
     how: How = "link",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Take over a dead run, whatever trainer has written it.
+    """Take over a dead run of another trainer's.
 
     Parameters
     ----------
@@ -101,56 +113,19 @@ def adopt_run(
     ConfigurationError
         Nothing there can be adopted, or an override cannot be meant.
     WorkspaceError
-        The run still lives, or the workspace cannot be used.
+        The workspace cannot be used.
     """
     beside = None if companions is None else Path(companions)
     request = AdoptRequest(Path(folder), tuple(overrides), step, recipe, beside, name, how, dry_run)
     place = request.folder.expanduser().absolute()
-    adopt = _adopt_ours if is_ours(place) else _adopt_checkpoint
-    return adopt(request, place)
-
-
-# ---------------------------------------------------------------- refiner's own
-
-
-def _adopt_ours(request: AdoptRequest, folder: Path) -> dict[str, Any]:
-    workspace = _workspace(request)
-    stages = find_stages(folder, workspace)
-    if not stages:
+    if (place / "workspace.json").is_file() or (place / "spec.json").is_file():
         raise ConfigurationError(
-            f"{folder} is a workspace without stages",
-            expected="one that a recipe has worked in",
-            fix="name another folder",
+            f"{place} was written by refiner itself",
+            expected="the folder of another trainer's run",
+            fix=f"go on there with `refiner resume workspace={place}`, also after it was moved or "
+            "copied; a stage's folder goes on in the `stages` folder of any workspace",
         )
-    if not request.dry_run:
-        adopt_stages(stages, workspace)
-    return {
-        **{"version": OUTPUT_VERSION, "kind": "refiner", "source": str(folder)},
-        **{"workspace": str(workspace.root), "dry_run": request.dry_run},
-        "stages": [
-            {**picked(s.spec, "name", "kind"), **picked(s, "id", "step", "fate", "notes")}
-            for s in stages
-        ],
-        "next": _same_recipe(folder, stages, workspace),
-    }
-
-
-def _same_recipe(folder: Path, stages: Sequence[FoundStage], workspace: Workspace) -> list[str]:
-    """The call that made the stages, with the workspace that they are in now."""
-    source = Workspace.read_only(folder) if (folder / "workspace.json").is_file() else None
-    ids = {s.id for s in stages}
-    for run in source.runs(newest_first=True) if source is not None else ():
-        if ids & set(run.stages.values()):
-            left_out = ("workspace=", "data_root=")
-            kept = [o for o in run.overrides if not o.startswith(left_out)]
-            # A file has to be named again by its path.
-            files = (w for w in run.command if w.endswith((".yaml", ".yml")))
-            recipe = next((w for w in files if Path(w).stem == run.recipe), run.recipe)
-            return ["refiner", "run", recipe, *kept, f"workspace={workspace.root}"]
-    return ["refiner", "run", "RECIPE", f"workspace={workspace.root}"]
-
-
-# ---------------------------------------------------------------- anybody's
+    return _adopt_checkpoint(request, place)
 
 
 def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
@@ -165,13 +140,25 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
         "workspace": str(Path(request.workspace).expanduser().absolute()),
         "dry_run": request.dry_run,
         "how": HOW_IN_WORDS[request.how],
-        "checkpoints": [_listed(s, folder) for s in found],
+        "checkpoints": [
+            {
+                **picked(s, "step", "layout", "bytes", "usable", "note"),
+                **{"path": s.path.relative_to(folder).as_posix(), "complete": not s.damage},
+            }
+            for s in found
+        ],
         **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
     }
     if chosen is None:
         report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
         return report
-    report |= {"step": chosen.step, "notes": _notes(chosen, request)}
+    report["step"] = chosen.step
+    if missing := missing_in(chosen.path, request.companions):
+        report["notes"] = [
+            f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
+            "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base "
+            "model)"
+        ]
     recipe = Path(report["workspace"]) / "adopted" / f"{_name(request, folder, chosen)}.yaml"
     report["recipe"] = str(recipe)
     rest = [o for o in request.overrides if not o.startswith("workspace=")]
@@ -186,38 +173,11 @@ def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
     if request.dry_run:
         return report
     workspace = Workspace.open(request.workspace)
-    source = Source(chosen, request.how, request.companions, base)
-    adopted = adopt_checkpoint(workspace, source)
-    report["adopted"] = {
-        "id": adopted.stage_id,
-        "new": adopted.new,
-        "model": str(adopted.model),
-        "files": [picked(file, "path", "bytes", "sha256") for file in adopted.files],
-    }
-    write_recipe(recipe, adopted, _recipe_fields(request, workspace, adopted.model, recipe))
+    digest, report["adopted"] = adopt_checkpoint(
+        workspace, chosen, request.how, request.companions, base
+    )
+    write_recipe(recipe, digest, _recipe_fields(request, report, recipe))
     return report
-
-
-def _workspace(request: AdoptRequest) -> Workspace:
-    if request.dry_run:
-        return Workspace.read_only(request.workspace)
-    return Workspace.open(request.workspace)
-
-
-def _listed(sighting: Sighting, folder: Path) -> dict[str, Any]:
-    inside = sighting.path.relative_to(folder).as_posix()
-    said = picked(sighting, "step", "layout", "bytes", "usable", "note")
-    return {**said, "path": inside, "complete": not sighting.damage}
-
-
-def _notes(chosen: Sighting, request: AdoptRequest) -> list[str]:
-    missing = missing_in(chosen.path, request.companions)
-    if not missing:
-        return []
-    return [
-        f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
-        "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base model)"
-    ]
 
 
 def _name(request: AdoptRequest, folder: Path, chosen: Sighting) -> str:
@@ -225,9 +185,7 @@ def _name(request: AdoptRequest, folder: Path, chosen: Sighting) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{name}-step{chosen.step}").strip("-.")
 
 
-def _recipe_fields(
-    request: AdoptRequest, workspace: Workspace, model: Path, recipe: Path
-) -> dict[str, Any]:
+def _recipe_fields(request: AdoptRequest, report: dict[str, Any], recipe: Path) -> dict[str, Any]:
     evaluates = request.recipe is not None or request.sets("data.rl_path")
     stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
     fields: dict[str, Any] = {}
@@ -238,15 +196,142 @@ def _recipe_fields(
         fields["include"] = [include]
     fields |= {
         "description": f"Another trainer's checkpoint, adopted from {request.folder.name}.",
-        "workspace": str(workspace.root),
+        "workspace": report["workspace"],
         "stages": stages,
         "publish": {"repo_id": f"refiner/{recipe.stem}"},
     }
     if request.recipe is None:
         fields["data"] = {"sft_path": None}
         if not request.sets("model.name_or_path"):  # its own tokenizer, and no base to compare with
-            fields["model"] = {"name_or_path": str(model)}
+            fields["model"] = {"name_or_path": report["adopted"]["model"]}
             fields["evaluate"] = {"models": ["command"]}
     else:
         fields["evaluate"] = {"models": ["base", "command"]}
     return fields
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def adopt_checkpoint(
+    workspace: Workspace,
+    checkpoint: Sighting,
+    how: How = "link",
+    companions: Path | None = None,
+    base_model: str = "",
+) -> tuple[str, dict[str, Any]]:
+    """Record a checkpoint as the result of a `command` stage; its digest, and what ``adopt --json``
+    says of it: ``new`` is False where it was there already.
+
+    ``companions`` is a folder with the configuration and tokenizer that it lacks; ``base_model``
+    what its training started from, where somebody knows.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be linked here (``how="link"`` across file systems), or has links that lead out
+        of it.
+    NoSpaceError
+        It did not fit; nothing of it stays.
+    WorkspaceError
+        Somebody else is adopting it at this moment.
+    """
+    wanted = model_files(checkpoint.path, companions)
+    files = tuple(_described(f"model/{name}", path) for name, path in sorted(wanted.items()))
+    text = "".join(f"{f.path}:{f.bytes}:{f.sha256}\n" for f in files)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    config = replace(
+        RecipeConfig(recipe="adopted"), stages=("command",), command=CommandConfig(adopted=digest)
+    )
+    stage = make_plan(config, {}).by_name["command"]
+    folder = workspace.output_dir(stage.id)
+    new = folder is None
+    if folder is not None:
+        workspace.check_output(stage.id)  # refuses what is damaged, and says what to delete
+    report = {
+        **{"steps": checkpoint.step, "adopted": True, "source": os.fspath(checkpoint.path)},
+        **{"layout": checkpoint.layout, "how": how, "base_model": base_model},
+    }
+    folder = folder or _record(workspace, stage, config, wanted, files, report)
+    listed = [picked(file, "path", "bytes", "sha256") for file in files]
+    return digest, {"id": stage.id, "new": new, "model": str(folder / "model"), "files": listed}
+
+
+def write_recipe(path: Path, digest: str, fields: dict[str, Any]) -> None:
+    """A recipe that publishes (and evaluates) what was adopted; the same call writes the same."""
+    command = {
+        **{"run": "", "adopted": digest, "version": "", "env": []},
+        **{"resume_arguments": "", "companions": ""},
+    }
+    text = yaml.safe_dump({**fields, "command": command}, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(path, f"# Written by `refiner adopt`. Edit it as any recipe.\n{text}")
+
+
+def _record(
+    workspace: Workspace,
+    stage: PlannedStage,
+    config: RecipeConfig,
+    wanted: dict[str, Path],
+    files: tuple[OutputFile, ...],
+    report: dict[str, Any],
+) -> Path:
+    number = max(workspace.layout.stage(stage.id).attempt_numbers(), default=0)
+    claim = Claim(str(ProcessId.of()), "local", number)
+    attempt = workspace.claim_attempt(stage, config, {}, claim)
+    token = {"process": str(ProcessId.of()), "started_at": now_text()}
+    if attempt is None or not workspace.start_attempt(stage.id, attempt.number, token):
+        raise WorkspaceError(
+            f"Somebody else works on {stage.id} at this moment",
+            expected="one `refiner adopt` of these weights at a time",
+            fix="look at `refiner status`, and run the same command again",
+        )
+    output = workspace.layout.attempt(stage.id, attempt.number).output
+    try:
+        with no_space_guard(workspace.layout.data, "adopting the checkpoint"):
+            _place(wanted, output / "model", report["how"])
+        result = StageResult(
+            version=RECORD_VERSION,
+            attempt=attempt.number,
+            output_dir=output.relative_to(workspace.layout.stage(stage.id).data).as_posix(),
+            files=files,
+            report=report,
+            provenance={"adopted": True},
+            seconds=0.0,
+            finished_at=now_text(),
+        )
+        workspace.publish_result(stage.id, result)
+    except BaseException:
+        shutil.rmtree(output, ignore_errors=True)
+        workspace.close_attempt(
+            stage.id, attempt.number, Outcome("interrupted", "resume", "adopting did not finish")
+        )
+        raise
+    workspace.close_attempt(stage.id, attempt.number, Outcome("none", "finish", "adopted"))
+    return output
+
+
+def _place(wanted: dict[str, Path], target: Path, how: How) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name, path in wanted.items():
+        if how == "in-place":
+            (target / name).symlink_to(path)
+        elif how == "copy":
+            copy(path, target / name)
+        elif not link(path, target / name):
+            raise ConfigurationError(
+                f"{path} cannot be linked into the workspace: they are on different file systems, "
+                "or its owner is another user",
+                expected="one file system for a hard link",
+                fix="use --copy (needs room), --in-place (the source must stay), or "
+                "workspace=DIR on the source's file system",
+            )
+    atomic.sync_folder(target)
+    if how == "copy":
+        atomic.sync_tree(target)
+
+
+def _described(name: str, path: Path) -> OutputFile:
+    with open_file(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return OutputFile(name, os.fstat(file.fileno()).st_size, digest)

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         nightly_status,
         run_nightly,
     )
-    from flows.notifying.delivery import notify_settings, try_channels
+    from flows.notifying.sender import notify_settings, try_channels
     from flows.plans import (
         OUTPUT_VERSION,
         Explained,
@@ -102,25 +102,22 @@ if TYPE_CHECKING:
     from flows.reporting.writing import make_sweep_report, report_sweep
     from flows.rescoring.planning import plan_rescoring
     from flows.rescoring.results import Rescored, rescore
-    from flows.running.background import Launch, detach_run
+    from flows.running.background import detach_run
     from flows.running.calls import (
         RunOutcome,
         begin_run,
         check_supported,
         make_recipe_plan,
-        work_on,
-    )
-    from flows.running.cancelling import cancel_run
-    from flows.running.logs import find_log, follow_log, read_log
-    from flows.running.runs import (
-        KnownRun,
-        list_runs,
         publish_run,
         resume_run,
         run_json,
         run_recipe,
+        work_on,
     )
-    from flows.running.status import status_of_run, watch_run
+    from flows.running.cancelling import cancel_run
+    from flows.running.logs import find_log, follow_log, read_log
+    from flows.running.showing import Launch
+    from flows.running.status import KnownRun, list_runs, status_of_run, watch_run
     from flows.serving import deploy, serve
     from flows.starting.completing import Candidate, candidates
     from flows.starting.fields import ExplainedFields, explain_fields

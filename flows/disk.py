@@ -24,7 +24,6 @@ from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.usage import Row, by_run_and_kind
-from infra.judgements.segments import summarise
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -136,6 +135,8 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
 
 def _judgements(workspace: Workspace) -> dict[str, Any]:
     """The store of judgements, and what it has saved: by the writers whose files are there."""
+    from infra.judgements.segments import summarise
+
     store = summarise(workspace.layout.judgements)
     saved = picked(store.saved, "judgements", "prompt_tokens", "completion_tokens")
     found = picked(store, "bytes", "files", "judgements")

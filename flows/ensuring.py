@@ -30,10 +30,10 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed, State
 
+from flows.flow_runs import ShownStage, Views, as_task, flow_run_state
 from flows.running import calls
 from flows.running.background import detach
 from flows.running.following import Follower, Node
-from flows.stage_tasks import ShownStage, Views, as_task, flow_run_state
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.checks.recipe import check_config

@@ -1,7 +1,7 @@
-"""Base of the flows ``pipeline`` and ``sweep``. Imports Prefect.
+"""Base of the flows ``pipeline`` and ``sweep``, and the task runs of stages. Imports Prefect.
 
 In: how a call is begun, worked on and ended. Out: a flow run that shows it: a task run for each
-stage that begins (of a sweep: for each trial), with its progress, log, curves, numbers and card.
+stage that begins (of a sweep: for each trial), with its progress, log, numbers and card.
 
 Who does what:
 
@@ -23,27 +23,40 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
 
+import httpx
 import psutil
-from prefect import flow, get_run_logger
-from prefect.artifacts import create_markdown_artifact
+from prefect import flow, get_run_logger, task
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.context import TagsContext
+from prefect.context import TagsContext, TaskRunContext
 from prefect.events import emit_event
-from prefect.exceptions import Pause, TerminationSignal
+from prefect.exceptions import Pause, PrefectException, TerminationSignal
 from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
-from prefect.states import Cancelled, Completed, Crashed, Failed, State
+from prefect.states import Cancelled, Completed, Crashed, Failed, Running, State
 from prefect.task_runners import ThreadPoolTaskRunner
 
-from flows.artifacts import artifact_key, incidents_markdown, inert, markdown_table, shortened
-from flows.running.background import Detached, Launch, detach_run
-from flows.running.following import Follower, SweepFollower, inputs_of
-from flows.stage_tasks import Views, flow_run_state, stage_task, warned
+from flows.artifacts import (
+    artifact_key,
+    artifacts_of,
+    incidents_markdown,
+    inert,
+    markdown_table,
+    shortened,
+)
+from flows.running.background import Detached, detach_run
+from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
+from flows.running.showing import Launch
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import is_sweep, sweep_call
@@ -52,12 +65,15 @@ from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import LaunchError, RefinerError
 from refiner_core.contract.records import to_json
-from refiner_core.contract.types import StageView
+from refiner_core.contract.types import Progress, StageView
 from refiner_core.report.sweep.document import PAGE, TEXT
 
 #: Task runs that follow a stage at the same time.
 MOST_TASKS = 64
-_LOOK_S = 1.0
+_LOOK_S, _GLANCE_S = 1.0, 0.1
+_PROGRESS_S = 5.0
+#: Log lines of one stage that go to the server at a time: what is more is in the file.
+_MOST_LINES = 100
 #: Prefect's runner kills 30 s after it has asked.
 _TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
@@ -69,6 +85,141 @@ FOLLOWER = "refiner.follower"
 #: Of what happens beside the stages: `refiner.short`, `refiner.incident` and so on.
 _EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
+
+
+class Views:
+    """The newest views, for threads that wait for one of them."""
+
+    def __init__(self) -> None:
+        self.views: Mapping[str, StageView] = {}
+        self.closed = False  # nothing more will come
+
+    def wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
+        """The view, once it has ended or after a while; and whether nothing more will come."""
+        until = time.monotonic() + timeout_s
+        while not (self.closed or self.views[name].terminal) and time.monotonic() < until:
+            time.sleep(_GLANCE_S)
+        return self.views[name], self.closed
+
+
+def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
+    """A task that shows a stage; the orchestrator alone retries it."""
+    return task(
+        follow,
+        name=name,
+        task_run_name=title.replace("{", "{{").replace("}", "}}"),
+        cache_policy=NO_CACHE,
+        retries=0,
+        persist_result=False,
+    )
+
+
+def stage_task(call: str, node: Node, shared: Views) -> Any:
+    """The task ``ensure`` of one stage of a call: it follows the stage until that has ended."""
+
+    def ensure() -> State[Any]:
+        return ShownStage(call, node).until_over(shared)
+
+    return as_task(ensure, node.name, node.title)
+
+
+def flow_run_state(run_id: object) -> State[Any] | None:
+    """The state of a flow run as the server has it now; None where it does not answer: work goes on
+    without it."""
+    try:
+        with get_client(sync_client=True) as client:
+            state: State[Any] | None = client.read_flow_run(UUID(str(run_id))).state
+    except (httpx.HTTPError, PrefectException, OSError):
+        return None
+    return state
+
+
+class ShownStage:
+    """One stage as its task run shows it."""
+
+    def __init__(self, call: str, node: Node) -> None:
+        self._call, self._node = call, node
+        self._log = get_run_logger()
+        self._state = "Running"
+        self._progress: UUID | None = None
+        self._posted = (float("-inf"), None)
+        self._file, self._position = "", 0
+
+    def until_over(self, shared: Views) -> State[Any]:
+        """Show the stage until it has ended; the state that says honestly how."""
+        while True:
+            view, closed = shared.wait(self._node.name, _LOOK_S)
+            with warned(self._log, self._node.name):
+                self._show(view)
+            if view.terminal:
+                with warned(self._log, self._node.name):
+                    for found in artifacts_of(self._call, view):
+                        create_markdown_artifact(**found)
+                return state_of(view)
+            if closed:
+                return Crashed(message=f"It was {view.state} when it was last seen.")
+
+    def _show(self, view: StageView) -> None:
+        name = view.state.capitalize()
+        name = name if name in ("Waiting", "Queued", "Paused") else "Running"
+        if name != self._state and not view.terminal:
+            self._state = name
+            self._log.info("%s", f"{view.state} {view.message}".strip())
+            self._set_state(Running(name=name, message=view.message or None))
+        self._show_log(view)
+        now, progress = time.monotonic(), view.progress
+        if progress is not None and view.state == "done":  # its last word may have come before that
+            progress = replace(progress, done=progress.total)
+        if progress is None or progress.total <= 0 or progress == self._posted[1]:
+            return
+        if view.terminal or now - self._posted[0] >= _PROGRESS_S:
+            self._posted = (now, progress)  # type: ignore[assignment]
+            self._show_progress(progress)
+
+    def _set_state(self, state: State[Any]) -> None:
+        if (context := TaskRunContext.get()) is not None:
+            with get_client(sync_client=True) as client:
+                client.set_task_run_state(context.task_run.id, state, force=True)
+
+    def _show_log(self, view: StageView) -> None:
+        """The stage's own log lines, which are masked where they are written."""
+        if view.log != self._file:
+            self._file, self._position = view.log, 0
+        if not self._file:
+            return
+        lines, self._position = new_lines(Path(self._file), self._position)
+        for line in lines[-_MOST_LINES:]:
+            self._log.info("%s", line)
+
+    def _show_progress(self, progress: Progress) -> None:
+        percent = min(100.0, 100.0 * progress.done / progress.total)
+        values = [f"{name} {value:.4g}" for name, value in progress.values.items()]
+        text = ", ".join([f"{progress.done}/{progress.total} {progress.phase}".strip(), *values])
+        if self._progress is None:
+            key = artifact_key(self._call, self._node.name, "progress")
+            self._progress = create_progress_artifact(percent, key=key, description=text)
+        else:
+            update_progress_artifact(self._progress, percent, description=text)
+
+
+def state_of(view: StageView) -> State[Any]:
+    """The Prefect state that says how a stage has ended."""
+    match view.state:
+        case "done" | "skipped":
+            return Completed(message=view.message or f"done in {view.seconds:.0f} s")
+        case "failed":
+            return Failed(message=view.message or "failed; its log says why")
+        case _:
+            return Cancelled(message=f"stopped: {view.message}; a retry goes on from here")
+
+
+@contextlib.contextmanager
+def warned(log: Any, what: str) -> Iterator[None]:
+    """Guard of what is only shown: that it is missing is said, and the work goes on."""
+    try:
+        yield
+    except (httpx.HTTPError, PrefectException, OSError) as error:
+        log.warning("%s is not shown: %s", what, error)
 
 
 def shown_flow(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -217,12 +368,12 @@ class _Follow:
             self._wait_for_saves()
             raise
         finally:
-            self._shared.close()
+            self._shared.closed = True
         for future in self._futures.values():
             future.wait()
         if is_sweep(self._call.id):
             self._wait_for_report()
-        return self._last_word(self._shared.all(), lost)
+        return self._last_word(self._shared.views, lost)
 
     def _until_over(self) -> str:
         """Follow until it is over; why the call said no end itself, empty where it did."""
@@ -238,7 +389,7 @@ class _Follow:
                 self._hear()
                 time.sleep(_LOOK_S)
                 continue
-            self._shared.put(views)
+            self._shared.views = views
             self._show(views)
             if views and all(view.terminal for view in views.values()):
                 return ""
@@ -283,17 +434,12 @@ class _Follow:
         """Before the runner kills this process: as long as it gives, then say what goes on."""
         until = time.monotonic() + _TERMINATION_S
         while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
-            self._shared.put(self._follower.look())
+            self._shared.views = self._follower.look()
             time.sleep(0.2)
-        views = self._follower.look()
-        self._shared.put(views)
-        rows = [
-            {"stage": v.name, "state": v.state, "attempt": v.attempt, "what": v.message}
-            for v in views.values()
-        ]
+        self._shared.views = self._follower.look()
         saves = orchestrator_of(self._call.room, self._call.id).works
         head = "Stages still save." if saves else "All stages have saved and ended."
-        self._put(head + "\n\n" + markdown_table(rows), "cancelled", "What was saved")
+        self._put(head, "cancelled", "What was saved")
 
     # ------------------------------------------------------------ what is shown
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from flows.running.status import required_run
 from flows.stages.judging import Endpoints, endpoints_by_hand
 from infra.host.secrets import mask_keys_of
-from infra.services.registry import RUNNING, ServiceStatus, end_service, services_of
+from infra.services.judges import RUNNING, ServiceStatus, end_service, services_of
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config

@@ -6,5 +6,5 @@ them), ``judgements`` (answers of judges, kept), ``publishing`` and ``hub`` (wei
 ``process`` (programs that must not outlive us), ``foreign`` (trainers of others), ``disk`` (room),
 ``tracking`` (W&B), ``slurm``, ``prefect_server``, ``attempt`` (one try from the inside),
 ``orchestrator`` (brings the world to a plan), ``services`` (servers of judges), ``ranks`` and
-``rollouts`` (several processes, servers that sample), ``adopting``, ``doctor``.
+``rollouts`` (several processes, servers that sample), ``doctor``.
 """

@@ -2,7 +2,8 @@
 
 In: the environment. Out: a :class:`ServerInfo` whose ``client_env`` lets a process that has *not
 yet imported Prefect* talk to it; or one clear refusal before anything is begun on it: it does not
-answer, wants another key, is of another major version, or is none. Nothing here imports Prefect.
+answer, wants another key, is of another major version, or is none. Only the last check imports
+Prefect, whose client knows the user's profile, headers and certificates.
 
 Starting a server takes some ten seconds, so it outlives the run that started it. It listens on
 loopback only and asks for a key, because loopback is no protection on a shared node; the key is in
@@ -20,19 +21,14 @@ is. Every node has a folder of its own below it, because a server answers only o
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import fcntl
-import json
 import os
 import secrets
 import socket
-import ssl
 import stat
 import subprocess
 import sys
 import time
-import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -425,31 +421,20 @@ def _free_port(files: _Files) -> int:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, deadline: float) -> Iterator[None]:
-    """Hold the start lock. The kernel frees it when its holder dies, so it is never stale.
+    """Hold the start lock. The kernel frees it when its holder dies, so it is never stale; the
+    folder is on a disk of this node, where it can be relied on."""
+    from filelock import FileLock, Timeout
 
-    The file also names the holder, for the message. The folder is on a disk of this node, where
-    ``flock`` can be relied on.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = FileLock(path, timeout=max(0.0, deadline - time.monotonic()), mode=0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    holder = os.pread(descriptor, 200, 0).decode().strip() or "unknown"
-                    raise ServerError(
-                        f"Another process ({holder}) is still starting Prefect's server.",
-                        expected="it to be done by now; work goes on without it",
-                        fix="look at that process, or run `refiner server stop` once it is gone",
-                    ) from None
-                time.sleep(0.1)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{ProcessId.of()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(descriptor)
+        with lock:
+            yield
+    except Timeout as error:
+        raise ServerError(
+            "Another process is still starting Prefect's server.",
+            expected="it to be done by now; work goes on without it",
+            fix="run the same command again, or `refiner server stop`",
+        ) from error
 
 
 def terminal_link(info: ServerInfo, path: str, stream: TextIO) -> str:
@@ -488,13 +473,13 @@ def usable_server(wait_s: float = _START_S) -> ServerInfo:
         There is none; as of :func:`check_server`.
     """
     info = ensure_server(wait_s)
-    check_server(info)
     os.environ.update(info.client_env())
+    check_server(info)
     return info
 
 
-def check_server(info: ServerInfo, env: Mapping[str, str] | None = None) -> None:
-    """Refuse a server that cannot be worked with.
+def check_server(info: ServerInfo) -> None:
+    """Refuse a server that Prefect's own client cannot work with. Imports Prefect.
 
     Raises
     ------
@@ -509,50 +494,48 @@ def check_server(info: ServerInfo, env: Mapping[str, str] | None = None) -> None
     """
     if info.api_url.startswith(_CLOUD):
         return
-    import httpx  # not needed where no server is asked
+    import httpx
+    from prefect import settings
+    from prefect.client.orchestration import get_client
 
-    env = os.environ if env is None else env
     named = masked(info.api_url) + ("" if info.ours else " (PREFECT_API_URL)")
     mend = "run `refiner server stop`" if info.ours else "correct PREFECT_API_URL, or unset it"
-    settings = {**_profile(env), **env, **info.client_env()}
-    headers = _headers(settings)
+    ours: dict[Any, Any] = {settings.PREFECT_API_AUTH_STRING: info.auth} if info.ours else {}
+    asked = {settings.PREFECT_API_URL: info.api_url, settings.PREFECT_CLIENT_MAX_RETRIES: 0}
+    there, here, code = "", package_version("prefect"), 200
     try:
-        answer = httpx.get(
-            f"{info.api_url}/admin/version",
-            headers=headers,
-            timeout=_ANSWER_S,
-            verify=_verification(settings),
-            trust_env=not info.ours,
-            follow_redirects=True,
-        )
+        with settings.temporary_settings(asked | ours):
+            client = get_client(httpx_settings={"timeout": _ANSWER_S}, sync_client=True)
+            there = str(client.api_version())
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        why = masked(str(error)) or type(error).__name__
         raise ServerError(
-            f"The Prefect server {named} does not answer: {why}.",
+            f"The Prefect server {named} does not answer: "
+            f"{masked(str(error)) or type(error).__name__}.",
             expected=f"an answer within {_ANSWER_S:.0f} s",
             fix=f"start it, or {mend}",
         ) from error
-    if answer.status_code in (401, 403):
+    except ValueError:  # no JSON
+        there = ""
+    if code in (401, 403):
         raise KeyRefused(
-            f"The Prefect server {named} answers {answer.status_code}: "
-            f"{'the key is wrong' if 'Authorization' in headers else 'it wants a key'}.",
+            f"The Prefect server {named} answers {code}: it wants a key, or another one.",
             expected="a key that it takes",
             fix=mend
             if info.ours
             else "export PREFECT_API_AUTH_STRING=USER:PASSWORD "
             "(or PREFECT_API_KEY), as the server has it",
         )
-    if answer.status_code == 429 or answer.status_code >= 500:
+    if code == 429 or code >= 500:
         raise ServerError(
-            f"The Prefect server {named} answers {answer.status_code}.",
+            f"The Prefect server {named} answers {code}.",
             expected="it to be up",
             fix=f"try again when it is, or {mend}",
         )
-    there, here = _version_in(answer), package_version("prefect")
-    if not there:
+    if not there[:1].isdigit():
         raise ConfigurationError(
-            f"What answers at {named} is no Prefect server ({answer.status_code} "
-            f"{answer.headers.get('content-type', '')}).",
+            f"What answers at {named} is no Prefect server ({code}).",
             expected="the address of its API, which ends in /api",
             fix=mend,
         )
@@ -562,48 +545,3 @@ def check_server(info: ServerInfo, env: Mapping[str, str] | None = None) -> None
             expected="the same major version",
             fix=f"{mend}; or install prefect of the server's major version",
         )
-
-
-def _version_in(answer: Any) -> str:
-    """The version that a Prefect server says, as JSON; empty where it is something else."""
-    try:
-        said = answer.json()
-    except ValueError:
-        return ""
-    fits = answer.status_code == 200 and isinstance(said, str) and said[:1].isdigit()
-    return said if fits else ""
-
-
-def _verification(settings: Mapping[str, str]) -> Any:
-    """Certificates that Prefect's own client would trust."""
-    if settings.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower() in ("1", "true", "yes"):
-        return False
-    file = settings.get("PREFECT_API_SSL_CERT_FILE") or settings.get("SSL_CERT_FILE")
-    return ssl.create_default_context(cafile=file) if file else True
-
-
-def _headers(settings: Mapping[str, str]) -> dict[str, str]:
-    try:
-        headers = dict(json.loads(settings.get("PREFECT_CLIENT_CUSTOM_HEADERS") or "{}"))
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            "PREFECT_CLIENT_CUSTOM_HEADERS is no JSON object.",
-            expected='such as {"X-Team": "nlp"}',
-            fix="correct or unset it",
-        ) from error
-    if text := settings.get("PREFECT_API_AUTH_STRING"):
-        headers["Authorization"] = f"Basic {base64.b64encode(text.encode()).decode()}"
-    elif key := settings.get("PREFECT_API_KEY"):
-        headers["Authorization"] = f"Bearer {key}"
-    return headers
-
-
-def _profile(env: Mapping[str, str]) -> dict[str, str]:
-    """The settings of Prefect's active profile: a key may stand there."""
-    home = env.get("PREFECT_HOME") or "~/.prefect"
-    try:
-        found = tomllib.loads((Path(home).expanduser() / "profiles.toml").read_text())
-    except (OSError, ValueError):  # none, or one that Prefect itself will refuse
-        return {}
-    active = env.get("PREFECT_PROFILE") or found.get("active", "")
-    return {k: str(v) for k, v in found.get("profiles", {}).get(active, {}).items()}

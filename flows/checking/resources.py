@@ -15,11 +15,10 @@ from typing import Any
 from flows.checking.models import model_files
 from infra.disk.forecast import ModelSize, model_size
 from infra.orchestrator.timeline import rough
-from infra.services.process import ServerProgram
 from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.training import sampling_notes, training_notes
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import (
     STAGES,
@@ -33,7 +32,6 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.proofs import Certificate
 from refiner_core.contract.records import picked, to_json
 from refiner_core.contract.services import asks_judge, engine_of, serves
-from refiner_core.environments.registry import environment_notes
 
 _GIB = 2**30
 
@@ -62,7 +60,11 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains, before it runs; nothing of it is refused."""
     config = plan.config
-    notes = [*training_notes(config), *sampling_notes(config), *environment_notes(config)]
+    notes = [*training_notes(config), *sampling_notes(config)]
+    if config.environment.name:
+        from refiner_core.environments.registry import environment_notes
+
+        notes += environment_notes(config)
     for need in memory_needs(plan):
         asked = _asked(plan.config, need)
         if need.host_bytes > asked:
@@ -219,7 +221,10 @@ def check_server_programs(plan: Plan) -> None:
         return  # what compute nodes have is not seen from here
     workspace = Workspace.read_only(plan.config.workspace)
     kinds = {s.kind for s in plan.stages if workspace.read_result(s.id) is None}
-    for program in _programs(plan.config, kinds):
+    for section, field, engine in _programs(plan.config, kinds):
+        from infra.services.process import ServerProgram
+
+        program = ServerProgram(section, field, engine)
         if program.lacking:
             setting = f"{program.field}.python=/PATH/bin/python"
             raise UnsupportedError(
@@ -231,11 +236,14 @@ def check_server_programs(plan: Plan) -> None:
             )
 
 
-def _programs(config: RecipeConfig, kinds: Collection[str]) -> Iterator[ServerProgram]:
+def _programs(
+    config: RecipeConfig, kinds: Collection[str]
+) -> Iterator[tuple[RolloutServerConfig | ServeConfig, str, str]]:
+    """The section, its name and the engine of each server that stages of these kinds start."""
     grpo = "grpo" in kinds and config.grpo.generation_backend == "vllm"
     if grpo or ("sample" in kinds and config.sample.generation_backend == "vllm"):
-        yield ServerProgram(config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        yield config.grpo.rollout_server, "grpo.rollout_server", "vllm"
     engine = engine_of(config.judge)
     asked = any(asks_judge(config, kind) for kind in kinds)
     if asked and serves(config.judge) and engine in ("vllm", "transformers"):
-        yield ServerProgram(config.judge.serve, "judge.serve", engine)
+        yield config.judge.serve, "judge.serve", engine

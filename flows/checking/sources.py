@@ -23,11 +23,7 @@ from refiner_core.contract.protocols import configs_under, refused_under, under
 from refiner_core.contract.sections.environment import check_domains, check_kinds
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
-from refiner_core.environments.registry import DESK, TAU2, environment_digest
-from refiner_core.evaluation.metric_names import base_of, domain_of
 from refiner_core.generation.load import resolve_ref
-from refiner_core.judges import judge_prompts_digest
-from refiner_core.rubrics import rubric_set_digest
 
 _KINDS_OF_TAU2 = ("action", "communicate", "environment", "db", "nl")
 
@@ -59,6 +55,8 @@ def _check_shaping(config: RecipeConfig) -> None:
 
 def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
     """Domains, and kinds of checks."""
+    from refiner_core.environments.registry import DESK, TAU2
+
     if name == DESK:
         from refiner_core.environments.desk.episode import KINDS
         from refiner_core.environments.desk.tasks import DOMAINS
@@ -72,6 +70,7 @@ def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
 
 
 def _check_best(config: RecipeConfig) -> None:
+    from refiner_core.evaluation.metric_names import base_of
     from refiner_core.evaluation.metrics import has_metric, metrics_of
 
     metric, decoding = config.publish.best_metric, config.publish.best_decoding
@@ -95,6 +94,8 @@ def _check_best(config: RecipeConfig) -> None:
 
 def _of_no_domain(config: RecipeConfig, metric: str) -> bool:
     """True if it is told of a domain that the environment is known not to have."""
+    from refiner_core.evaluation.metric_names import domain_of
+
     domain = domain_of(metric)
     known = _known_names(config.environment.name)
     if not domain or known is None:
@@ -141,6 +142,8 @@ def _of_training(config: RecipeConfig) -> dict[str, str]:
         sources["tokenizer"] = f"{HUB_DIGEST}{tokenizer}@main"  # a local one is the recipe's own
     agent = bool(config.environment.name)
     if agent:
+        from refiner_core.environments.registry import environment_digest
+
         sources["environment"] = _once(environment_digest, config)
     own_rows = agent and config.data.sft_path == BUILTIN_ROWS  # those of the environment's expert
     if config.data.sft_path is not None and not own_rows:
@@ -169,8 +172,12 @@ def _of_measuring(config: RecipeConfig) -> dict[str, str]:
     if config.environment.name and config.environment.nl_assertions != "judge":
         return sources  # nobody is judged
     if "static" in reward.rubric_source and not reward.instance_rubrics_only:
+        from refiner_core.rubrics import rubric_set_digest
+
         sources["rubrics"] = _once(rubric_set_digest, reward.static_rubrics)
     if config.judge.kind == "openai":
+        from refiner_core.judges import judge_prompts_digest
+
         sources["judge_prompt"] = _once(
             judge_prompts_digest, config.judge.prompt, config.judge.form
         )

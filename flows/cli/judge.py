@@ -23,7 +23,7 @@ from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.judges import Asked, Made, Stopped
-    from infra.services.registry import ServiceStatus
+    from infra.services.judges import ServiceStatus
 
 #: Command -> (module below flows.cli, one line of help).
 COMMANDS: dict[str, tuple[str, str]] = {

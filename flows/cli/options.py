@@ -35,7 +35,7 @@ def working_options(command: F) -> F:
 
     @functools.wraps(command)
     def working(*args: Any, no_server: bool, quiet: bool, **options: Any) -> Any:
-        from flows.running.background import Launch
+        from flows.running.showing import Launch
 
         how = {n: options.pop(n) for n in ("past_canary", "take_over") if n in options}
         return command(*args, launch=Launch(not no_server, quiet, **how), **options)

@@ -29,9 +29,9 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
+    from flows.adopting import How
     from flows.cards.inspection import Checked
-    from flows.running.background import Launch
-    from infra.adopting import How
+    from flows.running.showing import Launch
 
 
 @click.command("publish")
@@ -58,7 +58,7 @@ def publish_command(
     """
     from flows.cli.plan import show_made_plan
     from flows.publishing.by_hand import begin_publication, plan_publication
-    from flows.running.runs import publish_run
+    from flows.running.calls import publish_run
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)
@@ -209,12 +209,11 @@ def adopt_command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Take over the run in DIR, whatever trainer has written it.
+    """Take over the run in DIR, whatever other trainer has written it.
 
-    Every checkpoint is looked at: shards that are cut short or missing, folders that are empty. Of
-    another trainer's run, the newest complete checkpoint becomes a finished stage in the workspace,
-    ready to be published and evaluated; nothing is copied unless asked for. Of refiner's own (a
-    workspace, or a stage's folder), the stages go on where they were, by the same recipe.
+    Every checkpoint is looked at: shards that are cut short or missing, folders that are empty. The
+    newest complete one becomes a finished stage in the workspace, ready to be published and
+    evaluated; nothing is copied unless asked for.
     """
     from flows.adopting import adopt_run
 
@@ -231,24 +230,15 @@ def adopt_command(
 
 
 def _adopted_lines(report: dict[str, Any]) -> Iterator[str]:
-    if report["kind"] == "refiner":
-        rows = [
-            [s["name"], s["id"], "" if s["step"] is None else str(s["step"]), s["fate"]]
-            for s in report["stages"]
-        ]
-        yield from table_lines(rows, ["STAGE", "ID", "STEP", "HERE"])
-        notes = [n for s in report["stages"] for n in s["notes"]]
-    else:
-        rows = [
-            [str(c["step"]), c["path"], c["layout"], gib(c["bytes"]), c["note"]]
-            for c in report["checkpoints"]
-        ]
-        yield from table_lines(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])
-        if report["adopted"]:
-            new = "" if report["adopted"]["new"] else " (it was adopted before)"
-            yield f"Adopted step {report['step']} as {report['adopted']['id']}{new}."
-            yield f"Files: {report['how']}; recipe: {report['recipe']}"
-        notes = report["notes"]
-    yield from (f"note: {note}" for note in notes)
+    rows = [
+        [str(c["step"]), c["path"], c["layout"], gib(c["bytes"]), c["note"]]
+        for c in report["checkpoints"]
+    ]
+    yield from table_lines(rows, ["STEP", "CHECKPOINT", "LAYOUT", "SIZE", "STATE"])
+    if report["adopted"]:
+        new = "" if report["adopted"]["new"] else " (it was adopted before)"
+        yield f"Adopted step {report['step']} as {report['adopted']['id']}{new}."
+        yield f"Files: {report['how']}; recipe: {report['recipe']}"
+    yield from (f"note: {note}" for note in report["notes"])
     dry = "Nothing was changed. Without --dry-run, the next command will be"
     yield f"{dry if report['dry_run'] else 'Next'}: {shlex.join(report['next'])}"

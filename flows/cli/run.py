@@ -25,8 +25,9 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 
 if TYPE_CHECKING:
-    from flows.running.background import Detached, Launch
+    from flows.running.background import Detached
     from flows.running.calls import RunOutcome
+    from flows.running.showing import Launch
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
 
@@ -50,11 +51,11 @@ def run_command(
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running
     stages to save and stop; the same command goes on. With --detach the terminal may be closed.
     """
-    from flows.cli.plan import show_plan
-    from flows.running.calls import begin_run, make_recipe_plan
-    from flows.running.runs import run_recipe
+    from flows.running.calls import begin_run, make_recipe_plan, run_recipe
 
     if dry_run:
+        from flows.cli.plan import show_plan
+
         show_plan(make_recipe_plan(recipe, overrides), recipe, overrides, as_json)
         return 0
     if detach is not None:
@@ -75,7 +76,7 @@ def stop_on_signals() -> None:
 def finish(outcome: RunOutcome, as_json: bool) -> int:
     """Print how a call ended, and what to type now; its exit code."""
     from flows.cli.summary import summary_lines
-    from flows.running.runs import run_json
+    from flows.running.calls import run_json
 
     show(as_json, lambda: run_json(outcome), lambda: summary_lines(outcome))
     if outcome.next_commands:

@@ -275,7 +275,7 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     What a command prints is shown on standard error. Exit code 0 when every channel has taken the
     message, else 1.
     """
-    from flows.notifying.delivery import notify_settings, try_channels
+    from flows.notifying.sender import notify_settings, try_channels
 
     names, overrides = split_overrides(words)
     fix = "try them one by one"

@@ -103,7 +103,7 @@ def status_command(
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
     """All that is known, for scripts; ``resolved`` incidents are over; ``not_told`` are messages
     that a channel did not take."""
-    from flows.notifying.delivery import not_told
+    from flows.notifying.sender import not_told
     from refiner_core.contract.records import to_json
 
     value: dict[str, object] = {"version": 1, **to_json(status)}
@@ -149,7 +149,7 @@ def _progress(stage: StageStatus) -> str:
 
 def closing_lines(status: RunStatus, workspace: Workspace) -> Iterator[str]:
     """Lines below the table: who works on it, room on the disk, what went wrong, what to do."""
-    from flows.notifying.delivery import not_told_lines
+    from flows.notifying.sender import not_told_lines
 
     tracking = workspace.read_run(status.run).config.get("tracking") or {}
     if notes := " ".join(str(tracking.get("notes") or "").split()):
@@ -192,7 +192,7 @@ def _count(status: RunStatus) -> str:
 
 
 def _list_runs(workspace: Workspace, as_json: bool) -> None:
-    from flows.running.runs import list_runs
+    from flows.running.status import list_runs
 
     known = list_runs(workspace.root)
     rows = [(run.run, run.recipe, run.state, f"{run.done}/{run.stages}") for run in known]

@@ -28,7 +28,7 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.running.background import Launch
+    from flows.running.showing import Launch
     from flows.sweeping.launching import SweepOutcome
     from flows.sweeping.planning import SweepLook
     from infra.store.workspace import Workspace
@@ -237,8 +237,7 @@ def resume_command(
     It keeps its id, its configuration and its code, whatever has become of the recipe's file and
     the checkout since. What was cancelled goes on, too.
     """
-    from flows.running.calls import run_to_resume
-    from flows.running.runs import resume_run
+    from flows.running.calls import resume_run, run_to_resume
     from flows.sweeping.launching import resume_sweep
     from infra.store.workspace import Workspace
 

@@ -17,18 +17,24 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
 from flows.notifying.channels import ChannelFailed, send
-from infra.host.processes import own_python
+from flows.notifying.messages import Topic
+from infra.host.processes import host_name, own_python
+from infra.orchestrator.timeline import run_events
 from infra.store.records import now_text
-from refiner_core.contract.config import NotifyConfig
+from infra.store.workspace import Workspace
+from refiner_core.contract.config import NotifyConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.records import from_json, to_json
-from refiner_core.contract.sections.steering import Alarm, alarms_of
+from refiner_core.contract.sections.steering import Alarm, alarms_of, check_notify
 
 log = logging.getLogger(__name__)
 NOT_TOLD = "not_told"
@@ -197,6 +203,84 @@ def serve(stream: IO[str]) -> None:
         if time.time() >= head["loud_at"]:
             sending.take(head["gone"])
     sending.finish()
+
+
+# ---------------------------------------------------------------- by hand, and afterwards
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Result of a message by one channel.
+
+    ``why`` says why it did not get through; empty where it did.
+    """
+
+    channel: str
+    seconds: float
+    why: str = ""
+
+
+def notify_settings(recipe: str, overrides: Sequence[str]) -> RecipeConfig:
+    """A recipe of which at least the `notify` section can be carried out.
+
+    Parameters
+    ----------
+    recipe, overrides
+        As for ``refiner run``.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot, or names no channel.
+    """
+    config = load_recipe(recipe, overrides)
+    check_notify(config.notify)
+    if not alarms_of(config.notify):
+        raise ConfigurationError(
+            f"{recipe} tells nobody: it names no channel.",
+            expected="notify.urls or notify.command",
+            fix="add one, e.g. notify.urls=[MY_HOOK] after `export MY_HOOK=https://…`, or "
+            "notify.command='cat >> ~/told.jsonl'",
+        )
+    return config
+
+
+def try_channels(config: RecipeConfig, *, started: Callable[[str], None]) -> list[Tried]:
+    """Send a test message by every channel of ``config``, one after the other; ``started`` hears of
+    each. It raises nothing: a channel that fails says why."""
+    topic = Topic("test", config.recipe, str(Path(config.workspace).absolute()), host_name())
+    told = ", ".join(config.notify.on) or "nothing: notify.on is empty"
+    text = f"This is a test. What is told of runs of {config.recipe}: {told}."
+    message = topic.message("test", "of the channels", text, next_="refiner show notify")
+    tried = []
+    for alarm in alarms_of(config.notify):
+        started(alarm.name)
+        began, why = time.monotonic(), ""
+        try:
+            send(alarm, message)
+        except ChannelFailed as error:
+            why = str(error)
+        tried.append(Tried(alarm.name, round(time.monotonic() - began, 2), why))
+    return tried
+
+
+def not_told(workspace: Workspace, call: str) -> list[dict[str, Any]]:
+    """When, of which kind, its title, by which channel, and why not; oldest first."""
+    keys = ("at", "kind", "title", "channel", "why")
+    events = (e for e in run_events(workspace, call) if e.get("event") == NOT_TOLD)
+    return [{key: str(event.get(key, "")) for key in keys} for event in events]
+
+
+def not_told_lines(workspace: Workspace, call: str) -> Iterator[str]:
+    """For people: by channel, with what finds out why."""
+    found = not_told(workspace, call)
+    for channel in dict.fromkeys(event["channel"] for event in found):
+        of_it = [event for event in found if event["channel"] == channel]
+        kinds = ", ".join(event["kind"] for event in of_it)
+        yield (
+            f"not told by {channel}: {kinds}: {of_it[-1]['why']} (`refiner notify test` tries the "
+            "channel)"
+        )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from flows.evaluations import evaluations_of
 from flows.notifying import messages as words
 from flows.notifying.messages import Message, Pauses, Sight, Topic
 from flows.notifying.sender import Sender
+from flows.running.showing import Hears
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.reconcile import paused_after
 from infra.store.orchestrators import Orchestrator
@@ -30,26 +31,6 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord, SweepRecord
 from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
-
-
-class Hears:
-    """Listener to a call that may tell somebody; this one tells nobody."""
-
-    def show(self, views: Mapping[str, StageView]) -> None:
-        """Hear how all stages are now."""
-
-    def asked_to_stop(self, why: str) -> None:
-        """Somebody wants it to end."""
-
-    def over(self, views: Mapping[str, StageView]) -> None:
-        """Nothing more will happen."""
-
-    def broke(self, error: BaseException) -> None:
-        """The work on it has ended with an error."""
-
-    def close(self) -> None:
-        """Wait a while for what is on its way."""
-
 
 log = logging.getLogger(__name__)
 

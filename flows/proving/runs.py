@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.proving.planning import Asked, Point
-from flows.running.background import Launch
 from flows.running.calls import (
     Pinned,
     RunOutcome,
@@ -33,6 +32,7 @@ from flows.running.calls import (
     work_on,
 )
 from flows.running.console import Console
+from flows.running.showing import Launch
 from infra.foreign.exports import link
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import make_router

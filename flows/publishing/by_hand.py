@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flows.checking.sources import resolve_sources
-from flows.running.calls import RunOutcome, check_hub_access, check_supported, record_run, with_room
-from flows.running.runs import publish_run
+from flows.running.calls import (
+    RunOutcome,
+    check_hub_access,
+    check_supported,
+    publish_run,
+    record_run,
+    with_room,
+)
 from flows.running.status import find_run, newest_runs
 from infra.jobs.dispatch import make_router
 from infra.store.checkpoints import CheckpointStore

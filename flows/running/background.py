@@ -17,8 +17,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import Any, Literal, TextIO
 
+from flows.running.showing import Launch, Shows
 from infra.host.processes import environment, start_apart
 from infra.jobs.protocol import job_settings, tail_of
 from infra.prefect_server import passed_on, server_status, state_dir, terminal_link
@@ -28,9 +29,6 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import RunRecord
-
-if TYPE_CHECKING:
-    from flows.running.showing import Shows
 
 Where = Literal["process", "job"]
 
@@ -57,29 +55,6 @@ class Detached:
     def failed(self) -> bool:
         """True if it ended before it had begun to work."""
         return bool(self.exit_code)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Manner in which a run or a sweep is worked on.
-
-    Attributes
-    ----------
-    use_server, quiet
-        As of :func:`flows.api.run_recipe`.
-    past_canary
-        Of a sweep: release the other trials whatever the first one shows.
-    take_over
-        Though a process on another host says that it works on it.
-    resumed
-        It was begun by an earlier call: what was cancelled goes on.
-    """
-
-    use_server: bool = True
-    quiet: bool = False
-    past_canary: bool = False
-    take_over: bool = False
-    resumed: bool = False
 
 
 def detach_run(

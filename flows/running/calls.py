@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flows.checking.models import check_model_files
 from flows.checking.resources import check_server_programs
 from flows.checking.sources import resolve_sources
+from flows.running.console import Console
+from flows.running.showing import Hears, Launch, Shows, orchestrate
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
+from infra.orchestrator.members import Given, Member
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
@@ -32,13 +35,12 @@ from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.planned import stage_changes
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, to_json
+from refiner_core.contract.records import RECORD_VERSION, RunRecord, from_json, picked, to_json
+from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
-    from flows.running.background import Launch
-    from flows.running.showing import Shows
 
 
 @dataclass(frozen=True)
@@ -256,10 +258,9 @@ def refuse_what_never_fits(plan: Plan) -> PlannedRoom:
 
 def warn_of_silence(config: RecipeConfig) -> None:
     """Say beforehand that nobody will be told by an address; the run goes on all the same."""
-    from flows.notifying.channels import addresses
-    from refiner_core.contract.sections.steering import alarms_of
-
     for alarm in alarms_of(config.notify):
+        from flows.notifying.channels import addresses
+
         if alarm.channel == "url" and not addresses(alarm.what):
             say(
                 f"Nobody will be told of this run by notify.urls: {alarm.what} holds no address. "
@@ -386,11 +387,11 @@ def work_on(
     ConfigurationError
         Another process works on it.
     """
-    from flows.notifying.watching import RunWatching, hears_of
-    from flows.running.background import attach
-    from flows.running.console import Console
-    from flows.running.showing import orchestrate
-    from infra.orchestrator.members import Given, Member
+
+    def show_in_prefect() -> None:
+        from flows.running.background import attach
+
+        attach(workspace, run.run, shown)
 
     router = make_router(plan.config.dispatch, workspace)
     before = orchestrator_of(workspace, run.run)
@@ -401,11 +402,15 @@ def work_on(
     where = plan.config.workspace
     own = Console(command=command, workspace=where, run=run.run, quiet=launch.quiet)
     shown = console or own
-    hears = hears_of(
-        *(partial(RunWatching, plan), run.run, run, plan.config.notify, workspace, before),
-        resumed=launch.resumed,
-        say=shown.warn,
-    )
+    hears = Hears()
+    if alarms_of(plan.config.notify):
+        from flows.notifying.watching import RunWatching, hears_of
+
+        hears = hears_of(
+            *(partial(RunWatching, plan), run.run, run, plan.config.notify, workspace, before),
+            resumed=launch.resumed,
+            say=shown.warn,
+        )
     views = orchestrate(
         Given([member]),
         workspace,
@@ -413,7 +418,7 @@ def work_on(
         plan.config,
         console=shown,
         hears=hears,
-        begun=lambda: attach(workspace, run.run, shown) if launch.use_server else None,
+        begun=show_in_prefect if launch.use_server else lambda: None,
     )
     following = () if console else own.next_commands(views)
     return RunOutcome(run.run, plan, views, tuple(following))
@@ -472,3 +477,147 @@ def check_supported(config: RecipeConfig) -> None:
             resolve_source(measured.data, "rl")
     check_model_files(config)
     refuse_unsupported(config)
+
+
+def run_recipe(
+    recipe: str, overrides: Sequence[str] = (), *, use_server: bool = True, quiet: bool = True
+) -> RunOutcome:
+    """Bring about everything that a recipe asks for: what is done is skipped.
+
+    Parameters
+    ----------
+    recipe
+        A shipped name or the path of a YAML file.
+    overrides
+        ``key=value``, as on the command line, such as ``"grpo.beta=0.01"``.
+    use_server
+        Show it as a flow run of the local Prefect server, which is started where there is none.
+    quiet
+        Show no progress on stderr, but warnings and failures.
+
+    Returns
+    -------
+    RunOutcome
+        How each stage stands; ``exit_code`` is 0 if all is done. Failed stages raise nothing.
+
+    Raises
+    ------
+    RefinerError
+        Nothing was started: the recipe cannot be carried out here.
+    """
+    plan, workspace, run = begin_run(recipe, overrides)
+    command = ["refiner", "run", recipe, *overrides]
+    return work_on(plan, workspace, run, Launch(use_server, quiet), command)
+
+
+def resume_run(
+    run_id: str | None = None,
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    take_over: bool = False,
+    use_server: bool = True,
+    quiet: bool = True,
+) -> RunOutcome:
+    """Go on with a recorded run exactly as it was recorded.
+
+    Its jobs use the code that it was begun with, and it keeps its id. Relative paths of the recipe
+    are taken from the folder in which it was begun.
+
+    Parameters
+    ----------
+    run_id
+        Which one (default: the newest that is not finished).
+    workspace
+        The folder that it is recorded in.
+    take_over
+        Also where a process on another host says that it works on it; only if you know better.
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+
+    Returns
+    -------
+    RunOutcome
+        As of :func:`flows.api.run_recipe`.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none, another process works on it, or what it was made from has changed.
+    """
+    root = Path(workspace).absolute()
+    run = run_to_resume(Workspace.read_only(root), run_id)
+    room = with_room(from_json(RecipeConfig, run.config), lambda: Workspace.open(root))
+    with in_folder_of(run):
+        plan = plan_of_run(room, run)
+        check_supported(plan.config)
+        launch = Launch(use_server, quiet, take_over=take_over, resumed=True)
+        command = ["refiner", "resume", run.run, f"workspace={room.root}"]
+        return work_on(plan, room, run, launch, command)
+
+
+def publish_run(
+    plan: Plan, workspace: Workspace, run: RunRecord, *, use_server: bool = True, quiet: bool = True
+) -> RunOutcome:
+    """Work on a publication that was recorded; see :func:`flows.api.publish_checkpoints`.
+
+    Parameters
+    ----------
+    plan, workspace, run
+        What :func:`flows.api.begin_publication` has made.
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+
+    Returns
+    -------
+    RunOutcome
+        As of :func:`flows.api.run_recipe`.
+
+    Raises
+    ------
+    ConfigurationError
+        Another process works on it.
+    """
+    command = ["refiner", "resume", run.run, f"workspace={workspace.root}"]
+    with in_folder_of(run):
+        return work_on(plan, workspace, run, Launch(use_server, quiet), command)
+
+
+def run_json(outcome: RunOutcome, workspace: Workspace | None = None) -> dict[str, Any]:
+    """A finished run for scripts: stages, and every evaluated number with its interval.
+
+    Parameters
+    ----------
+    outcome
+        What :func:`flows.api.run_recipe` has returned.
+    workspace
+        Where its records are (default: the plan's own).
+
+    Returns
+    -------
+    dict
+        What ``refiner run --json`` prints.
+
+    Raises
+    ------
+    WorkspaceError
+        A record is damaged.
+    """
+    from flows.evaluations import evaluations_of
+
+    plan = outcome.plan
+    workspace = workspace or Workspace.read_only(plan.config.workspace)
+    ids = {stage.name: stage.id for stage in plan.stages}
+    return {
+        **{"version": 1, "run": outcome.run, "recipe": plan.recipe},
+        **{"workspace": str(Path(plan.config.workspace)), "exit_code": outcome.exit_code},
+        "stages": [
+            {
+                **{"stage": view.kind, "id": ids[view.name], "seconds": round(view.seconds, 3)},
+                **picked(view, "name", "fingerprint", "state", "attempt", "message", "log"),
+                **({"target": str(view.report["target"])} if "target" in view.report else {}),
+                "output": str(workspace.output_dir(ids[view.name]) or ""),
+            }
+            for view in outcome.views.values()
+        ],
+        "evaluations": evaluations_of(plan, workspace),
+    }

@@ -8,23 +8,16 @@ changes nothing.
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from flows.running.status import required_run, stage_names
 from infra.host.processes import ProcessId, host_name, user_name
-from infra.jobs.dispatch import Router, make_router
-from infra.jobs.failures import is_outage, outcome_of
-from infra.jobs.protocol import AttemptRef, OpenAttempt
-from infra.orchestrator.observe import Observer, Patience
-from infra.orchestrator.reconcile import Seen
-from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Trouble
+from infra.orchestrator.acting import POLL_S, Ending, Seldom, Tell, open_stages
 from infra.store.orchestrators import (
     Orchestrator,
     held_by_others,
@@ -38,11 +31,8 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
-_POLL_S = 0.3
-_TELL_EVERY_S = 5.0
 #: Beside the grace that jobs get: for the orchestrator's next look, and a slow scheduler.
 _MARGIN_S = 60.0
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -142,10 +132,10 @@ def cancel(
             )
     settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
     patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
-    work = _Cancel(workspace, run, stages, settings, tell, ours)
-    names = work.names
+    names = _to_end(workspace, run, stages, ours)
+    ids = {run.stages[name]: name for name in names}
     who = orchestrator_of(workspace, run.run)
-    if not who.works and not work.open_stages():
+    if not who.works and not open_stages(workspace, ids):
         return CancelOutcome(run.run, names, "nobody", True, orchestrator=who)
     by = f"{user_name()} on {host_name()}"
     try:
@@ -157,14 +147,16 @@ def cancel(
         how = f"{who.where} is told by a signal" if who.works else "its jobs are ended from here"
         tell(f"no note of it can be taken ({error.strerror or error}), so {how}")
     if who.works and not now:
-        if work.wait_for(who, patience_s) and not work.open_stages():
-            return CancelOutcome(run.run, names, "orchestrator", True, orchestrator=who)
-        who = orchestrator_of(workspace, run.run)
-        if who.works:
-            return CancelOutcome(run.run, names, "orchestrator", False, work.open_stages(), who)
+        deadline = time.monotonic() + patience_s
+        ended = _wait_for(workspace, run, ids, not stages, deadline, tell)
+        left, who = open_stages(workspace, ids), orchestrator_of(workspace, run.run)
+        if who.works or (ended and not left):
+            ended = ended and not left
+            return CancelOutcome(run.run, names, "orchestrator", ended, left, who)
         tell(f"{who.where} has ended before that; its jobs are ended from here")
-    work.end_jobs(by, patience_s)
-    left = work.open_stages()
+    left = Ending(workspace, settings, ids, "cancelled", f"cancelled by {by}", tell).work(
+        patience_s
+    )
     return CancelOutcome(run.run, names, "here", not left, left, who)
 
 
@@ -184,139 +176,45 @@ def _signal(who: Orchestrator) -> bool:
         return False
 
 
-@dataclass
-class _Cancel:
-    workspace: Workspace
-    run: RunRecord
-    stages: Sequence[str]
-    settings: DispatchConfig
-    tell: Tell
-    ours: frozenset[str] = frozenset()
-    _asked_at: dict[AttemptRef, float] = field(default_factory=dict)
-    _killed: set[AttemptRef] = field(default_factory=set)
-    _said: str = ""
-    _said_at: float = 0.0
+def _to_end(
+    workspace: Workspace, run: RunRecord, stages: Sequence[str], ours: frozenset[str]
+) -> tuple[str, ...]:
+    """Names of the stages that are to end: those named, or all that are not done, but for those
+    that another run goes on with, which somebody works on."""
+    if stages:
+        return tuple(stages)
+    spared = wanted_by_others(workspace, {run.run, *ours})
+    mine = {run.run, *ours, *run.stages.values()}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the stages that are to end: those named, or all that are not done."""
-        if self.stages:
-            return tuple(self.stages)
-        done = {n for n, i in self.run.stages.items() if self.workspace.read_result(i) is not None}
-        spared = {n for n, i in self.run.stages.items() if i in self.spared}
-        ours = {self.run.run, *self.ours, *self.run.stages.values()}
-        spared |= {
-            n
-            for n, i in self.run.stages.items()
-            if is_service(i) and held_by_others(self.workspace, i, ours)
-        }
-        return tuple(n for n in stage_names(self.run) if n not in done | spared)
+    def ends(stage_id: str) -> bool:
+        if stage_id in spared or workspace.read_result(stage_id) is not None:
+            return False
+        return not (is_service(stage_id) and held_by_others(workspace, stage_id, mine))
 
-    @functools.cached_property
-    def spared(self) -> dict[str, str]:
-        """Stages, by id, that another run goes on with, which somebody works on."""
-        return wanted_by_others(self.workspace, {self.run.run, *self.ours})
+    return tuple(name for name in stage_names(run) if ends(run.stages[name]))
 
-    def open_stages(self) -> tuple[str, ...]:
-        """Those that have an attempt without an end."""
-        found = []
-        for name in self.names:
-            record = self.workspace.read_record(self.run.stages[name])
-            if record is not None and record.state == "claimed":
-                found.append(name)
-        return tuple(found)
 
-    # ------------------------------------------------------------ by the orchestrator
-
-    def wait_for(self, who: Orchestrator, patience_s: float) -> bool:
-        """Wait until the orchestrator has done it; False if it takes too long, or has gone."""
-        deadline = time.monotonic() + patience_s
-        whole = not self.stages
-        while time.monotonic() < deadline:
-            try:
-                now, left = orchestrator_of(self.workspace, self.run.run), self.open_stages()
-            except OSError as error:
-                self._cannot_look(error)
-                continue
-            if now.standing in ("ended", "gone") or (not whole and not left):
-                return now.standing != "gone"
-            self._say(f"{who.where} ends " + (", ".join(left) or "the run"))
-            time.sleep(_POLL_S)
-        return False
-
-    def _say(self, message: str) -> None:
-        """Not the same thing again and again."""
-        now = time.monotonic()
-        if message != self._said or now - self._said_at >= _TELL_EVERY_S:
-            self._said, self._said_at = message, now
-            self.tell(message)
-
-    # ------------------------------------------------------------ from here
-
-    def end_jobs(self, by: str, patience_s: float) -> None:
-        """Ask, kill, and close, until no attempt is open or it has taken too long."""
-        router = make_router(self.settings, self.workspace)
-        patience = Patience(self.settings.heartbeat_timeout_s, self.settings.hung_after_s)
-        observer = Observer(self.workspace, router, patience)
-        ids = {self.run.stages[name]: name for name in self.names}
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            errors = Trouble[str]()
-            try:
-                _, observed = observer.look(ids)
-                for stage_id, attempt in observer.open.items():
-                    if (seen := observed.attempts.get(stage_id)) is not None:
-                        with errors.at(stage_id):
-                            self._end(router, attempt, seen, f"cancelled by {by}")
-                errors.raise_first()
-                left = self.open_stages()
-            except OSError as error:
-                self._cannot_look(error)
-                continue
-            if not left:
-                return
-            self._say("waiting for " + ", ".join(left))
-            time.sleep(_POLL_S)
-
-    def _cannot_look(self, error: OSError) -> None:
-        """Nothing follows from that; it is tried again until it has taken too long."""
-        if not is_outage(error):
-            raise error
-        self._say(first_line(str(error), 300))
-        time.sleep(_POLL_S)
-
-    def _end(self, router: Router, attempt: OpenAttempt, seen: Seen, reason: str) -> None:
-        ref = attempt.ref
-        if seen.sight == "dead":
-            self._close(router, attempt, reason)
-        elif ref not in self._asked_at:
-            try:
-                self.workspace.ask_stop(ref.stage_id, ref.number, "cancelled", reason)
-            except OSError as error:  # it only tells the worker why; the signal comes all the same
-                self._say(f"why its jobs are to stop could not be noted: {error.strerror or error}")
-            begun = attempt.started is not None and not attempt.started.get("void")
-            if begun and router.stop(attempt):
-                self._asked_at[ref] = time.monotonic()
-            else:
-                self._close(router, attempt, reason if begun else f"not begun: {reason}")
-        elif ref in self._killed or time.monotonic() - self._asked_at[ref] <= self.settings.grace_s:
-            return
-        elif router.kill(attempt):
-            self._killed.add(ref)
-            self.tell(f"{ref.stage_id} has not ended in {self.settings.grace_s:g} s: killed")
-
-    def _close(self, router: Router, attempt: OpenAttempt, reason: str) -> None:
-        """Close an attempt that has not begun, is dead or cannot be asked. Where the order to end
-        its job does not get through it stays open, for the next round, or the next call."""
-        ref = attempt.ref
-        begun = attempt.started is not None and not attempt.started.get("void")
+def _wait_for(
+    workspace: Workspace,
+    run: RunRecord,
+    stages: Mapping[str, str],
+    whole: bool,
+    deadline: float,
+    tell: Tell,
+) -> bool:
+    """Wait until the orchestrator has done it; False if it takes too long, or has gone."""
+    told = Seldom(tell)
+    while time.monotonic() < deadline:
         try:
-            ends = begun or self.workspace.void_attempt(*ref)
-        except OSError:
-            router.kill(attempt)  # on a full disk its token cannot be taken, but it can be ended
-            raise
-        if ends and router.kill(attempt):
-            self.workspace.close_attempt(*ref, outcome_of("cancelled", reason))
+            who, left = orchestrator_of(workspace, run.run), open_stages(workspace, stages)
+        except OSError as error:
+            told.wait_out(error)
+            continue
+        if who.standing in ("ended", "gone") or (not whole and not left):
+            return who.standing != "gone"
+        told(f"{who.where} ends " + (", ".join(left) or "the run"))
+        time.sleep(POLL_S)
+    return False
 
 
 def outcome_lines(outcome: CancelOutcome, workspace: Workspace) -> Sequence[str]:

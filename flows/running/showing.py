@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
-from flows.notifying.watching import Hears
 from infra.disk.keeper import DiskEvent, DiskKeeper, DiskWatch
 from infra.jobs.dispatch import Router
 from infra.orchestrator.members import Source
@@ -87,6 +87,48 @@ class StopSignals:
 
 
 _REFRESH_S = 0.5
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Manner in which a run or a sweep is worked on.
+
+    Attributes
+    ----------
+    use_server, quiet
+        As of :func:`flows.api.run_recipe`.
+    past_canary
+        Of a sweep: release the other trials whatever the first one shows.
+    take_over
+        Though a process on another host says that it works on it.
+    resumed
+        It was begun by an earlier call: what was cancelled goes on.
+    """
+
+    use_server: bool = True
+    quiet: bool = False
+    past_canary: bool = False
+    take_over: bool = False
+    resumed: bool = False
+
+
+class Hears:
+    """Listener to a call that may tell somebody; this one tells nobody."""
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Hear how all stages are now."""
+
+    def asked_to_stop(self, why: str) -> None:
+        """Somebody wants it to end."""
+
+    def over(self, views: Mapping[str, StageView]) -> None:
+        """Nothing more will happen."""
+
+    def broke(self, error: BaseException) -> None:
+        """The work on it has ended with an error."""
+
+    def close(self) -> None:
+        """Wait a while for what is on its way."""
 
 
 class Shows(Protocol):

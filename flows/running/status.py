@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infra.disk.probe import Prober, Room
 from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
@@ -25,8 +25,7 @@ from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
 from infra.orchestrator.observe import Observer, Patience
 from infra.orchestrator.reconcile import NO_ROOM, Seen
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
-from infra.store.orchestrators import Orchestrator, orchestrator_of
-from infra.store.sweep_records import read_sweep, sweep_names, trial_run
+from infra.store.orchestrators import Orchestrator, Standing, orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, DispatchConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
@@ -154,6 +153,8 @@ def required_run(
 
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
     """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
+    from infra.store.sweep_records import read_sweep, sweep_names
+
     for name in sweep_names(workspace):
         trials = [t.name for t in read_sweep(workspace, name).trials]
         if wanted == name:
@@ -165,6 +166,8 @@ def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
 
 def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
     """The run of ``SWEEP:ARM/seed1``."""
+    from infra.store.sweep_records import read_sweep, trial_run
+
     name, _, trial = wanted.partition(":")
     sweep = read_sweep(workspace, name)
     known = [t.name for t in sweep.trials]
@@ -194,6 +197,51 @@ def is_finished(workspace: Workspace, run: RunRecord) -> bool:
     """True if every stage of a run is done."""
     stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
     return all(workspace.layout.stage(i).result.exists() for i in stages)
+
+
+class KnownRun(NamedTuple):
+    """One recorded run: who works on it, and how many of its stages are done."""
+
+    run: str
+    recipe: str
+    standing: Standing
+    finished: bool
+    done: int
+    stages: int
+
+    @property
+    def state(self) -> str:
+        """In two words."""
+        words = {"running": "running", "elsewhere": "running elsewhere"}
+        return words.get(self.standing, "finished" if self.finished else "not finished")
+
+
+def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
+    """All runs that a workspace has recorded, oldest first.
+
+    Parameters
+    ----------
+    workspace
+        The folder; it need not exist.
+
+    Returns
+    -------
+    list of KnownRun
+        Empty where there are none.
+
+    Raises
+    ------
+    WorkspaceError
+        It is no workspace.
+    """
+    room = Workspace.read_only(workspace)
+    found = []
+    for run in room.runs():
+        stages = [i for i in run.stages.values() if not is_service(i)]
+        done = sum(room.layout.stage(i).result.exists() for i in stages)
+        who, finished = orchestrator_of(room, run.run), is_finished(room, run)
+        found.append(KnownRun(run.run, run.recipe, who.standing, finished, done, len(stages)))
+    return found
 
 
 @dataclass(frozen=True)

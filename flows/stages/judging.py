@@ -25,8 +25,7 @@ from flows.stages.work import StageWork
 from infra.host.processes import node_address
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
-from infra.services.registry import live_endpoints, service_key, write_endpoint
-from infra.services.server import Server
+from infra.services.judges import Server, live_endpoints, service_key, write_endpoint
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig

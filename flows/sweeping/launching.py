@@ -20,7 +20,7 @@ from typing import Any
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
 from flows.notifying.watching import SweepWatching, hears_of
-from flows.running.background import Detached, Launch, Where, attach, leave
+from flows.running.background import Detached, Where, attach, leave
 from flows.running.calls import (
     Pinned,
     check_hub_access,
@@ -33,7 +33,7 @@ from flows.running.calls import (
 )
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
-from flows.running.showing import orchestrate
+from flows.running.showing import Launch, orchestrate
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before

@@ -19,7 +19,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from flows.notifying.delivery import not_told_lines
+from flows.notifying.sender import not_told_lines
 from flows.running.status import cancel_lines, orchestrator_text, progress_of, progress_text
 from flows.sweeping.budget import NOTHING, Use, UseReader
 from infra.orchestrator.timeline import device_time, first_line, read_events, rough

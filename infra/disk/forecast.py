@@ -30,7 +30,6 @@ from infra.disk.usage import size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.checkpoints import CheckpointStore
-from infra.store.traces import list_rollouts, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import RefinerError
@@ -184,6 +183,8 @@ def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
 
 
 def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+    from infra.store.traces import list_rollouts
+
     paths = workspace.layout.stage(stage_id)
     theirs = recorded_checkpoints(workspace, stage_id).found
     saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
@@ -210,6 +211,8 @@ def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float |
         return None
     last = record.attempts[-1]
     try:
+        from infra.store.traces import read_metrics
+
         lines = read_metrics(workspace.layout.attempt(stage_id, last.number).metrics)
     except (OSError, ValueError, KeyError):
         return None
@@ -237,6 +240,10 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
+    if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
+        return 0  # its judgements are not kept
+    from infra.judgements.segments import RECORD_BYTES, summarise
+
     total = limit = 0
     of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}
     for stage in stages:

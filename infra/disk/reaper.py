@@ -43,7 +43,6 @@ from infra.disk.inventory import (
 )
 from infra.disk.usage import Item
 from infra.foreign.checkpoints import work_folder
-from infra.judgements.segments import SEALED
 from infra.store import atomic
 from infra.store.atomic import is_no_space
 from infra.store.checkpoints import (
@@ -112,6 +111,8 @@ def plan_reclaim(
     published weights, caches and judgements are given up in vain. Without a need, judgements go
     only with ``judgements``, and then those that are being written, too.
     """
+    from infra.judgements.segments import SEALED
+
     order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
     if need_bytes is None:
         order = [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
@@ -131,6 +132,8 @@ def plan_reclaim(
 
 
 def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
+    from infra.judgements.segments import SEALED
+
     for item in stock.items:
         facts = stock.stages.get(item.stage_id)
         if item.kind == "code" and item.path.name in stock.idle_code:

@@ -1,6 +1,7 @@
 """Area ``prefect``: the server that draws runs. Nothing depends on it: work goes on without.
 
-In: the environment and the state folder. Out: findings. Imports no Prefect.
+In: the environment and the state folder. Out: findings. Prefect is imported for a server of the
+user's own alone.
 """
 
 from __future__ import annotations

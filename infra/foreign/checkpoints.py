@@ -153,15 +153,11 @@ def _safetensors_damage(path: Path, size: int) -> str | None:
 def _zip_damage(path: Path, size: int) -> str | None:
     with path.open("rb") as file:
         first = file.read(2)
-    if first != b"PK":
-        legacy_or_tar = first[:1] == _LEGACY_PICKLE or path.suffix in (".ckpt", ".bin")
-        return None if legacy_or_tar else "neither a zip nor a pickle"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError):
-        return f"cut short: {size} bytes without the directory of a zip"
-    return None if members else "an empty zip"
+    if first == b"PK":  # its directory comes last
+        whole = zipfile.is_zipfile(path)
+        return None if whole else f"cut short: {size} bytes without the directory of a zip"
+    legacy_or_tar = first[:1] == _LEGACY_PICKLE or path.suffix in (".ckpt", ".bin")
+    return None if legacy_or_tar else "neither a zip nor a pickle"
 
 
 def _missing_shard(path: Path) -> str | None:

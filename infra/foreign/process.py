@@ -44,8 +44,10 @@ OURS = (
 
 #: A line without an end is cut after this many bytes.
 _LINE_LIMIT = 1 << 16
-#: Pieces of output that wait to be taken. Who prints faster waits, as at any pipe.
-_MOST_WAITING = 16
+#: Where lines end: after a line feed, or a carriage return that none follows.
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+#: Lines that wait to be taken. Who prints faster waits, as at any pipe.
+_MOST_WAITING = 10_000
 #: Seconds after which whoever takes lines may look at something else.
 _TURN_S = 0.5
 _LAST_WORDS_S = 5.0
@@ -156,8 +158,7 @@ class TrainerProcess(ChildProcess):
     """A started trainer; a context manager that leaves none of its processes behind."""
 
     def __init__(self, command: str, environment: Mapping[str, str], workdir: Path) -> None:
-        self._waiting: queue.Queue[list[Line]] = queue.Queue(_MOST_WAITING)
-        self._taken: deque[Line] = deque()
+        self._waiting: queue.Queue[Line] = queue.Queue(_MOST_WAITING)
         self._left = threading.Event()
         super().__init__(command, environment, self._read_lines, workdir)
 
@@ -165,67 +166,48 @@ class TrainerProcess(ChildProcess):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        self.end()
         self._left.set()
 
     def lines(self, timeout_s: float) -> Iterator[Line]:
         """Lines printed since the last call, as far as it can be taken in half a second; waits
         up to ``timeout_s`` for the first line."""
         with contextlib.suppress(queue.Empty):
-            if not self._taken:
-                self._taken.extend(self._waiting.get(timeout=timeout_s))
+            yield self._waiting.get(timeout=timeout_s)
             turn_ends = time.monotonic() + _TURN_S
-            while True:
-                while self._taken:
-                    yield self._taken.popleft()
-                    if time.monotonic() > turn_ends:
-                        return
-                self._taken.extend(self._waiting.get_nowait())
+            while time.monotonic() < turn_ends:
+                yield self._waiting.get_nowait()
 
     def last_lines(self) -> Iterator[Line]:
         """Lines that are left once it has ended."""
         give_up = time.monotonic() + _LAST_WORDS_S
         while not self.is_read and time.monotonic() < give_up:
             yield from self.lines(0.05)
-        while self._taken or not self._waiting.empty():
+        while not self._waiting.empty():
             yield from self.lines(0.05)
             if not self.is_read:  # somebody whom nothing ends goes on printing
                 return
 
-    def kill(self) -> None:
-        """End it and all it has started, now."""
-        self.end()
-
     def _read_lines(self, output: IO[bytes]) -> None:
         rest = b""
         while chunk := os.read(output.fileno(), 1 << 16):
-            *whole, rest = (rest + chunk).replace(b"\r\n", b"\n").split(b"\n")
-            *redrawn, rest = rest.split(b"\r")
-            lines = [line for part in whole for line in _lines(part)]
-            lines += [Line(_text(line), redrawn=True) for line in redrawn]
+            *whole, rest = _LINE_END.split(rest + chunk)
             if len(rest) > _LINE_LIMIT:
-                lines += _lines(rest)
-                rest = b""
-            self._put(lines)
+                whole, rest = [*whole, rest], b""
+            for line in whole:
+                self._put(line)
         if rest:
-            self._put(_lines(rest))
+            self._put(rest)
 
-    def _put(self, lines: list[Line]) -> None:
-        """Hand lines over as soon as there is room for them; to nobody once nobody takes them."""
-        put = not lines
-        while not put and not self._left.is_set():
-            with contextlib.suppress(queue.Full):
-                self._waiting.put(lines, timeout=0.2)
-                put = True
-
-
-def _lines(text: bytes) -> list[Line]:
-    *redrawn, last = text.split(b"\r")
-    return [*(Line(_text(part), redrawn=True) for part in redrawn), Line(_text(last))]
-
-
-def _text(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip()
+    def _put(self, line: bytes) -> None:
+        """Hand a line over as soon as there is room for it; to nobody once nobody takes them."""
+        found = Line(line.decode(errors="replace").rstrip(), line.endswith(b"\r"))
+        while not self._left.is_set():
+            try:
+                self._waiting.put(found, timeout=0.2)
+                break
+            except queue.Full:
+                continue
 
 
 class LineReader:

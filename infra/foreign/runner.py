@@ -335,7 +335,7 @@ class _AtWork:
             self._stop(process)
         if time.monotonic() > self._stop_deadline:
             log.warning("the trainer has not ended within %.0f s; it is killed", self.job.grace_s)
-            process.kill()
+            process.end()
         if self._is_due("fence", _FENCE_S):
             self.job.check_fence()
         if self.job.command.heartbeat == "files" and self._is_due("files", 2.0):

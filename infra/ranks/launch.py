@@ -489,7 +489,7 @@ class _Work:
             code = process.code
             if code is None:
                 log.warning("what the ranks have started does not end; it is killed")
-                process.kill()
+                process.end()
             self._take(line.text for line in process.last_lines())
         ended.code = code if ended.code is None else ended.code
         self._take(nodes.last_lines() if nodes is not None else ())

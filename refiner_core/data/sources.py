@@ -31,7 +31,6 @@ from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.data.synthetic import generate_rows
 
 Which = Literal["sft", "rl"]
@@ -266,6 +265,8 @@ def _read_synthetic(source: Source) -> Iterator[RawRow]:
 
 
 def _read_jsonl(source: Source) -> Iterator[RawRow]:
+    from refiner_core.contract.raw_rows import json_lines
+
     for line, row, wrong in json_lines(Path(source.path).expanduser()):
         origin = f"{source.path}:{line}"
         if wrong:
@@ -285,6 +286,8 @@ def _read_jsonl(source: Source) -> Iterator[RawRow]:
 
 
 def _read_parquet(source: Source) -> Iterator[RawRow]:
+    from refiner_core.contract.raw_rows import parquet_rows
+
     fix = f"write it again, or set data.{source.which}_path= to another file"
     rows = parquet_rows(Path(source.path).expanduser(), fix=fix)
     for line, row in enumerate(rows, start=1):

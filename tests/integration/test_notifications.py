@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from flows.notifying import sender
-from flows.notifying.delivery import not_told
+from flows.notifying.sender import not_told
 from infra.store.workspace import Workspace
 from tests.support.command import environment, refiner
 from tests.support.hook import Hook

@@ -37,7 +37,7 @@ def play(call: RecordedCall) -> None:
     call.log("sft", "step 1: loss 2.5")
     for step in range(1, 7):
         call.progress("sft", Progress(step, 6, "step", {"loss": 2.5}))
-    call.shows("sft", "done", report={"curves": {"scores": [[1, 0.25], [2, 0.5], [3, 0.75]]}})
+    call.shows("sft", "done")
     call.shows("grpo", "running")
     call.shows("grpo", "done", report={"card": "---\na: 1\n---\n# A model\n\nHi.\n"})
     call.shows("evaluate-sft", "running")
@@ -127,13 +127,12 @@ def test_states_say_how_each_stage_ended(
     assert "Ctrl-C" in str(found["publish"][1])
 
 
-def test_artifacts_show_progress_curve_numbers_and_card_and_logs_are_in_the_ui(
+def test_artifacts_show_progress_numbers_and_card_and_logs_are_in_the_ui(
     shown: tuple[RecordedCall, dict[str, Any]], prefect: PrefectApi
 ) -> None:
     call, flow_run = shown
     artifacts = prefect.artifacts(flow_run["id"])
     assert artifacts[f"{call.run}-sft-progress"]["data"] == 100
-    assert "▁▅█" in artifacts[f"{call.run}-sft-curves"]["data"]
     numbers = artifacts[f"{call.run}-evaluate-sft-numbers"]["data"]
     assert "| citation_f1 | 0.81 | 0.7 | 0.9 |" in numbers
     assert artifacts[f"{call.run}-grpo-card"]["data"].startswith("# A model")

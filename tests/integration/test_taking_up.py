@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flows.api import begin_run, begin_sweep, make_sweep_plan, resume_sweep, work_on, work_on_sweep
-from flows.running.background import Launch
+from flows.running.showing import Launch
 from flows.sweeping.launching import workspace_of
 from infra.host.processes import ProcessId
 from infra.orchestrator import waiting as room_keeping

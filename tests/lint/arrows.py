@@ -37,7 +37,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
     "infra": (
         *("host", "store", "jobs", "judgements", "publishing", "hub", "process", "foreign", "disk"),
         *("tracking", "profiles", "slurm", "prefect_server", "attempt", "orchestrator", "services"),
-        *("ranks", "rollouts", "adopting", "doctor"),
+        *("ranks", "rollouts", "doctor"),
     ),
     "flows": (
         *(
@@ -48,19 +48,17 @@ ROOMS: Mapping[str, Sequence[str]] = {
             "ranks",
             "worker",
             "evaluations",
-            "notifying",
         ),
-        *("artifacts", "running", "stored", "tracking", "cards", "publishing", "adopting", "disk"),
-        *("plans", "doctor", "rescoring"),
+        *("artifacts", "running", "notifying", "stored", "tracking", "cards", "publishing"),
+        *("adopting", "disk", "plans", "doctor", "rescoring"),
         *("judges", "sweeping", "why", "diffing", "proving", "certify"),
         *("nightly", "reporting"),
         *(
             "frames",
             "starting",
             "api",
-            "stage_tasks",
-            "ensuring",
             "flow_runs",
+            "ensuring",
             "pipeline",
             "sweep",
             "serving",

@@ -19,7 +19,7 @@ import psutil
 
 from infra.jobs.dispatch import Router
 from infra.orchestrator.orchestrator import Orchestrator
-from infra.services.registry import ServiceStatus, services_of
+from infra.services.judges import ServiceStatus, services_of
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import JudgeConfig, ServeConfig
 from refiner_core.contract.plan import Plan, make_plan

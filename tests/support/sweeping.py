@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flows.running.background import Launch
 from flows.running.calls import Pinned
+from flows.running.showing import Launch
 from flows.sweeping.admission import Admission, Outlook
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.launching import concurrency_of

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from flows.running import calls
-from flows.running.background import Launch
 from flows.running.calls import RunOutcome, work_on
+from flows.running.showing import Launch
 from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import NotifyConfig, RetryConfig

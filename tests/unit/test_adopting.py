@@ -10,13 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flows.adopting import adopt_run
-from infra.adopting import How, find_stages
+from flows.adopting import How, adopt_run
 from infra.foreign.sightings import contents_damage
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.records import OutputFile, StageResult
-from tests.support.plans import claim, small_plan
 
 PAGES = np.arange(1, 64 * 1024 + 1, dtype=np.float32).reshape(256, 256)
 
@@ -144,24 +141,7 @@ def test_a_link_to_a_file_of_ours_is_not_adopted(tmp_path: Path, how: How) -> No
     assert adopt_run(run, where, how=how)["adopted"]["new"]
 
 
-@pytest.mark.parametrize("trick", ["a link", "a path", "a folder"])
-def test_a_stage_that_claims_files_of_ours_is_not_done(tmp_path: Path, trick: str) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    (home / "token").write_text("hf_secret")
+def test_what_refiner_has_written_is_not_adopted_but_gone_on_with(tmp_path: Path) -> None:
     theirs = Workspace.open(tmp_path / "theirs")
-    stage = claim(theirs, small_plan("data"), "data")
-    output = theirs.layout.attempt(stage.id, 1).output
-    output.mkdir()
-    name, folder = "token", "attempts/0001/output"
-    if trick == "a link":
-        (output / "token").symlink_to(home / "token")
-    elif trick == "a path":
-        name = str(home / "token")
-    else:
-        folder = str(home)
-    files = (OutputFile(name, 9, "0" * 64),)
-    theirs.publish_result(stage.id, StageResult(1, 1, folder, files, {}, {}, 1.0, "now"))
-    (found,) = find_stages(theirs.root, Workspace.open(tmp_path / "ours"))
-    assert found.fate != "done"
-    assert "lies elsewhere" in found.notes[0]
+    with pytest.raises(ConfigurationError, match=f"refiner resume workspace={theirs.root}"):
+        adopt_run(theirs.root, [f"workspace={tmp_path / 'ws'}"])

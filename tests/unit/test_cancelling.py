@@ -15,6 +15,8 @@ from flows.running import cancelling
 from infra.host.processes import ProcessId, host_name
 from infra.jobs.dispatch import Router
 from infra.jobs.protocol import AttemptRef, JobRequest, JobSight, OpenAttempt
+from infra.orchestrator import acting as ending
+from infra.store.orchestrators import wanted_by_others
 from infra.store.workspace import Claim, Workspace
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord
@@ -72,8 +74,8 @@ def cancel(
     workspace: Workspace, run: RunRecord, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> cancelling.CancelOutcome:
     router = Router({"slurm": scheduler}, lambda _: "slurm")
-    monkeypatch.setattr(cancelling, "make_router", lambda *_: router)
-    monkeypatch.setattr(cancelling, "_POLL_S", 0.01)
+    monkeypatch.setattr(ending, "make_router", lambda *_: router)
+    monkeypatch.setattr(ending, "POLL_S", 0.01)
     return cancelling.cancel(workspace, run, wait_s=0.5)
 
 
@@ -183,7 +185,7 @@ def test_what_another_run_goes_on_with_is_not_ended_with_this_one(
     assert record.state == "claimed", "it goes on"
     assert outcome.stages == ()
     workspace.write_orchestrator(other.run, {**me, "process": "login9:77:1.00"})
-    assert cancelling._Cancel(workspace, run, (), cancelling.DispatchConfig(), print).spared == {}
+    assert wanted_by_others(workspace, {run.run}) == {}
     workspace.write_orchestrator(other.run, me)
     named = cancelling.cancel(workspace, run, ["data"], wait_s=5)
     assert named.ended, "who names it means it"

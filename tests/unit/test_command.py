@@ -72,7 +72,7 @@ def test_a_closed_terminal_is_a_request_to_stop_but_not_under_nohup(
         seen.append(signal.getsignal(signal.SIGHUP))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flows.running.runs.run_recipe", run_recipe)
+    monkeypatch.setattr("flows.running.calls.run_recipe", run_recipe)
     old = {n: signal.getsignal(n) for n in (signal.SIGHUP, signal.SIGTERM)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)

@@ -101,3 +101,29 @@ def test_commands_that_only_look_import_nothing_heavy(
     )
     assert "HEAVY []" in done.stderr, done.stderr
     assert list(tmp_path.iterdir()) == [], "a command that only looks has written something"
+
+
+#: Modules that a reader of the way from the command to the first step has to look at, at most.
+MOST_MODULES = 110
+_UNTIL_THE_FIRST_JOB = """
+import os, sys
+from infra.jobs import dispatch
+
+def submit(*_):
+    print(sum(m.partition(".")[0] in {packages} for m in sys.modules))
+    sys.stdout.flush()
+    os._exit(0)
+
+dispatch.Router.submit = submit
+from flows.cli.main import main
+sys.argv = ["refiner", "run", "tiny", "workspace={folder}", "--no-server"]
+main()
+"""
+
+
+def test_a_run_begins_its_first_job_with_few_of_our_modules(tmp_path: Path) -> None:
+    program = _UNTIL_THE_FIRST_JOB.format(packages=PACKAGES, folder=tmp_path / "runs")
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert 50 < int(said.stdout) <= MOST_MODULES

@@ -11,18 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from flows.artifacts import (
     artifact_key,
     artifacts_of,
-    card_in,
-    curves_in,
     markdown_table,
     numbers_in,
-    sparkline,
 )
 from flows.cli.run import stop_on_signals
 from flows.running.console import Console
@@ -119,33 +115,10 @@ def test_signals_that_come_together_are_one_wish_whatever_they_interrupt(
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
-def test_numbers_are_found_wherever_they_are() -> None:
+def test_numbers_are_those_of_models_and_of_the_reference() -> None:
     number = {"metric": "f1", "value": 0.5, "n": 9, "numerator": 3}
-    report = {"evaluations": [number], "deep": {"reference": [number]}}
+    report = {"evaluations": [number], "reference": [number]}
     assert numbers_in(report) == [{"metric": "f1", "value": 0.5, "n": 9}] * 2
-
-
-def test_curves_are_found_under_both_names() -> None:
-    report = {
-        "train_loss": {"curve": [[1, 2.0], [2, float("nan")]]},
-        "curves": {"scores": [[1, 0.5]]},
-        "other": [[1, 2]],
-    }
-    assert curves_in(report) == {"train loss": [(1.0, 2.0)], "scores": [(1.0, 0.5)]}
-
-
-def test_a_card_may_be_text_or_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "README.md"
-    path.write_text("---\nlicense: mit\n---\n\n# Title\n")
-    assert card_in({"card_path": str(path)}) == "# Title\n"
-    assert card_in({"card": "# Title\nText"}) == "# Title\nText"
-    assert card_in({"card": str(tmp_path / "missing")}) == ""
-
-
-def test_sparklines_are_short_and_flat_ones_low() -> None:
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert len(sparkline([float(i) for i in range(1000)])) == 60
 
 
 def test_tables_escape_what_would_break_them() -> None:
@@ -161,17 +134,16 @@ def test_what_is_shown_loads_no_image_and_holds_no_html() -> None:
         "f",
         "done",
         report={
-            "numbers": {evil: {"metric": evil, "value": 1.0}},
-            "curves": {evil: [[1, 0.5]]},
+            "evaluations": [{"metric": evil, "value": 1.0}],
             "card": f"# Title\n\n{evil}\n\nwith a < b, a [link](x) and `<answer>`",
         },
     )
     artifacts = artifacts_of("r", view)
-    assert len(artifacts) == 3
-    shown = [a.markdown for a in artifacts] + [markdown_table([{evil: evil}])]
+    assert len(artifacts) == 2
+    shown = [a["markdown"] for a in artifacts] + [markdown_table([{evil: evil}])]
     for text in shown:
         assert not re.search(r"<[a-zA-Z/!?]|!\[", text)
-    assert "with a < b, a [link](x) and `‹answer>`" in artifacts[-1].markdown
+    assert "with a < b, a [link](x) and `‹answer>`" in artifacts[-1]["markdown"]
 
 
 def test_keys_are_as_prefect_wants_them() -> None:

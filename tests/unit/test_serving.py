@@ -27,17 +27,18 @@ from infra.foreign.process import MARK
 from infra.host.processes import free_port, holder_of, node_address
 from infra.jobs.failures import classify
 from infra.orchestrator.observe import observe_actions
+from infra.services.judges import (
+    Refuses,
+    Server,
+    check_chat,
+    known_key,
+    service_key,
+)
 from infra.services.process import (
     Listening,
     error_line,
     server_environment,
     server_text,
-)
-from infra.services.registry import known_key, service_key
-from infra.services.server import (
-    Refuses,
-    Server,
-    check_chat,
 )
 from infra.store import orchestrators as leases_module
 from infra.store.orchestrators import (

@@ -1,0 +1,510 @@
+"""Judges' servers: one as a process, and those of a workspace, with their keys and their ends.
+
+In: a :class:`Server` (what to start, where it may listen, its key). Out: an :class:`Endpoint`, once
+it has answered a chat request; or an error that names the line of its log that tells why not. It
+runs under :mod:`infra.process.minder` in a session of its own: when this process is gone, by kill
+-9 or with its node, the minder kills everything that the server has started. What it prints goes,
+without the key, to this process's output.
+
+Of a workspace: :class:`ServiceStatus` values, for people and scripts; the address and key of a
+server that runs, for those who ask it. What a server is stands in its stage's record, where it
+answers in its newest attempt's ``endpoint.json``.
+
+A key is in no record, log or command line. It is that in ``REFINER_SERVER_KEY`` of the
+environment, with which the users of a group share a server, or a random one, made once, in a file
+that only its owner can read, and used by every server of that service from then on. The key of the
+user's own judge (``judge.api_key_env``) is for the address that they name, and goes to no server
+of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from infra.host.files import write_private
+from infra.host.processes import host_name
+from infra.host.secrets import MASK, masked
+from infra.jobs.dispatch import router_to_look
+from infra.jobs.protocol import AttemptRef
+from infra.orchestrator.acting import Ending
+from infra.orchestrator.observe import Observer
+from infra.orchestrator.reconcile import Seen
+from infra.process.child import kill_leftovers
+from infra.services.process import (
+    KEY_VARIABLES,
+    NotReady,
+    ServerProcess,
+    Words,
+    ask_server,
+    server_environment,
+    server_text,
+)
+from infra.store import atomic
+from infra.store.layout import StagePaths
+from infra.store.orchestrators import holders
+from infra.store.workspace import Workspace, now_text
+from refiner_core.contract.config import DispatchConfig, JudgeConfig, ServeConfig
+from refiner_core.contract.errors import ConfigurationError, KilledError
+from refiner_core.contract.records import from_json
+from refiner_core.contract.services import engine_of, is_service
+from refiner_core.contract.types import Endpoint
+
+_QUOTED = 300
+#: Answers that another try may mend: the server is still getting ready, or busy.
+_NOT_YET = frozenset({408, 425, 429, *range(500, 600)})
+_NO_KEY = (401, 403)
+_CHAT_S = 120.0
+#: How long a server that has answered before may fail to, before it counts as hung.
+SILENCE_S = 120.0
+_WORDS = Words(
+    "The judge's server",
+    not_found="set judge.serve.python to the interpreter that has the engine, or make the "
+    "command known in judge.serve.setup",
+    mistake="correct judge.model, judge.revision or judge.serve.args",
+    container="judge.serve.container",
+    timeout="judge.serve.start_timeout_s",
+    answer="an answer to a chat request",
+    again="nothing; who needs it next starts it again",
+)
+
+
+class Refuses(Exception):
+    """It answers, and says no in a way that waiting does not mend."""
+
+
+def check_listing(endpoint: Endpoint, timeout_s: float = 10.0) -> list[str]:
+    """Names of the models that it has; empty for servers that list none.
+
+    Raises
+    ------
+    NotReady
+        Nobody answers there, or with an error of its own.
+    Refuses
+        It does not take the key.
+    """
+    status, body = ask_server(endpoint, "/models", timeout_s)
+    if status in _NO_KEY:
+        raise Refuses(f"it does not take its own key (HTTP {status} for /models)")
+    if status != 200:
+        return []  # no list is no failure: the chat request tells
+    try:
+        return [str(entry["id"]) for entry in json.loads(body)["data"]]
+    except (ValueError, LookupError, TypeError):
+        return []
+
+
+def check_health(endpoint: Endpoint, engine: str, timeout_s: float = 10.0) -> None:
+    """Ask whether it is still there: engines that say how they are, else for the list of models.
+
+    Raises
+    ------
+    NotReady
+        Nobody answers there, or the engine says that it is not well.
+    """
+    path = "/models" if engine == "command" else "/../health"
+    status, body = ask_server(endpoint, path, timeout_s)
+    if status >= 500 and engine != "command":
+        raise NotReady(f"HTTP {status} for its health{_quoted(body, endpoint)}")
+
+
+def check_chat(
+    endpoint: Endpoint, model: str, limit_field: str = "max_tokens", timeout_s: float = _CHAT_S
+) -> None:
+    """Ask for one token; ``limit_field`` is the server's name for how many.
+
+    Raises
+    ------
+    NotReady
+        No answer within ``timeout_s``, or one that says "later".
+    Refuses
+        Any other answer than a chat completion.
+    """
+    status, body = _chat(endpoint, model, limit_field, timeout_s)
+    said = _quoted(body, endpoint)
+    if status in _NOT_YET:
+        raise NotReady(f"HTTP {status} for a chat request{said}")
+    if status != 200:
+        raise Refuses(f"HTTP {status} for a chat request{said}")
+    try:
+        json.loads(body)["choices"][0]["message"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise Refuses(f"its answer to a chat request is no chat completion{said}") from error
+
+
+def _chat(endpoint: Endpoint, model: str, limit_field: str, timeout_s: float) -> tuple[int, bytes]:
+    message = {"role": "user", "content": "Answer with one word: ready?"}
+    question = {"model": model, "messages": [message], limit_field: 1}
+    return ask_server(endpoint, "/chat/completions", timeout_s, question)
+
+
+def _quoted(body: bytes, endpoint: Endpoint) -> str:
+    text = " ".join(body[: 4 * _QUOTED].decode(errors="replace").split())
+    if endpoint.key:
+        text = text.replace(endpoint.key, MASK)
+    return f": {masked(text)[:_QUOTED]}" if text else ""
+
+
+@dataclass(eq=False)
+class Server(ServerProcess):
+    """A judge's server; a context manager that leaves none of its processes behind.
+
+    Attributes
+    ----------
+    judge
+        The judge's configuration.
+    mark
+        Folder that marks the server's processes: what an earlier one has left under the same mark
+        on this machine is ended first.
+    weights
+        Folder or Hub id that ``judge.model`` stands for.
+    """
+
+    judge: JudgeConfig
+    mark: Path
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._engine = engine_of(self.judge)
+        self._answered_at = 0.0
+
+    def __enter__(self) -> Server:
+        kill_leftovers(self.mark)
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def words(self) -> Words:
+        """See :class:`ServerProcess`."""
+        return _WORDS
+
+    @property
+    def settings(self) -> ServeConfig:
+        """See :class:`ServerProcess`."""
+        return self.judge.serve
+
+    @property
+    def by_daemon(self) -> bool:
+        """See :class:`ServerProcess`."""
+        return super().by_daemon or self._engine == "command"
+
+    def command(self) -> tuple[str, dict[str, str]]:
+        """See :class:`ServerProcess`."""
+        environment = server_environment(self._engine, self.key, str(self.mark))
+        return server_text(self.judge, self.at, self.weights), environment
+
+    def check(self) -> None:
+        """See :class:`ServerProcess`; a server that says no, or lets strangers in, is refused.
+
+        Raises
+        ------
+        ConfigurationError
+            It does.
+        """
+        judge, endpoint, listed = self.judge, self.endpoint, list[str]()
+        try:
+            if self._engine == "transformers":  # it would list all that is in the Hub's cache
+                check_health(endpoint, self._engine)
+            else:
+                listed = check_listing(endpoint)
+            check_chat(endpoint, judge.model, judge.max_tokens_field)
+        except Refuses as error:
+            has = f". It has: {', '.join(listed)}" if listed and judge.model not in listed else ""
+            raise ConfigurationError(
+                f"The judge's server runs, but {error}{has}{self.where() or '.'}",
+                expected=f"a server that takes chat requests for judge.model {judge.model!r}",
+                fix="correct judge.model, judge.serve.args or judge.serve_command",
+            ) from error
+        reached = not self.host.startswith(("127.", "localhost", "::1"))
+        stranger = Endpoint(self.at.url)
+        question = (judge.model, judge.max_tokens_field, _CHAT_S)
+        if self.key and reached and _chat(stranger, *question)[0] not in _NO_KEY:
+            raise ConfigurationError(
+                f"The judge's server at {self.at.url} answers who has no key, and everybody "
+                "on the cluster reaches it.",
+                expected="a server that asks for the key in REFINER_SERVER_KEY",
+                fix="let judge.serve_command pass it on, or set judge.serve.where=beside",
+            )
+        self._answered_at = time.monotonic()
+
+    def check_alive(self, *, ask: bool = True) -> None:
+        """Raise unless it runs and, as far as it is asked now, has answered lately.
+
+        Raises
+        ------
+        KilledError, StageFailed
+            It has ended, has not answered for long, or lost its port.
+        """
+        if self.code is not None:
+            raise self.ended("while it served")
+        if not ask:
+            return
+        try:
+            self.check_port()
+            check_health(self.endpoint, self._engine)
+            self._answered_at = time.monotonic()
+        except NotReady as error:
+            silent_s = time.monotonic() - self._answered_at
+            if silent_s > SILENCE_S:
+                raise KilledError(
+                    f"The judge's server runs, but has not answered for {silent_s:.0f} s: {error}",
+                    fix="nothing; another one is started",
+                ) from error
+
+
+# ---------------------------------------------------------------- those of a workspace
+
+#: Where users may set a key of their choice.
+VARIABLE = KEY_VARIABLES["command"]
+_NAME = "key"
+#: How often the making of a key is tried, should somebody else's be half there.
+_TRIES = 3
+
+ServiceState = Literal[
+    "queued",  # its job waits for the scheduler
+    "starting",
+    "serving",  # somebody holds a lease
+    "idle",  # it answers, and nobody needs it just now
+    "ended",
+    "killed",  # its job is gone, and nobody has noted that yet
+    "unknown",  # its scheduler cannot be asked from here
+]
+RUNNING: tuple[ServiceState, ...] = ("queued", "starting", "serving", "idle", "unknown")
+
+
+def service_key(folder: Path, given: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """The key, and where it comes from: ``environment`` or ``file``.
+
+    Raises
+    ------
+    ConfigurationError
+        The file is another user's, or the variable's value can be no key.
+    """
+    if own := given.get(VARIABLE, "").strip():
+        if not (own.isascii() and own.isprintable() and " " not in own):
+            raise ConfigurationError(
+                f"The key in {VARIABLE} has characters that no header may carry.",
+                expected="printable ASCII without blanks",
+                fix=f"export {VARIABLE}=…, or unset it for a key that refiner makes",
+            )
+        return own, "environment"
+    path = folder / _NAME
+    for _ in range(_TRIES):
+        if key := _read(path):
+            return key, "file"
+        _make(path)
+    raise ConfigurationError(
+        f"{path} holds no key.",
+        expected="the key that refiner has made",
+        fix=f"delete {path}, and the next server gets a new one",
+    )
+
+
+def known_key(folder: Path, source: str) -> str:
+    """The key of a server that runs, by where it says that its key comes from; nothing is made.
+
+    Raises
+    ------
+    ConfigurationError
+        It cannot be had here.
+    """
+    if source == "file":
+        return _read(folder / _NAME)
+    if source != "environment":
+        return ""
+    own = os.environ.get(VARIABLE, "").strip()
+    if not own:
+        raise ConfigurationError(
+            f"The judge's server was started with the key in {VARIABLE}, which is not set here.",
+            expected="the same key for who asks it",
+            fix=f"export {VARIABLE}=…, or end the server with `refiner judge stop`",
+        )
+    return own
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return ""
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"The key of the judge's server in {path} is another user's.",
+            expected="to be who has started the server, or to share a key with them",
+            fix=f"export {VARIABLE}=… with a key that is for this alone, the same for all who "
+            "share the server, and end the one that runs",
+        ) from error
+
+
+def _make(path: Path) -> None:
+    """Write a new key, unless there is one by then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = atomic.temporary_name(path)
+    try:
+        write_private(temporary, secrets.token_urlsafe(32) + "\n")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return  # another was faster, and its key is the one
+        except OSError as error:
+            if error.errno not in atomic.LINKS_UNSUPPORTED:
+                raise
+            temporary.replace(path)  # one worker at a time starts a service
+    finally:
+        atomic.remove_quietly(temporary)
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """One server.
+
+    Attributes
+    ----------
+    id, model, engine
+        What it is.
+    state, reason
+        How it is, and how its last attempt ended.
+    url, node
+        Where it answers, once it does; empty otherwise.
+    leases
+        Who needs it: attempts at stages (``grpo-0123…-0001``) and calls (``run-…``).
+    idle_s
+        For how long nobody has, by its own clock; None where it does not run.
+    """
+
+    id: str
+    model: str
+    engine: str
+    state: ServiceState
+    reason: str = ""
+    url: str = ""
+    node: str = ""
+    job_id: str | None = None
+    attempt: int = 0
+    leases: tuple[str, ...] = ()
+    idle_s: float | None = None
+    log: str = ""
+
+
+def write_endpoint(workspace: Workspace, ref: AttemptRef, endpoint: Endpoint, **more: Any) -> None:
+    """Say where a server answers. This makes its attempt ready."""
+    value = {"version": 1, "url": endpoint.url, "node": host_name(), "at": now_text(), **more}
+    atomic.create_json(workspace.layout.attempt(*ref).endpoint, value)
+
+
+def live_endpoints(workspace: Workspace, service_id: str) -> list[Endpoint]:
+    """Addresses at which a service answers now; empty while it is being started or replaced.
+
+    Raises
+    ------
+    ConfigurationError
+        Its key cannot be had here.
+    """
+    numbers = workspace.layout.stage(service_id).attempt_numbers()
+    if not numbers:
+        return []
+    paths = workspace.layout.attempt(service_id, numbers[-1])
+    found = workspace.read_control(paths.endpoint)
+    if found is None or paths.outcome.exists():
+        return []
+    folder = workspace.layout.service(service_id)
+    key = known_key(folder, str(found.get("key_from")))
+    return [Endpoint(str(found["url"]), key)]
+
+
+def services_of(workspace: Workspace, wanted: str | None = None) -> list[ServiceStatus]:
+    """All servers that were ever started here, or those whose id begins as ``wanted`` says."""
+    ids = [i for i in workspace.stage_ids() if is_service(i)]
+    begins = wanted or ""
+    named = [i for i in ids if i.startswith(begins) or i.partition("-")[2].startswith(begins)]
+    return [_status(workspace, i) for i in named]
+
+
+def _status(workspace: Workspace, service_id: str) -> ServiceStatus:
+    settings = _settings(workspace, workspace.layout.stage(service_id))
+    records, observed = Observer(workspace, router_to_look(settings, workspace)).look([service_id])
+    record, seen = records.get(service_id), observed.attempts.get(service_id)
+    identity = record.spec.identity if record is not None else {}
+    last = record.attempts[-1] if record is not None and record.attempts else None
+    status = ServiceStatus(
+        service_id,
+        model=str(identity.get("serve.model") or ""),
+        engine=str(identity.get("serve.engine") or ""),
+        state="ended",
+    )
+    if last is None:
+        return status
+    paths = workspace.layout.attempt(service_id, last.number)
+    endpoint = workspace.read_control(paths.endpoint) or {}
+    needed_by = tuple(holders(workspace, service_id))
+    state = _state(seen, bool(endpoint), bool(needed_by))
+    runs = state in RUNNING
+    beat = workspace.read_heartbeat(service_id, last.number) or {}
+    idle_s = ((beat.get("progress") or {}).get("values") or {}).get("idle_s")
+    return replace(
+        status,
+        state=state,
+        reason=last.outcome.message if last.outcome is not None else seen.note if seen else "",
+        url=str(endpoint.get("url") or "") if runs else "",
+        node=str(endpoint.get("node") or last.node),
+        job_id=last.job_id,
+        attempt=last.number,
+        leases=needed_by,
+        idle_s=idle_s if runs and endpoint else None,
+        log=str(paths.log),
+    )
+
+
+def _state(seen: Seen | None, answers: bool, needed: bool) -> ServiceState:
+    if seen is None:
+        return "ended"
+    if seen.sight in ("dead", "hung"):
+        return "killed"
+    if seen.sight == "unknown":
+        return "unknown"
+    if not seen.running:
+        return "queued"
+    if not answers:
+        return "starting"
+    return "serving" if needed else "idle"
+
+
+def _settings(workspace: Workspace, stage: StagePaths) -> DispatchConfig:
+    """How its newest job was asked for."""
+    numbers = stage.attempt_numbers()
+    config = workspace.part(stage.attempt(numbers[-1]), "config") if numbers else {}
+    return from_json(DispatchConfig, config.get("dispatch") or {})
+
+
+# ---------------------------------------------------------------- ending
+
+
+def end_service(
+    workspace: Workspace,
+    service_id: str,
+    reason: str,
+    *,
+    grace_s: float = 60.0,
+    tell: Callable[[str], None] = lambda message: None,
+) -> bool:
+    """End a server, whoever has started it; True when nothing of it runs any more.
+
+    Its worker is asked first, and killed after ``grace_s``. Who still needs it starts another one.
+    """
+    stage = workspace.layout.stage(service_id)
+    settings = replace(_settings(workspace, stage), grace_s=grace_s)
+    ending = Ending(workspace, settings, {service_id: service_id}, "interrupted", reason, tell)
+    if ending.work(2 * grace_s + 10):
+        return False
+    kill_leftovers(workspace.layout.service(service_id))  # its minder may be gone, too
+    return True
