@@ -46,6 +46,11 @@ def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> s
     return text.replace("-", MINUS)
 
 
+def short(value: float | None) -> str:
+    """``0.6123``: four digits, of a number of any size."""
+    return MISSING if finite(value) is None else f"{value:.4g}".replace("-", MINUS)
+
+
 def interval(low: float | None, high: float | None, decimals: int = 3) -> str:
     """``[0.59, 0.63]``, or nothing where either end is missing."""
     if finite(low) is None or finite(high) is None:
@@ -121,6 +126,16 @@ def duration(seconds: float | None) -> str:
             rest = whole % size // below
             return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
     return f"{whole} s"
+
+
+def size(count: int | None) -> str:
+    """``12.3 MB``: bytes, by thousands."""
+    if count is None:
+        return MISSING
+    for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= above:
+            return f"{count / above:.3g} {unit}"
+    return f"{count} B"
 
 
 def clock(seconds: float) -> str:

@@ -135,8 +135,6 @@ VIEWS = (
     ("settings", "Settings and provenance"),
 )
 MOST_CURVES = 120
-#: Points of all curves, and of one.
-MOST_POINTS, MOST_OF_CURVE = 30_000, 600
 MOST_INCIDENTS, MOST_ATTEMPTS, MOST_SETTINGS, MOST_WARNINGS = 400, 100, 500, 50
 #: Incidents and numbers of the summary.
 FEW_INCIDENTS, FEW_NUMBERS = 5, 10
@@ -171,7 +169,6 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         without_incident=words.without_incident(report),
         index=model_index(report),
         settings=list(report.settings.items())[:MOST_SETTINGS],
-        bytes_text=bytes_text,
         kind_of=drawing.kind_of,
         most={
             "incidents": MOST_INCIDENTS,
@@ -190,36 +187,16 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
 def plots(curves: Sequence[MetricCurve]) -> dict[str, list[dict[str, Any]]]:
     """Drawings by stage."""
     shown = curves[:MOST_CURVES]
-    each = min(MOST_OF_CURVE, MOST_POINTS // max(1, len(shown)))
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:
-        known = [i for i, v in enumerate(curve.values) if printing.finite(v) is not None]
+        line = drawing.line_of(curve, name=curve.metric, curves=len(shown))
         found.setdefault(curve.stage, []).append(
             {
-                "metric": curve.metric,
-                "svg": drawing.curve(curve, each),
-                "first": _point(curve, known[0]) if known else None,
-                "last": _point(curve, known[-1]) if known else None,
-                "missing": len(curve.values) - len(known),
-                "thinned": len(curve.steps) > each,
-                "from_attempts": curve.from_attempts,
+                "of": curve,
+                "plot": drawing.plot_of_run(curve, line),
+                "known": line.known,
+                "missing": sum(printing.finite(v) is None for v in curve.values),
+                "thinned": len(line.points) < len(curve.values),
             }
         )
     return found
-
-
-def _point(curve: MetricCurve, at: int) -> tuple[int, str]:
-    return curve.steps[at], f"{curve.values[at]:.4g}".replace("-", printing.MINUS)
-
-
-# ---------------------------------------------------------------- small things
-
-
-def bytes_text(size: int | None) -> str:
-    """``12.3 MB``: by thousands."""
-    if size is None:
-        return printing.MISSING
-    for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= above:
-            return f"{size / above:.3g} {unit}"
-    return f"{size} B"

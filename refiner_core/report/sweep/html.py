@@ -25,7 +25,6 @@ from refiner_core.report.sweep.document import (
     Answer,
     ArmNumber,
     Comparison,
-    Curve,
     MatrixCell,
     MatrixRow,
     SideBySide,
@@ -87,8 +86,6 @@ def _within(answers: Sequence[Answer], room: int) -> Iterator[Answer]:
 
 #: Rows of arms on the page, over all comparisons.
 MOST_ROWS = 2_500
-#: Points of curves on the page, over all metrics and arms.
-MOST_POINTS = 30_000
 MOST_CURVES = 3_000
 #: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
 FEW_ARMS = 7
@@ -209,42 +206,21 @@ def plots(
     report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
 ) -> list[dict[str, Any]]:
     """Learning curves, one drawing for each metric of a stage."""
-    by_metric: dict[str, list[Curve]] = {}
-    for curve in report.curves[:MOST_CURVES]:
-        if curve.arm in index:
-            by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(curve)
-    each = max(8, MOST_POINTS // max(1, len(report.curves[:MOST_CURVES])))
+    by_metric: dict[str, list[drawing.Line]] = {}
+    curves = [curve for curve in report.curves[:MOST_CURVES] if curve.arm in index]
+    for curve in curves:
+        line = drawing.line_of(curve, index[curve.arm], curve.arm, len(curves))
+        by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(line)
     made = []
     for name, found in by_metric.items():
-        found = sorted(found, key=lambda c: index[c.arm])
-        drawn = [drawing.Drawn(index[c.arm], c, drawing.thinned(c, each)) for c in found]
-        visible = shown if any(d.index in shown for d in drawn) else frozenset({drawn[0].index})
-        made.append(
-            {
-                "name": name,
-                "svg": drawing.curves(name, drawn, visible),
-                "drawn": drawn,
-                "shown": visible,
-                "rows": [_last_row(d) for d in sorted(drawn, key=lambda d: d.index not in visible)],
-            }
-        )
+        lines = sorted(found, key=lambda line: line.index)
+        visible = shown if any(n.index in shown for n in lines) else frozenset({lines[0].index})
+        names = ", ".join(line.name for line in lines if line.index in visible)
+        label = f"{name} over steps, of {names}; the numbers are in the table below"
+        rows = sorted(lines, key=lambda line: line.index not in visible)
+        plot = drawing.Plot(lines, visible, label, 860, 340, (64, 16, 12, 40))
+        made.append({"name": name, "plot": plot, "rows": rows})
     return made
-
-
-def _last_row(drawn: drawing.Drawn) -> dict[str, Any]:
-    """First and last point of a curve, for the table below its drawing."""
-    curve = drawn.curve
-    known = [i for i, v in enumerate(curve.mean) if printing.finite(v) is not None]
-    if not known:
-        return {"index": drawn.index, "arm": curve.arm, "first": None, "last": None}
-    first, last = known[0], known[-1]
-    return {
-        "index": drawn.index,
-        "arm": curve.arm,
-        "first": (curve.steps[first], curve.mean[first]),
-        "last": (curve.steps[last], curve.mean[last], curve.low[last], curve.high[last]),
-        "seeds": len(curve.by_seed),
-    }
 
 
 def matrices(report: SweepReport) -> list[dict[str, Any]]:
