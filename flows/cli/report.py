@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -187,7 +188,7 @@ def _run_lines(report: RunReport) -> Iterator[str]:
         yield f"warning: {plain(text)}"
     yield ""
     yield from table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
-    for found in words.change_tables(report)[:_MOST_TABLES]:
+    for found in islice(words.number_tables(report, narrow=True), _MOST_TABLES):
         yield f"\n{found.title}"
         yield from table(found.rows, found.header)
     if report.incidents:

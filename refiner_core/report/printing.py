@@ -36,6 +36,12 @@ def decimals_for(width: float | None, value: float | None = None) -> int:
     return max(0, min(_MOST_DECIMALS, decimals))
 
 
+def decimals_of(value: float | None, low: float | None, high: float | None) -> int:
+    """The same of a number and its interval."""
+    width = None if finite(low) is None or finite(high) is None else high - low  # type: ignore[operator]
+    return decimals_for(width, value)
+
+
 def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> str:
     """``0.612``, ``+0.031``, ``−0.031``; a dash where there is none."""
     if value is None or not math.isfinite(value):
@@ -74,8 +80,7 @@ def estimate(
     value: float | None, low: float | None, high: float | None, *, signed: bool = False
 ) -> str:
     """A number with its interval, with as many digits as are known."""
-    width = None if low is None or high is None else high - low
-    return with_interval(value, low, high, decimals_for(width, value), signed=signed)
+    return with_interval(value, low, high, decimals_of(value, low, high), signed=signed)
 
 
 def measured(entry: Mapping[str, Any], missing: str = "-") -> str:

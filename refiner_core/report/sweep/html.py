@@ -13,7 +13,6 @@ what is left out is said; the JSON beside the page has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
@@ -22,7 +21,6 @@ from refiner_core.report.pages import leaf, parts_of
 from refiner_core.report.sweep import wording as words
 from refiner_core.report.sweep.document import (
     Agreement,
-    Answer,
     ArmNumber,
     Comparison,
     MatrixCell,
@@ -33,31 +31,16 @@ from refiner_core.report.sweep.document import (
 from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import (
     MOST_IN_ALL,
-    MOST_OF_ANSWER,
     attempts_of,
     attempts_tables,
     cited_ids,
     conversation,
     marked,
-    size_of,
+    within,
 )
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One prompt of the page, with the answers that fit in, and how many there are."""
-
-    side: SideBySide
-    answers: tuple[Answer, ...]
-    cited: frozenset[str]
-
-    @property
-    def left_out(self) -> int:
-        """Answers that are only in the JSON."""
-        return len(self.side.answers) - len(self.answers)
-
-
-def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Shown]:
+def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[dict[str, Any]]:
     """Prompts with as many of their answers as a page can hold: each has an equal share of the
     room, and arms named first are preferred."""
     rank = {arm: i for i, arm in enumerate(first_arms)}
@@ -67,21 +50,11 @@ def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Show
         ordered = sorted(
             side.answers, key=lambda a: (a.sample_index, rank.get(a.arm, len(rank)), a.seed)
         )
-        kept = tuple(_within(ordered, share))
-        cited = frozenset().union(*(cited_ids(a.text) for a in kept)) if kept else frozenset()
-        shown.append(Shown(side, kept, cited))
+        kept = within(ordered, share)
+        cited = frozenset().union(*(cited_ids(a.text) for a in kept))
+        left_out = len(side.answers) - len(kept)
+        shown.append({"side": side, "answers": kept, "cited": cited, "left_out": left_out})
     return shown
-
-
-def _within(answers: Sequence[Answer], room: int) -> Iterator[Answer]:
-    for answer in answers:
-        size = min(len(answer.text), MOST_OF_ANSWER) + 200 * len(answer.judgements)
-        if answer.episode is not None:
-            size = size_of(answer.episode)
-        room -= size + 300
-        if room < 0:
-            return
-        yield answer
 
 
 #: Rows of arms on the page, over all comparisons.
@@ -157,7 +130,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
             [v for r in report.rubrics for v in r.values.values()], ticks=3
         ),
         prompts=shown,
-        attempts=attempts_of(a for side in shown for a in side.answers),
+        attempts=attempts_of(a for one in shown for a in one["answers"]),
         attempts_tables=attempts_tables(report.attempts, few),
         spelt=spelt_protocols(report.protocols),
         flips=report.flips[:MOST_FLIPS],
