@@ -216,17 +216,13 @@ def _sweep_lines(report: SweepReport) -> Iterator[str]:
     if (primary := report.primary) is None:
         return
     yield words.key_text(primary.key)
-    column = words.Column.of(primary, report, drawn=False)
+    column = words.Column.of(primary, report)
+    shown = (words.arm_row(n, column, report) for n in primary.numbers)
+    pairs = (("value", "bounds"), ("difference", "difference_bounds"), ("sign", "verdict"))
     rows = [
-        (
-            r.arm,
-            f"{r.value} {r.bounds}".strip(),
-            f"{r.difference} {r.difference_bounds}".strip(),
-            r.p_adjusted,
-            f"{r.sign} {r.verdict}".strip(),
-            r.note,
-        )
-        for r in (words.arm_row(n, column, report) for n in primary.numbers)
+        (r["arm"], *texts[:2], r["p_adjusted"], texts[2], r["note"])
+        for r in shown
+        for texts in [[f"{r[one]} {r[other]}".strip() for one, other in pairs]]
     ]
     header = ("arm", primary.key.metric, "difference", "p (adjusted)", "says", "")
     yield from table_lines(rows, header)
