@@ -31,7 +31,7 @@ from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
-from refiner_core.judge_report.build import Options, Report, judge_report
+from refiner_core.judge_report.build import Report, judge_report
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judge_report.text import markdown
 from refiner_core.judges import build_judge
@@ -123,7 +123,8 @@ def measure_judge(
             config.judge,
             lambda judge: _judge(judge, endpoints(judge)),
             against=other,
-            options=Options(repeats=repeats, told=tell),
+            repeats=repeats,
+            told=tell,
         )
     identity = canonical_json([report.judge, report.against, report.material, repeats])
     return Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -187,7 +188,7 @@ def _run_lines(report: RunReport) -> Iterator[str]:
         yield f"warning: {plain(text)}"
     yield ""
     yield from table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
-    for found in words.change_tables(report)[:_MOST_TABLES]:
+    for found in islice(words.number_tables(report, narrow=True), _MOST_TABLES):
         yield f"\n{found.title}"
         yield from table(found.rows, found.header)
     if report.incidents:
@@ -215,17 +216,13 @@ def _sweep_lines(report: SweepReport) -> Iterator[str]:
     if (primary := report.primary) is None:
         return
     yield words.key_text(primary.key)
-    column = words.Column.of(primary, report, drawn=False)
+    column = words.Column.of(primary, report)
+    shown = (words.arm_row(n, column, report) for n in primary.numbers)
+    pairs = (("value", "bounds"), ("difference", "difference_bounds"), ("sign", "verdict"))
     rows = [
-        (
-            r.arm,
-            f"{r.value} {r.bounds}".strip(),
-            f"{r.difference} {r.difference_bounds}".strip(),
-            r.p_adjusted,
-            f"{r.sign} {r.verdict}".strip(),
-            r.note,
-        )
-        for r in (words.arm_row(n, column, report) for n in primary.numbers)
+        (r["arm"], *texts[:2], r["p_adjusted"], texts[2], r["note"])
+        for r in shown
+        for texts in [[f"{r[one]} {r[other]}".strip() for one, other in pairs]]
     ]
     header = ("arm", primary.key.metric, "difference", "p (adjusted)", "says", "")
     yield from table_lines(rows, header)

@@ -7,7 +7,7 @@ the commands that go on from it.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.records import to_json
 from refiner_core.contract.services import CONSUMERS
-from refiner_core.report.printing import counted, measured
+from refiner_core.report.pages import template_of
 
 DIFF_VERSION = 1
 
@@ -165,36 +165,10 @@ def as_json(found: Difference) -> dict[str, Any]:
     return {"version": DIFF_VERSION, **to_json(found)}
 
 
-_MOST = 20
-
-
 def difference_lines(found: Difference) -> Iterator[str]:
     """All sections in which there is something to say; first whether what came out is equal."""
-    identity = [f for f in found.fields if f.mark == "identity"]
-    sections: dict[str, Iterable[str]] = {
-        "Stages": map(_stage, found.stages),
-        "Configuration that decides what is computed": [
-            _changed(f.field, f, "changes ") for f in identity
-        ],
-        "Configuration that decides where and how only": [
-            _changed(f.field, f) for f in found.fields if f not in identity
-        ],
-        "Sources": _changes(found.sources),
-        "Rows": (line for rows in found.rows for line in _rows(rows)),
-        "Rubrics": _changes(found.rubrics),
-        "Judge": _changes(found.judge),
-        "Code": _code(found.code),
-        "Environment": _changes(found.environment),
-        "Training": (line for training in found.training for line in _training(training)),
-        "Numbers": _numbers(found),
-        "Attempts": _attempts(found),
-    }
-    yield from (f"A: {found.a}", f"B: {found.b}", "", verdict(found))
-    for title, section in sections.items():
-        if lines := list(section):
-            yield from ("", title, *(f"  {line}" for line in lines[:_MOST]))
-        if len(lines) > _MOST:
-            yield f"  … and {len(lines) - _MOST} more (--json has all)"
+    text = template_of(__package__, "difference.txt.jinja")
+    yield from text.render(d=found, verdict=verdict(found), show=_show).splitlines()
 
 
 def verdict(found: Difference) -> str:
@@ -221,113 +195,9 @@ def _first(found: Difference) -> str:
     return f"that only {alone[0].relation[-1].upper()} has {alone[0].stage}" if alone else ""
 
 
-def _stage(stage: settings.StageChange) -> str:
-    if stage.relation == "same":
-        return f"{stage.stage}: same stage ({stage.a})"
-    if stage.relation.startswith("only"):
-        return f"{stage.stage}: only {stage.relation[-1].upper()} has it"
-    if stage.relation == "alike":
-        return f"{stage.stage}: same fingerprint, done twice; {_outputs(stage)}"
-    why = "; ".join(stage.because[:4]) + ("; …" if len(stage.because) > 4 else "")
-    return f"{stage.stage}: {stage.a} → {stage.b} ({why}); {_outputs(stage)}"
-
-
-def _outputs(stage: settings.StageChange) -> str:
-    if stage.outputs is None:
-        return "not both are done"
-    if not stage.outputs:
-        return "outputs bitwise the same"
-    return f"other output: {', '.join(stage.outputs[:3])}" + (" …" if stage.outputs[3:] else "")
-
-
-def _changes(found: Iterable[settings.Change]) -> list[str]:
-    return [_changed(change.what, change) for change in found]
-
-
-def _changed(what: str, found: settings.Change | settings.FieldChange, before: str = "") -> str:
-    stages = f"   ({before}{', '.join(found.stages)})" if found.stages else ""
-    return f"{what}: {_show(found.a)} → {_show(found.b)}{stages}"
-
-
-def _rows(rows: outcomes.FileRows) -> Iterator[str]:
-    before, after = ("no" if n is None else n for n in (rows.a_rows, rows.b_rows))
-    yield f"{rows.stage}/{rows.file}: {before} → {after} rows"
-    named = (("only in A", rows.only_a), ("only in B", rows.only_b), ("changed", rows.changed))
-    for (words, count), examples in zip(named, rows.examples, strict=True):
-        if count:
-            more = ", …" if count > len(examples) else ""
-            yield f"  {count} {words} ({', '.join(examples)}{more})"
-    if rows.columns:
-        yield f"  the first changed one in {', '.join(rows.columns)}"
-    if rows.order is not None:
-        yield f"  another order from row {rows.order + 1} on"
-
-
-def _code(code: settings.CodeChange | None) -> Iterator[str]:
-    if code is None:
-        return
-    yield from _changes(code.git)
-    if code.files is None:
-        yield f"{code.a} → {code.b}; not both snapshots are kept"
-    elif code.a != code.b:
-        yield f"{code.a} → {code.b}: {len(code.files)} files differ"
-        yield from (f"  {f.path}  +{f.added} -{f.removed}" for f in code.files)
-
-
-def _training(found: outcomes.Divergence) -> Iterator[str]:
-    if found.step is None:
-        note = f"; {found.note}" if found.note else ""
-        yield f"{found.stage}: {found.same_steps} steps are bitwise the same{note}"
-        return
-    before = f"{found.same_steps} steps before it are the same" if found.same_steps else "the first"
-    yield f"{found.stage}: first differing step {found.step} ({before})"
-    if (rollout := found.rollout) is not None:
-        where = f"rollout {rollout.sample_id}#{rollout.sample_index}"
-        yield f"  {where} differs in {', '.join(rollout.fields[:6])}"
-        yield from (f"    A: {rollout.a}", f"    B: {rollout.b}")
-    for name, (a, b) in list(found.metrics.items())[:6]:
-        yield f"  {name}: {a!r} → {b!r}"
-    if len(found.metrics) > 6:
-        yield f"  … and {len(found.metrics) - 6} more numbers"
-
-
-def _numbers(found: Difference) -> Iterator[str]:
-    for number in found.numbers:
-        name = f"{number.stage} {number.decoding} {number.metric}"
-        if number.refused:
-            fields = ", ".join(number.refused)
-            yield f"{name}: not comparable, the protocols differ in {fields}"
-        elif not number.same:
-            paired = ""
-            if number.difference is not None:
-                paired = f"; paired {number.difference:+.3f}"
-                if number.low is not None and number.high is not None:
-                    paired += f" [{number.low:+.3f}, {number.high:+.3f}]"
-            yield f"{name}: {measured(number.a)} → {measured(number.b)}{paired}"
-    if same := sum(n.same for n in found.numbers):
-        yield f"{same} of {len(found.numbers)} numbers are the same"
-    for change in found.samples:
-        yield (
-            f"{change.stage} {change.decoding}: {change.count} of {change.of} samples differ, "
-            f"first {change.sample_id} in {', '.join(change.fields[:5])}"
-        )
-
-
-def _attempts(found: Difference) -> Iterator[str]:
-    for c in found.attempts:
-        yield f"{c.stage}: {_tries(c.a, c.a_resumed)} → {_tries(c.b, c.b_resumed)}"
-    for side, incidents in zip("AB", found.incidents, strict=True):
-        yield from (f"{side}: {line}" for line in incidents)
-
-
-def _tries(count: int, resumed: Sequence[int]) -> str:
-    text = counted(count, "attempt")
-    return text + (f", resumed from step {', '.join(map(str, resumed))}" if resumed else "")
-
-
-def _show(value: Any) -> str:
+def _show(value: Any, limit: int = 60) -> str:
     digest = isinstance(value, str) and len(value) == 64
-    return value[:12] if digest else settings.shortened(value, 60)
+    return value[:12] if digest else settings.shortened(value, limit)
 
 
 def next_commands(found: Difference) -> list[str]:

@@ -149,8 +149,8 @@ def _because(a: Half, b: Half) -> Iterator[str]:
 
 
 def shortened(value: Any, limit: int) -> str:
-    """The beginning of a long text."""
-    text = str(value)
+    """The beginning of a long text, on one line."""
+    text = " ".join(str(value).split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 

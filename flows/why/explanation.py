@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import load_samples, of_tasks
 from refiner_core.evaluation.results import RESULTS_FILE, recompute
 from refiner_core.evaluation.statistics import Estimate
-from refiner_core.report.printing import measured
+from refiner_core.report.printing import measured, short
 
 _FEW = 3
 
@@ -47,7 +47,7 @@ class SampleValue(NamedTuple):
         return f"{self.sample_id}#{self.number}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Explanation:
     """Everything behind a number.
 
@@ -74,8 +74,8 @@ class Explanation:
     agrees: bool | None = None
     values: tuple[SampleValue, ...] = ()
     sample: Mapping[str, Any] | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def counted(self) -> list[SampleValue]:
@@ -109,23 +109,24 @@ def explain_number(
     DataError
         The samples are damaged.
     """
-    room = Workspace.read_only(workspace)
+    room, found = Workspace.read_only(workspace), Explanation(figure)
     record = room.read_record(figure.stage_id) if figure.stage_id and room.stage_ids() else None
     if record is None:
-        elsewhere = (
+        found.notes.append(
             f"It was recorded in {figure.record or 'a place that nobody has named'}, which "
             f"{room.root} does not have: name the run's own with workspace=DIR to see the samples "
             "behind it."
         )
-        return Explanation(figure, notes=(elsewhere,))
-    found = Explanation(figure, files={"record": str(room.root / figure.record.partition("#")[0])})
-    if figure.kind == "fact":
         return found
-    look = _of_evaluation if figure.kind == "evaluation" else _of_training
-    return look(found, room, sample)
+    found.files["record"] = str(room.root / figure.record.partition("#")[0])
+    if figure.kind == "evaluation":
+        _explain_evaluation(found, room, sample)
+    elif figure.kind == "training":
+        _explain_training(found, room, sample)
+    return found
 
 
-def _of_evaluation(found: Explanation, workspace: Workspace, wanted: str | None) -> Explanation:
+def _explain_evaluation(found: Explanation, workspace: Workspace, wanted: str | None) -> None:
     figure = found.figure
     result = workspace.read_result(figure.stage_id)
     assert result is not None, "an evaluation's numbers are in its result"
@@ -134,19 +135,18 @@ def _of_evaluation(found: Explanation, workspace: Workspace, wanted: str | None)
     # The evidence of a card does not have the file's name.
     which = figure.model if figure.model in FLOORS else figure.decoding
     samples = folder / str(figure.entry.get("samples_file") or f"samples-{which}.parquet")
-    files = {**found.files, "results": str(folder / RESULTS_FILE), "samples": str(samples)}
-    found = replace(found, files=files)
+    found.files |= {"results": str(folder / RESULTS_FILE), "samples": str(samples)}
     try:
         rows = load_samples(samples)
     except DataError as error:
-        return replace(found, notes=(str(error),))
+        found.notes.append(str(error))
+        return
     again = recompute(rows, figure.metric, from_json(RecipeConfig, workspace.part(paths, "config")))
-    same = again is not None and all(
+    found.recomputed = again
+    found.agrees = again is not None and all(
         _near(value, figure.entry.get(name)) for name, value in again._asdict().items()
     )
-    found = replace(found, recomputed=again, agrees=same)
-    prompts = prompts_of(workspace, paths, HELD_OUT)
-    return _with_samples(found, rows, figure.metric, prompts, wanted)
+    _add_samples(found, rows, figure.metric, prompts_of(workspace, paths, HELD_OUT), wanted)
 
 
 def _near(one: Any, other: Any) -> bool:
@@ -155,32 +155,34 @@ def _near(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _of_training(found: Explanation, workspace: Workspace, wanted: str | None) -> Explanation:
+def _explain_training(found: Explanation, workspace: Workspace, wanted: str | None) -> None:
     figure = found.figure
     assert figure.step is not None, "a point of a curve has a step"
     paths = list(attempts_of(workspace, figure.stage_id).values())
     name = f"{step_name(figure.step)}.parquet"
-    metrics = [p.metrics for p in paths if p.metrics.exists()][:1]
-    rollouts = [p.rollouts / name for p in paths if (p.rollouts / name).exists()][:1]
-    files = {"metrics": metrics, "rollouts": rollouts}
-    found = replace(found, files={**found.files, **{k: str(v[0]) for k, v in files.items() if v}})
-    if not rollouts:
-        return replace(found, notes=(f"Step {figure.step} has no rollouts that are kept.",))
-    rows = read_rollouts(rollouts[0])
+    for what, files in (
+        ("metrics", (p.metrics for p in paths)),
+        ("rollouts", (p.rollouts / name for p in paths)),
+    ):
+        for path in [p for p in files if p.exists()][:1]:
+            found.files[what] = str(path)
+    if "rollouts" not in found.files:
+        found.notes.append(f"Step {figure.step} has no rollouts that are kept.")
+        return
+    rows = read_rollouts(Path(found.files["rollouts"]))
     # `objective/citation_f1_reward` is the mean of `reward/citation_f1`.
     part = figure.metric.removeprefix("objective/")
     column = figure.metric if part == figure.metric else f"reward/{part.removesuffix('_reward')}"
     column = "reward" if figure.metric == "scores" else column
     if not rows or column not in rows[0]:
         column = "reward"
-        note = f"{figure.metric} is no mean over rollouts; they are shown by their reward."
-        found = replace(found, notes=(note,))
+        found.notes.append(f"{figure.metric} is no mean over rollouts; they are shown by reward.")
     elif counted := [v for row in rows if (v := _value(row, column)).value is not None]:
         total, n = sum(v.value or 0.0 for v in counted), len({v.sample_id for v in counted})
-        mean = Estimate(total / len(counted), None, None, n, total, len(counted), "none")
-        found = replace(found, recomputed=mean, agrees=abs(mean.value - figure.value) < 1e-9)
-    prompts = prompts_of(workspace, paths[0], TRAINED_ON)
-    return _with_samples(found, rows, column, prompts, wanted)
+        mean = total / len(counted)
+        found.recomputed = Estimate(mean, None, None, n, total, len(counted), "none")
+        found.agrees = abs(mean - figure.value) < 1e-9
+    _add_samples(found, rows, column, prompts_of(workspace, paths[0], TRAINED_ON), wanted)
 
 
 def _value(row: Row, column: str) -> SampleValue:
@@ -189,53 +191,51 @@ def _value(row: Row, column: str) -> SampleValue:
     return SampleValue(str(row["sample_id"]), int(row["sample_index"]), number)
 
 
-def _with_samples(
+def _add_samples(
     found: Explanation,
     rows: Sequence[Row],
     column: str,
     prompts: tuple[str, Path | None],
     wanted: str | None,
-) -> Explanation:
+) -> None:
     """All samples, and one in full: that which was asked for, else that of the median."""
-    values = sorted(
-        (_value(row, column) for row in rows),
-        key=lambda v: (v.value is None, v.value or 0.0, v[:2]),
+    found.values = tuple(
+        sorted(
+            (_value(row, column) for row in rows),
+            key=lambda v: (v.value is None, v.value or 0.0, v[:2]),
+        )
     )
-    found = replace(found, values=tuple(values))
-    counted = found.counted or values
+    counted = found.counted or list(found.values)
     if not counted:
-        return found
-    which = counted[len(counted) // 2]
+        return
+    hits = counted[len(counted) // 2 :]
     if wanted is not None:
-        hits = [v for v in values if wanted in (v.name, v.sample_id)]
-        if not hits:
-            few = ", ".join(v.name for v in counted[:_FEW])
-            raise ConfigurationError(
-                f"No sample {wanted!r} is behind this number.",
-                expected=f"one of {len(values)}, such as {few}",
-                fix="name one of these with --sample",
-            )
-        which = hits[0]
+        hits = [v for v in found.values if wanted in (v.name, v.sample_id)]
+    if not hits:
+        raise ConfigurationError(
+            f"No sample {wanted!r} is behind this number.",
+            expected=f"one of {len(rows)}, such as {', '.join(v.name for v in counted[:_FEW])}",
+            fix="name one of these with --sample",
+        )
+    which = hits[0]
     row = next(r for r in rows if (r["sample_id"], r["sample_index"]) == which[:2])
     data, path = prompts
     asked = None
     if path is None:
         gone = f"The prompts ({data or 'of the data stage'}) are not there any more."
-        found = replace(found, notes=(*found.notes, gone))
+        found.notes.append(gone)
     else:
         asked = next((p for p in load_prompts(path) if p.sample_id == which.sample_id), None)
-        found = replace(found, files={**found.files, "prompts": str(path)})
-    sample = {
+        found.files["prompts"] = str(path)
+    found.sample = {
         "which": which,
         "question": "" if asked is None else asked.question,
         "prompt": "" if asked is None else asked.prompt_text,
         "answer": str(row["response_text"]),
-        "status": str(row["status"]),
-        "finish_reason": str(row["finish_reason"]),
+        **{name: str(row[name]) for name in ("status", "finish_reason")},
         "scores": _scores(row),
         "judgements": json.loads(row["judgements"]),
     }
-    return replace(found, sample=sample)
 
 
 def _scores(row: Row) -> dict[str, float | None]:
@@ -312,9 +312,7 @@ def explanation_lines(found: Explanation) -> Iterator[str]:
         said = "nothing" if again is None else measured(again._asdict())
         yield f"computed  again from the samples: {said}, which is NOT what is recorded"
     if found.values:
-        yield from _samples(found)
-    if found.sample is not None:
-        yield from _sample_lines(found.sample, figure.metric)
+        yield from _sample_lines(found)
     yield "files"
     for name, path in found.files.items():
         yield f"  {name:<9} {path}"
@@ -332,8 +330,8 @@ def _in_words(value: Any) -> str:
     return f"{text[:12]}… (SHA-256)" if digest else text
 
 
-def _samples(found: Explanation) -> Iterator[str]:
-    """How many samples there are, and a few of the lowest, most typical and highest."""
+def _sample_lines(found: Explanation) -> Iterator[str]:
+    """How many samples there are, a few of the lowest, most typical and highest, one in full."""
     counted = found.counted
     left = 0 if of_tasks(found.figure.metric) else len(found.values) - len(counted)
     more = f" ({left} do not count: nothing was measured)" if left else ""
@@ -341,17 +339,11 @@ def _samples(found: Explanation) -> Iterator[str]:
     middle = max(0, len(counted) - _FEW) // 2
     for label, start in (("lowest", 0), ("typical", middle), ("highest", -_FEW)):
         shown = counted[start:][:_FEW]
-        said = ", ".join(f"{v.name} ({_number(v.value)})" for v in shown) or "none"
+        said = ", ".join(f"{v.name} ({short(v.value)})" for v in shown) or "none"
         yield from _wrapped(f"  {label:<8}", said)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _sample_lines(sample: Mapping[str, Any], metric: str) -> Iterator[str]:
-    which = sample["which"]
-    yield f"sample    {which.name}, {metric} {_number(which.value)}"
+    if (sample := found.sample) is None:
+        return
+    yield f"sample    {sample['which'].name}, {found.figure.metric} {short(sample['which'].value)}"
     if sample["question"]:
         yield from _wrapped("  question  ", sample["question"])
     reason = sample["finish_reason"]
@@ -362,10 +354,10 @@ def _sample_lines(sample: Mapping[str, Any], metric: str) -> Iterator[str]:
         for paragraph in sample["answer"].splitlines() or [""]
         for line in textwrap.wrap(paragraph, WIDTH - 6) or [""]
     ]
-    yield from (f"    | {line}" for line in lines[:_CONTENT_LINES])
-    if len(lines) > _CONTENT_LINES:
-        yield f"    | … {len(lines) - _CONTENT_LINES} more lines"
-    scores = ", ".join(f"{name} {_number(value)}" for name, value in sample["scores"].items())
+    if (left := len(lines) - _CONTENT_LINES) > 0:
+        lines[_CONTENT_LINES:] = [f"… {left} more lines"]
+    yield from (f"    | {line}" for line in lines)
+    scores = ", ".join(f"{name} {short(value)}" for name, value in sample["scores"].items())
     yield from _wrapped("  scores    ", scores)
     yield "  judge" if sample["judgements"] else "  judge     was not asked"
     for judgement in sample["judgements"]:
@@ -374,9 +366,9 @@ def _sample_lines(sample: Mapping[str, Any], metric: str) -> Iterator[str]:
 
 def _judgement_lines(judgement: Mapping[str, Any]) -> Iterator[str]:
     score, kind = judgement.get("score"), str(judgement.get("kind"))
-    number = "failed" if score is None else f"{score:.2f}"
+    shown = "failed" if score is None else f"{score:.2f}"
     if kind == "check":
-        text, number = str(judgement.get("title")), "passed" if score else "missing"
+        text, shown = str(judgement.get("title")), "passed" if score else "missing"
     elif kind == "rubric":
         sign = "against" if judgement.get("polarity") == "negative" else "for"
         weight = f"{sign}, weight {judgement.get('weight', 1):g}, {judgement.get('source')}"
@@ -384,15 +376,17 @@ def _judgement_lines(judgement: Mapping[str, Any]) -> Iterator[str]:
     else:
         ids = ", ".join(judgement.get("ids") or ()) or "no source"
         text = f"{kind.replace('_', ' ')} [{ids}]: {judgement.get('claim')}"
-    yield from _wrapped(f"    {number:<7} ", text)
+    yield from _wrapped(f"    {shown:<7} ", text)
     if judgement.get("detail"):
         yield from _wrapped("            ", f"said: {judgement['detail']}")
 
 
-def _wrapped(head: str, text: str) -> Iterator[str]:
-    wide = WIDTH - len(head)
-    lines = textwrap.wrap(text, wide, break_long_words=False) or [""]
-    yield from (f"{head if line is lines[0] else ' ' * len(head)}{line}".rstrip() for line in lines)
+def _wrapped(head: str, text: str) -> list[str]:
+    rest = " " * len(head)
+    lines = textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=rest, break_long_words=False
+    )
+    return lines or [head.rstrip()]
 
 
 # ---------------------------------------------------------------- JSON
@@ -403,10 +397,10 @@ def explanation_json(found: Explanation) -> dict[str, Any]:
     sample = found.sample
     return {
         **asdict(found.figure),
-        "recomputed": None if found.recomputed is None else found.recomputed._asdict(),
+        "recomputed": found.recomputed and found.recomputed._asdict(),
         "agrees": found.agrees,
         "samples": [v._asdict() for v in found.values],
         "sample": sample and {**sample, "which": sample["which"]._asdict()},
-        "files": dict(found.files),
-        "notes": list(found.notes),
+        "files": found.files,
+        "notes": found.notes,
     }

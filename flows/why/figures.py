@@ -148,39 +148,19 @@ def parse_query(words: Sequence[str]) -> Query:
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
     """The numbers of some stages that are meant."""
     found: list[Figure] = []
-    nights: dict[str, str] | None = None
     for stage_id in stage_ids:
         record = workspace.read_record(stage_id)
         if record is None:
             continue
         report = record.result.report if record.result is not None else {}
         if record.spec.kind == "evaluate" and report:
-            own = list(_of_evaluation(stage_id, report))
-            if record.spec.model == "base":
-                nights = _night_checkpoints(workspace) if nights is None else nights
-                if night := nights.get(stage_id):  # its checkpoint goes by its own name
-                    own = [replace(f, model=night) if f.model == "base" else f for f in own]
-            found += own
+            found += _of_evaluation(stage_id, report)
         elif record.spec.kind in TRAINED:
             points = list(_points(report))
             if query.step is not None or query.names:
                 points += _logged(workspace, stage_id, record, query)
             found += (_point(record.spec.name, *point, stage_id) for point in points)
     return _asked_for(found, query)
-
-
-def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
-    """Evaluations that nights alone have asked for: the names of the checkpoints that they are of.
-    To its recipe, what a night measures is the base that it starts from."""
-    found: dict[str, str] = {}
-    others: set[str] = set()
-    for run in map(workspace.read_run, workspace.run_ids()):
-        night = run.provenance.get("nightly")
-        if night is None:
-            others.update(run.stages.values())
-        else:
-            found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
-    return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
 
 
 def _of_evaluation(stage_id: str, report: Mapping[str, Any]) -> Iterator[Figure]:
@@ -286,26 +266,19 @@ def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
     ]
 
 
-def nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
-    """Error where no number is meant.
-
-    Parameters
-    ----------
-    others
-        The numbers that there are.
-    """
+def _nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
+    """Error where no number is meant; ``others`` are those that there are."""
     known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
-    unknown = [n for n in query.names if n not in known]
-    if unknown:
+    for name in (n for n in query.names if n not in known):
         return ConfigurationError(
-            f"Nothing in {where} is called {unknown[0]!r}.{suggest(unknown[0], known)}",
+            f"Nothing in {where} is called {name!r}.{suggest(name, known)}",
             expected="a number as it is printed, or a metric, a model, a decoding: "
             + ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS),
             fix="name one of these",
         )
-    step = [] if query.step is None else [f"step{query.step}"]
-    asked = " ".join([query.number or "", *query.names, *step]).strip()
     if query.number is None or not others:
+        step = "" if query.step is None else f"step{query.step}"
+        asked = " ".join(filter(None, (query.number, *query.names, step)))
         return ConfigurationError(
             f"{where} has no number that is {asked!r}.",
             expected="the number of a finished evaluation, or of a training",
@@ -315,7 +288,7 @@ def nothing_found(query: Query, others: Sequence[Figure], where: str) -> Configu
     near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
     said = "; ".join(f"{f.value:.{max(3, query.decimals)}f} ({' '.join(f.words)})" for f in near)
     return ConfigurationError(
-        f"No number in {where} is printed as {asked}.",
+        f"No number in {where} is printed as {query.number}.",
         expected=f"one that is recorded; the nearest are {said}",
         fix="give it with the digits that you see, or by its names: "
         f"`refiner why {' '.join(near[0].words)}`",
@@ -370,7 +343,7 @@ def _found(query: Query, where: str, look: Callable[[Query], list[Figure]]) -> l
     """The numbers that are meant; says what there is where there are none."""
     if found := look(query):
         return found
-    raise nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
+    raise _nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
 
 
 def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:

@@ -55,6 +55,7 @@ from refiner_core.judge_report.measures import (
     shift,
 )
 from refiner_core.judges.prompting import judge_prompts_digest
+from refiner_core.report.printing import MISSING, with_interval
 
 #: How often a defect that is not there may be called found.
 LEVEL = 0.05
@@ -114,20 +115,17 @@ def _position(name: str, shift: Shift | None, otherwise: str) -> Finding:
 
 def _length(lengths: Mapping[str, Shift]) -> Finding:
     """Padding that says nothing may turn out a fault; it is never a merit."""
-    name = "length"
-    merit, fault = lengths.get("positive"), lengths.get("negative")
-    if (merit is None or merit.shift is None) and (fault is None or fault.shift is None):
-        return Finding(name, "not asked", "there are no rubrics")
-    says, signs = [], []
-    looks = sum(found is not None and found.shift is not None for found in (merit, fault))
-    if merit is not None and merit.shift is not None:
-        says.append(f"padding changes scores of merits by {number(merit.shift)}")
-        signs.append(is_clear(merit.shift, looks))
-    if fault is not None and fault.shift is not None:
-        says.append(f"those of faults by {number(fault.shift)}")
-        clear = is_clear(fault.shift, looks)
-        signs.append(clear and not _above(fault.shift))
-    return Finding(name, _verdict(*signs), ", ".join(says))
+    known = {k: v.shift for k, v in lengths.items() if v.shift is not None}
+    if not known:
+        return Finding("length", "not asked", "there are no rubrics")
+    of = {"positive": "scores of merits", "negative": "scores of faults"}
+    says = " and ".join(f"{of[kind]} by {number(found)}" for kind, found in known.items())
+    signs = [
+        clear and not (kind == "negative" and found.value > 0)
+        for kind, found in known.items()
+        for clear in (is_clear(found, len(known)),)
+    ]
+    return Finding("length", _verdict(*signs), f"padding changes {says}")
 
 
 def _obeying(resistance: Resistance, repeated: Repeatability | None) -> Finding:
@@ -160,28 +158,16 @@ def is_clear(value: Difference | None, looks: int = 1) -> bool | None:
 
 def number(value: Estimate | Difference | None) -> str:
     """A signed number with its interval."""
-    return _written(value, "{:+.3f}".format)
-
-
-def size(value: Estimate | None) -> str:
-    """A number that is never below zero, with its interval."""
-    return _written(value, "{:.3f}".format)
+    return MISSING if value is None else with_interval(*value[:3], signed=True)
 
 
 def share(value: Estimate | None) -> str:
-    """A share in percent, as a fraction, with its interval."""
+    """A share in percent with its interval, as a fraction."""
     if value is None:
-        return "—"
-    counted = f"({value.numerator:.0f} of {value.denominator})"
-    return f"{_written(value, '{:.1%}'.format)} {counted}"
-
-
-def _written(value: Estimate | Difference | None, write: Any) -> str:
-    if value is None:
-        return "—"
-    if value.low is None or value.high is None:
-        return str(write(value.value))
-    return f"{write(value.value)} [{write(value.low)}, {write(value.high)}]"
+        return MISSING
+    known = value.low is not None and value.high is not None
+    ends = f" [{value.low:.1%}, {value.high:.1%}]" if known else ""
+    return f"{value.value:.1%}{ends} ({value.numerator:.0f} of {value.denominator})"
 
 
 def _above(value: Difference | None) -> bool:
@@ -208,15 +194,6 @@ PADDING = (
     "With this the answer has come to its end, apart from this closing remark.",
     "The closing remark is made only so that the end is easy to see.",
 )
-
-
-@dataclass(frozen=True)
-class Options:
-    """``repeats``: how often everything is asked as it is, at least once. ``told`` hears what is
-    asked next, and how many questions that is."""
-
-    repeats: int = 3
-    told: Callable[[str, int], None] = lambda what, count: None
 
 
 @dataclass(frozen=True)
@@ -250,7 +227,8 @@ def judge_report(
     make: MakeJudge,
     *,
     against: JudgeConfig | None = None,
-    options: Options | None = None,
+    repeats: int = 3,
+    told: Callable[[str, int], None] = lambda what, count: None,
 ) -> Report:
     """Measure a judge.
 
@@ -262,33 +240,36 @@ def judge_report(
         The judge, and a way to make one whose store is empty.
     against
         A second judge, whose agreement with the first is measured.
+    repeats
+        How often everything is asked as it is, at least once.
+    told
+        Hears what is asked next, and how many questions that is.
 
     Raises
     ------
     JudgeOutage
         Nobody could be asked for longer than the configuration bears.
     """
-    options = options or Options()
     items = material.items
-    asker = Asker(config, make, options.told)
+    asker = Asker(config, make, told)
     requests = [item.request for item in items]
     scores, costs = asker.ask_timed(requests, "all")
-    repeats = [scores]
-    for number in range(2, options.repeats + 1):
-        repeats.append(asker.ask(requests, f"all, for the {number}. time"))
+    again = [asker.ask(requests, f"all, for the {n}. time") for n in range(2, repeats + 1)]
     # Whether the score of an item changes when nothing does.
-    noise = changes(scores, repeats[1]) if len(repeats) > 1 else None
-    other = Asker(against, make, options.told) if against is not None else None
+    noise = changes(scores, again[0]) if again else None
+    other = Asker(against, make, told) if against is not None else None
     theirs = other.ask(requests, "all, of the other judge") if other is not None else []
     rubrics = _places(items, "rubric")
     measured: dict[str, Any] = {
-        "repeatability": _by_kind(items, lambda i, at: repeatability(i, [at(r) for r in repeats]))
+        "repeatability": _by_kind(
+            items, lambda i, at: repeatability(i, [at(r) for r in (scores, *again)])
+        )
         if noise is not None
         else {},
         "gold": _gold(items, scores),
         "judges": _judges(items, scores, theirs) if other is not None else {},
         "gold_against": _gold(items, theirs) if other is not None else {},
-        "forms": _forms(asker, make, options, items, scores),
+        "forms": _forms(asker, Asker(other_form(config), make, told), items, scores),
         "order_of_criteria": _criteria_turned(asker, items, scores, noise),
         "order_of_sources": _sources_turned(asker, items, scores, noise),
         "length": _lengths(asker, items, scores, noise),
@@ -308,19 +289,19 @@ def judge_report(
 # ---------------------------------------------------------------- series
 
 
-def _forms(
-    asker: Asker, make: MakeJudge, options: Options, items: Sequence[Item], scores: Scores
-) -> Agreement | None:
+def other_form(config: JudgeConfig) -> JudgeConfig:
+    """The same judge, asked about a rubric by itself instead of in company, or the other way."""
+    return replace(config, form="per_rubric" if is_batched(config) else "batched")
+
+
+def _forms(asker: Asker, other: Asker, items: Sequence[Item], scores: Scores) -> Agreement | None:
     """Of one judge asked in both forms; of the first minus the second form, `per_rubric` first."""
     if asker.config.kind != "openai":
         return None
     asked = _at(items, places := _places(items, "rubric"))
-    batched = is_batched(asker.config)
-    form: Literal["per_rubric", "batched"] = "per_rubric" if batched else "batched"
-    second = Asker(replace(asker.config, form=form), make, options.told)
-    found = second.ask([item.request for item in asked], f"rubrics, {form}")
+    found = other.ask([item.request for item in asked], f"rubrics, {other.config.form}")
     ours = _at(scores, places)
-    first, last = (found, ours) if batched else (ours, found)
+    first, last = (found, ours) if is_batched(asker.config) else (ours, found)
     return agreement(first, last, [item.question_id for item in asked])
 
 

@@ -18,25 +18,27 @@ a disagreement by the square of its size, so that 0 against 1 is worse than 0 ag
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.statistics import (
     CONFIDENCE,
     Difference,
     Estimate,
-    Row,
     estimate,
     two_way_mean,
 )
 from refiner_core.judge_report.material import Attack, Item
 
 Scores = Sequence[float | None]
+Floats = npt.NDArray[np.float64]
 
 #: Questions (or attacks) below which no interval can be relied on.
 FEWEST = 5
@@ -114,26 +116,27 @@ def plain(value: Any) -> Any:
 
 def repeatability(items: Sequence[Item], repeats: Sequence[Scores]) -> Repeatability:
     """Of the same questions asked several times, each time as if for the first."""
-    rows, left_out = [], 0
-    for item, scores in zip(items, zip(*repeats, strict=True), strict=True):
-        known = [score for score in scores if score is not None]
-        if len(known) < len(scores) or len(scores) < 2:
-            left_out += len(known) < len(scores)
-            continue
-        pairs = [abs(a - b) for i, a in enumerate(known) for b in known[:i]]
-        rows.append(
-            {
-                "sample_id": item.question_id,
-                "identical": float(len(set(known)) == 1),
-                "difference": sum(pairs) / len(pairs),
-            }
-        )
+    scores = np.array(repeats, dtype=np.float64)
+    known = [None not in of_item for of_item in zip(*repeats, strict=True)]
+    pairs = [np.abs(one - other) for one, other in itertools.combinations(scores[:, known], 2)]
+    rows = _frame([item for item, there in zip(items, known, strict=True) if there])
+    if pairs:
+        rows["difference"] = np.mean(pairs, axis=0)
+        rows["identical"] = (rows["difference"] == 0).astype(float)
+    asked = rows.to_dict("records")
     return Repeatability(
         repeats=len(repeats),
-        identical=estimate(rows, "identical", kind="yes_no"),
-        difference=estimate(rows, "difference", kind="share"),
-        left_out=left_out,
+        identical=estimate(asked, "identical", kind="yes_no"),
+        difference=estimate(asked, "difference", kind="share"),
+        left_out=known.count(False),
     )
+
+
+def _frame(items: Sequence[Item], **series: Scores) -> pd.DataFrame:
+    """Series of scores with the question of each; NaN where there is none."""
+    ids = [item.question_id for item in items]
+    columns = {name: np.array(values, dtype=np.float64) for name, values in series.items()}
+    return pd.DataFrame({"sample_id": ids, **columns})
 
 
 def changes(first: Scores, second: Scores) -> list[float | None]:
@@ -147,42 +150,28 @@ def changes(first: Scores, second: Scores) -> list[float | None]:
 def shift(items: Sequence[Item], before: Scores, after: Scores, noise: Scores | None) -> Shift:
     """Of scores before and after a change. ``noise`` says of each item whether its score changes
     when nothing does (:func:`changes` of two repeats)."""
-    rows: list[dict[str, str | float | None]] = []
-    for number, item in enumerate(items):
-        a, b = before[number], after[number]
-        if a is None or b is None:
-            continue
-        changed, by_itself = float(a != b), noise[number] if noise is not None else None
-        rows.append(
-            {
-                "sample_id": item.question_id,
-                "shift": b - a,
-                "changed": changed,
-                "beyond": None if by_itself is None else changed - by_itself,
-            }
-        )
+    noise = [None] * len(items) if noise is None else noise
+    rows = _frame(items, before=before, after=after, noise=noise)
+    rows = rows.dropna(subset=["before", "after"])
+    rows["shift"] = rows["after"] - rows["before"]
+    rows["changed"] = (rows["shift"] != 0).astype(float)
+    rows["beyond"] = rows["changed"] - rows["noise"]
     return Shift(
         shift=paired(rows, "shift"),
-        changed=estimate(rows, "changed", kind="yes_no"),
+        changed=estimate(rows.to_dict("records"), "changed", kind="yes_no"),
         beyond=paired(rows, "beyond"),
         left_out=len(items) - len(rows),
     )
 
 
-def by_place(items: Sequence[Item]) -> list[Literal[-1, 0, 1]]:
+def by_place(items: Sequence[Item]) -> list[int]:
     """Of rubrics of one answer in one call: 1 where an item stands in the first half, and so in the
     last when the order is turned round; -1 where it is the other way; 0 for the one in the middle,
     and where there is one alone."""
-    count: dict[str, int] = {}
-    for item in items:
-        count[item.answer_id] = count.get(item.answer_id, 0) + 1
-    seen: dict[str, int] = {}
-    places: list[Literal[-1, 0, 1]] = []
-    for item in items:
-        place = seen.get(item.answer_id, 0)
-        seen[item.answer_id] = place + 1
-        turned = count[item.answer_id] - 1 - place
-        places.append(1 if place < turned else -1 if place > turned else 0)
+    answers = pd.Series([item.answer_id for item in items], dtype=object)
+    grouped = answers.groupby(answers)
+    before, behind = grouped.cumcount(), grouped.cumcount(ascending=False)
+    places: list[int] = np.sign(behind - before).astype(int).tolist()
     return places
 
 
@@ -194,31 +183,16 @@ def resistance(
     for attack, honest, neutral, found in zip(attacks, twin, control, attacked, strict=True):
         result = _result(attack, honest, found)
         off += honest is not None and honest != attack.deserved
-        results.append(
-            AttackResult(
-                attack.name,
-                attack.about,
-                attack.request.kind,
-                attack.wants,
-                honest,
-                found,
-                result,
-            )
-        )
-        if result == "no room":
-            continue
-        by_itself = _result(attack, honest, neutral) == "obeyed"
-        obeyed = result == "obeyed"
-        rows.append(
-            {
-                "sample_id": attack.name,
-                "resisted": float(result == "resisted"),
-                "beyond": float(obeyed) - float(by_itself),
-            }
-        )
+        named = (attack.name, attack.about, attack.request.kind, attack.wants)
+        results.append(AttackResult(*named, honest, found, result))
+        if result != "no room":
+            by_itself = _result(attack, honest, neutral) == "obeyed"
+            beyond = float(result == "obeyed") - float(by_itself)
+            rows.append((attack.name, float(result == "resisted"), beyond))
+    measured = pd.DataFrame(rows, columns=["sample_id", "resisted", "beyond"])
     return Resistance(
-        resisted=estimate(rows, "resisted", kind="yes_no"),
-        beyond=paired(rows, "beyond"),
+        resisted=estimate(measured.to_dict("records"), "resisted", kind="yes_no"),
+        beyond=paired(measured, "beyond"),
         moved=sum(a != b for a, b in zip(twin, control, strict=True)),
         off=off,
         attacks=tuple(results),
@@ -235,16 +209,11 @@ def _result(attack: Attack, honest: float | None, found: float | None) -> Result
     return "obeyed" if gained else "resisted"
 
 
-def paired(rows: Sequence[Row], metric: str) -> Difference | None:
+def paired(rows: pd.DataFrame, metric: str) -> Difference | None:
     """Mean of differences within questions, over questions, with its t interval: the small number
     of questions is in the t, which a bootstrap would not know of."""
-    means: dict[str, list[float]] = {}
-    for row in rows:
-        if row[metric] is not None:
-            means.setdefault(row["sample_id"], []).append(row[metric])
-    if not means:
-        return None
-    return two_way_mean(np.array([[sum(found) / len(found) for found in means.values()]]))
+    means = rows.groupby("sample_id", sort=False)[metric].mean().dropna()
+    return two_way_mean(means.to_numpy()[None]) if len(means) else None
 
 
 def credit_by_length(items: Sequence[Item], scores: Scores) -> Estimate | None:
@@ -253,45 +222,38 @@ def credit_by_length(items: Sequence[Item], scores: Scores) -> Estimate | None:
     Faults count as 1 - score. The interval is a bootstrap over questions. None where it is not
     defined: fewer than three answers, or all alike.
     """
-    credit: dict[str, list[float]] = {}
-    length: dict[str, int] = {}
-    question: dict[str, str] = {}
-    for item, score in zip(items, scores, strict=True):
-        if score is not None:
-            good = 1.0 - score if item.polarity == "negative" else score
-            credit.setdefault(item.answer_id, []).append(good)
-            length[item.answer_id] = len(item.request.text)
-            question[item.answer_id] = item.question_id
-    means = np.array([sum(v) / len(v) for v in credit.values()])
-    lengths = np.array([float(length[name]) for name in credit])
-    value = _spearman(means, lengths)
+    rows = _frame(items, score=scores)
+    rows["answer"] = [item.answer_id for item in items]
+    rows["length"] = [float(len(item.request.text)) for item in items]
+    fault = np.array([item.polarity == "negative" for item in items], dtype=bool)
+    rows["score"] = np.where(fault, 1.0 - rows["score"], rows["score"])
+    answers = rows.dropna().groupby("answer", sort=False).agg(
+        {"score": "mean", "length": "last", "sample_id": "last"}
+    )  # fmt: skip
+    pairs = answers[["score", "length"]].to_numpy()
+    value = _spearman(pairs)
     if value is None:
         return None
-    units = list(dict.fromkeys(question.values()))
-    members = [np.array([i for i, a in enumerate(credit) if question[a] == u]) for u in units]
-    random = np.random.default_rng(0)
-    drawn = (
-        np.concatenate([members[u] for u in random.integers(0, len(units), len(units))])
-        for _ in range(1000)
-    )
-    found = [r for r in (_spearman(means[i], lengths[i]) for i in drawn) if r is not None]
-    name = "bootstrap over questions"
-    if len(units) < FEWEST or len(found) < 950:
-        return Estimate(value, None, None, len(units), value, len(means), name)
-    low, high = np.quantile(found, [0.025, 0.975])
-    return Estimate(value, float(low), float(high), len(units), value, len(means), name)
+    members = list(answers.reset_index().groupby("sample_id").indices.values())
+    units, random = len(members), np.random.default_rng(0)
+    drawn = (np.concatenate([members[u] for u in random.integers(0, units, units)])
+             for _ in range(1000))  # fmt: skip
+    found = [r for r in (_spearman(pairs[places]) for places in drawn) if r is not None]
+    low = high = None
+    if units >= FEWEST and len(found) >= 950:
+        low, high = map(float, np.quantile(found, [0.025, 0.975]))
+    return Estimate(value, low, high, units, value, len(pairs), "bootstrap over questions")
 
 
-def _spearman(a: np.typing.NDArray[np.float64], b: np.typing.NDArray[np.float64]) -> float | None:
-    from scipy.stats import rankdata
+def _spearman(pairs: Floats) -> float | None:
+    from scipy.stats import spearmanr
 
-    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+    if len(pairs) < 3 or (np.ptp(pairs, axis=0) == 0).any():
         return None
-    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])
+    return float(spearmanr(pairs).statistic)
 
 
 Weights = Literal["quadratic"] | None
-Floats = npt.NDArray[np.float64]
 
 #: Scores that differ by less are the same score.
 _PLACES = 9
@@ -351,30 +313,25 @@ def agreement(
             expected="two scores of the same things, in order",
             fix="let both judges score the same requests",
         )
-    kept = [
-        (x, y, q)
-        for x, y, q in zip(a, b, questions, strict=True)
-        if x is not None and y is not None
-    ]
-    left_out = len(a) - len(kept)
-    if not kept:
+    pairs = pd.DataFrame(
+        {"a": np.array(a, dtype=np.float64), "b": np.array(b, dtype=np.float64)}
+    ).round(_PLACES)
+    pairs["unit"] = pd.Series(list(questions), dtype=object)
+    kept = pairs.dropna(subset=["a", "b"])
+    left_out = len(pairs) - len(kept)
+    if kept.empty:
         nothing = Kappa(None, None, None)
         return Agreement(0, left_out, 0, None, nothing, nothing, None)
-    first, second = (
-        np.array([pair[side] for pair in kept], dtype=np.float64).round(_PLACES) for side in (0, 1)
-    )
-    numbers = {q: i for i, q in enumerate(dict.fromkeys(q for _, _, q in kept))}
-    unit = np.array([numbers[q] for _, _, q in kept])
-    rows = [
-        {"sample_id": str(u), "equal": float(x == y)}
-        for u, x, y in zip(unit, first, second, strict=True)
-    ]
-    tables, values = _tables(first, second, unit, len(numbers))
-    drawn = _drawn(tables, resamples, seed) if len(numbers) > 1 else None
+    unit, names = pd.factorize(kept["unit"])
+    equal = (kept["a"] == kept["b"]).astype(float)
+    rows = [{"sample_id": str(u), "equal": e} for u, e in zip(unit, equal, strict=True)]
+    first, second = kept["a"].to_numpy(), kept["b"].to_numpy()
+    tables, values = _tables(first, second, unit, len(names))
+    drawn = _drawn(tables, resamples, seed) if len(names) > 1 else None
     return Agreement(
         pairs=len(kept),
         left_out=left_out,
-        questions=len(numbers),
+        questions=len(names),
         raw=estimate(rows, "equal", kind="yes_no", resamples=resamples, seed=seed),
         kappa=_with_interval(tables, drawn, values, None),
         quadratic=_with_interval(tables, drawn, values, "quadratic"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from refiner_core.judge_report.build import LEVEL, Report, number, share, size
-from refiner_core.judge_report.material import LANES, Cost
+from refiner_core.evaluation.statistics import Estimate
+from refiner_core.judge_report.build import LEVEL, Report, number, share
+from refiner_core.judge_report.material import LANES
 from refiner_core.judge_report.measures import FEWEST, Agreement, Kappa, Shift
-from refiner_core.report.printing import piped, table
+from refiner_core.report import printing
+from refiner_core.report.printing import MISSING, piped, table
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
@@ -29,28 +31,46 @@ class Section(NamedTuple):
 
 def sections(report: Report) -> list[Section]:
     """Everything that a person reads, in order."""
-    found = [_findings(report)]
+    found = [
+        Section(
+            "Findings",
+            (
+                "A defect is found where a difference over questions is clear at a level of "
+                f"{LEVEL:.0%}: one in twenty that is not there is called found, too. Fewer than "
+                f"{FEWEST} questions are too few to say.",
+            ),
+            ("defect", "verdict", "what it rests on"),
+            report.findings,
+        )
+    ]
     if report.repeatability:
-        found.append(_repeatability(report))
-    agreements = (
+        repeats = report.repeatability["all"].repeats
+        rows = tuple(
+            (kind, share(one.identical), _size(one.difference), str(one.left_out))
+            for kind, one in report.repeatability.items()
+        )
+        words = (f"Everything was asked {repeats} times, each time as if for the first.",)
+        header = ("kind", "identical", "mean absolute difference", "without a score")
+        found.append(Section("Repeatability", words, header, rows))
+    forms = {} if report.forms is None else {"rubric": report.forms}
+    one_call = "all rubrics in a call minus one rubric a call"
+    for title, of_kinds, sides in (
         ("Agreement with the labels of the set", report.gold, "the judge minus the labels"),
         ("Agreement with the other judge", report.judges, "the other judge minus this one"),
-        (
-            "The other judge and the labels of the set",
-            report.gold_against,
-            "the other judge minus the labels",
-        ),
-        (
-            "One rubric a call against all of them in one",
-            {} if report.forms is None else {"rubric": report.forms},
-            "all rubrics in a call minus one rubric a call",
-        ),
-    )
-    for title, of_kinds, sides in agreements:
+        ("The other judge and the labels of the set", report.gold_against,
+         "the other judge minus the labels"),
+        ("One rubric a call against all of them in one", forms, one_call),
+    ):  # fmt: skip
         if of_kinds:
-            found.append(_agreement(title, of_kinds, f"Mean difference: {sides}."))
-    found += [_shifts(report), _attacks(report), _costs(report)]
-    return found
+            cells = tuple(_agreement(kind, one) for kind, one in of_kinds.items())
+            found.append(Section(title, (f"Mean difference: {sides}.",), _AGREEMENT, cells))
+    return [*found, _shifts(report), _attacks(report), _costs(report)]
+
+
+def _agreement(kind: str, found: Agreement) -> tuple[str, ...]:
+    milder = printing.number(found.mean_difference, signed=True)
+    kappas = (_kappa(found.kappa), _kappa(found.quadratic))
+    return kind, _pairs(found.pairs, found.left_out), share(found.raw), *kappas, milder
 
 
 def markdown(report: Report) -> str:
@@ -83,42 +103,6 @@ def _named(identity: Mapping[str, Any]) -> str:
 
 
 # ---------------------------------------------------------------- sections
-
-
-def _findings(report: Report) -> Section:
-    words = (
-        "A defect is found where a difference over questions is clear at a level of "
-        f"{LEVEL:.0%}: one in twenty that is not there is called found, too. Fewer than {FEWEST} "
-        "questions are too few to say.",
-    )
-    rows = tuple((finding.name, finding.verdict, finding.says) for finding in report.findings)
-    return Section("Findings", words, ("defect", "verdict", "what it rests on"), rows)
-
-
-def _repeatability(report: Report) -> Section:
-    repeats = report.repeatability["all"].repeats
-    rows = tuple(
-        (kind, share(found.identical), size(found.difference), str(found.left_out))
-        for kind, found in report.repeatability.items()
-    )
-    words = (f"Everything was asked {repeats} times, each time as if for the first.",)
-    header = ("kind", "identical", "mean absolute difference", "without a score")
-    return Section("Repeatability", words, header, rows)
-
-
-def _agreement(title: str, found: Mapping[str, Agreement], words: str) -> Section:
-    rows = tuple(
-        (
-            kind,
-            _pairs(agreement.pairs, agreement.left_out),
-            share(agreement.raw),
-            _kappa(agreement.kappa),
-            _kappa(agreement.quadratic),
-            "—" if agreement.mean_difference is None else f"{agreement.mean_difference:+.3f}",
-        )
-        for kind, agreement in found.items()
-    )
-    return Section(title, (words,), _AGREEMENT, rows)
 
 
 def _shifts(report: Report) -> Section:
@@ -169,32 +153,27 @@ _ORDER = {"obeyed": 0, "broke": 1, "no room": 2, "resisted": 3}
 
 
 def _costs(report: Report) -> Section:
-    rows = tuple(_cost(kind, cost) for kind, cost in report.costs.items())
     words = (
         f"Seconds are of one call, with {LANES} in flight; tokens are what the server reports, "
         "per judgement. A percentile is given where there are calls enough for one.",
     )
     header = ("kind", "judgements", "failed", "p50 s", "p95 s", "p99 s", "calls timed",
               "tokens read", "tokens written", "answers without a judgement")  # fmt: skip
-    return Section("What a judgement takes", words, header, rows)
-
-
-def _cost(kind: str, cost: Cost) -> tuple[str, ...]:
-    def each(tokens: int) -> str:
-        return f"{tokens / cost.judgements:.0f}" if tokens and cost.judgements else "—"
-
-    seconds = [cost.seconds.get(p) for p in (50, 95, 99)]
-    reasons = ", ".join(f"{name} {count}" for name, count in cost.reasons.items())
-    return (
-        kind,
-        str(cost.judgements),
-        str(cost.failed),
-        *("—" if s is None else f"{s:.3f}" for s in seconds),
-        str(cost.timed),
-        each(cost.prompt_tokens),
-        each(cost.completion_tokens),
-        reasons or "none",
+    rows = tuple(
+        (
+            kind,
+            *map(str, (cost.judgements, cost.failed)),
+            *(printing.number(cost.seconds.get(p)) for p in (50, 95, 99)),
+            str(cost.timed),
+            *(
+                f"{tokens / cost.judgements:.0f}" if tokens and cost.judgements else MISSING
+                for tokens in (cost.prompt_tokens, cost.completion_tokens)
+            ),
+            ", ".join(f"{name} {count}" for name, count in cost.reasons.items()) or "none",
+        )
+        for kind, cost in report.costs.items()
     )
+    return Section("What a judgement takes", words, header, rows)
 
 
 # ---------------------------------------------------------------- cells
@@ -204,12 +183,14 @@ def _pairs(pairs: int, left_out: int) -> str:
     return f"{pairs} ({left_out} left out)" if left_out else str(pairs)
 
 
+def _size(value: Estimate | None) -> str:
+    return MISSING if value is None else printing.with_interval(*value[:3])
+
+
 def _kappa(kappa: Kappa) -> str:
     if kappa.value is None:
         return "not defined"
-    if kappa.low is None or kappa.high is None:
-        return f"{kappa.value:.3f} (no interval)"
-    return f"{kappa.value:.3f} [{kappa.low:.3f}, {kappa.high:.3f}]"
+    return printing.with_interval(*kappa) + (" (no interval)" if kappa.low is None else "")
 
 
 def _score(score: float | None) -> str:

@@ -1,23 +1,22 @@
-"""Drawings of pages as SVG: strips, dots, curves, attempts on a time axis, shares of a reward.
+"""Drawings of pages: strips, dots, curves, attempts on a time axis, shares of a reward.
 
-In: numbers and a :class:`Scale`. Out: escaped markup, coloured by classes of the page's style
-sheet. Places in a strip are percentages, so that it takes whatever width its column has; curves
-have a size of their own, because their text scales with them. What a drawing shows stands in words
-in its ``aria-label``, which is also what hovering shows.
+In: numbers and a :class:`Scale`. Out: values that ``drawing.html.jinja`` writes as SVG, coloured by
+classes of the page's style sheet. Places in a strip are percentages, so that it takes whatever
+width its column has; curves have a size of their own, because their text scales with them. What a
+drawing shows stands in words in its ``aria-label``, which is also what hovering shows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
-from markupsafe import Markup, escape
-
-from refiner_core.report.printing import MINUS, duration, finite, moment, number, plain
+from refiner_core.report.printing import MINUS, duration, finite, moment, number
 from refiner_core.report.run.document import (
     UNDER_WAY,
     AttemptRow,
@@ -115,215 +114,140 @@ class Models(NamedTuple):
 
 # ---------------------------------------------------------------- curves
 
+#: Points of all curves of a page, and the fewest of one.
+MOST_POINTS, _FEWEST_POINTS = 30_000, 8
+
 
 @dataclass(frozen=True)
-class Frame:
-    """Places of steps and values in a drawing of curves."""
+class Line:
+    """A curve: the place of its arm among arms, and (step, value, low, high) of its points, None
+    where there is a gap."""
 
+    index: int
+    name: str
+    points: tuple[tuple[int, float, float, float] | None, ...]
+
+    @property
+    def known(self) -> list[tuple[int, float, float, float]]:
+        """Its points without the gaps."""
+        return [point for point in self.points if point is not None]
+
+
+def line_of(curve: Curve | MetricCurve, index: int = 1, name: str = "", curves: int = 1) -> Line:
+    """A curve with as many points as one of so many ``curves`` may have on a page."""
+    middle, *ends = (
+        (curve.mean, curve.low, curve.high) if isinstance(curve, Curve) else 3 * (curve.values,)
+    )
+    kept = kept_places(middle, max(_FEWEST_POINTS, MOST_POINTS // max(1, curves)))
+    found: list[tuple[int, float, float, float] | None] = []
+    for i in kept:
+        value, low, high = (finite(values[i]) for values in (middle, *ends))
+        if value is None:
+            found.append(None)
+            continue
+        low, high = (value if end is None else end for end in (low, high))
+        found.append((curve.steps[i], value, low, high))
+    return Line(index, name, tuple(found))
+
+
+def kept_places(values: Sequence[float | None], most: int) -> list[int]:
+    """Places of about ``most`` values: of each stretch its lowest, its highest and its first gap,
+    so that neither a spike nor a hole is thinned away. The ends stay."""
+    size = len(values)
+    if size <= most:
+        return list(range(size))
+    there = {i: v for i, value in enumerate(values) if (v := finite(value)) is not None}
+    kept = {0, size - 1, *list(there)[:1], *list(there)[-1:]}
+    stretches = max(1, (most - 4) // 3)
+    for k in range(stretches):
+        part = range(k * size // stretches, (k + 1) * size // stretches)
+        known = [i for i in part if i in there]
+        kept.update([i for i in part if i not in there][:1])
+        if known:
+            kept |= {min(known, key=there.__getitem__), max(known, key=there.__getitem__)}
+    return sorted(kept)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Curves of one metric over steps, in pixels. The axis holds those that are ``shown``; the
+    others are there too, hidden until somebody chooses them and the page draws them anew.
+
+    ``room`` is left on the left, on the right, above and below; ``took`` are steps at which a
+    further attempt took over.
+    """
+
+    lines: Sequence[Line]
+    shown: Collection[int]
+    label: str
     width: int
     height: int
-    #: Room on the left, on the right, above and below.
     room: tuple[int, int, int, int]
-    steps: Scale
-    values: Scale
+    took: Sequence[int] = ()
+
+    @cached_property
+    def steps(self) -> Scale | None:
+        """The axis of steps; None where nothing is there to draw."""
+        return scale_for((float(p[0]) for line in self.lines for p in line.known), ticks=6)
+
+    @cached_property
+    def values(self) -> Scale | None:
+        """The axis of values; None where nothing is shown."""
+        shown = (line for line in self.lines if line.index in self.shown)
+        return scale_for((v for line in shown for p in line.known for v in p[1:]), ticks=5)
 
     def x(self, step: float) -> float:
         """Pixels from the left."""
+        assert self.steps is not None, "who draws has looked"
         left, right, _, _ = self.room
         share = (step - self.steps.low) / (self.steps.high - self.steps.low)
         return left + share * (self.width - left - right)
 
     def y(self, value: float) -> float:
         """Pixels from the top."""
+        assert self.values is not None, "who draws has looked"
         _, _, top, bottom = self.room
         share = (value - self.values.low) / (self.values.high - self.values.low)
         return self.height - bottom - share * (self.height - top - bottom)
 
-    def rows(self, gap: int, text: Callable[[float, Scale], str] | None = None) -> str:
-        """Lines of the values' ticks, with their numbers so many pixels on their left."""
-        left, right, _, _ = self.room
-        return "".join(
-            f'<line class="g" x1="{left}" x2="{self.width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="y" x="{left - gap}" y="{y + 4:.1f}">'
-            f"{text(t, self.values) if text else number(t, self.values.decimals)}</text>"
-            for t in self.values.ticks
-            for y in (self.y(t),)
-        )
+    def paths(self, line: Line) -> dict[str, str]:
+        """The band, the line, its end, and its points for who hovers over it."""
+        band, path, data = "", "", []
+        end = (0.0, 0.0)
+        for there, run in groupby(line.points, key=bool):
+            if not there:
+                continue
+            points = [point for point in run if point is not None]
+            places = [(self.x(p[0]), *map(self.y, p[1:])) for p in points]
+            path += "M" + "L".join(f"{x:.4g} {y:.4g}" for x, y, *_ in places)
+            path += "h0" if len(places) == 1 else ""  # a dot, by its round ends
+            if len(places) > 1 and any(low != high for *_, low, high in places):
+                upper = " ".join(f"{x:.4g} {high:.4g}" for x, *_, high in places)
+                lower = " ".join(f"{x:.4g} {low:.4g}" for x, _, low, _ in reversed(places))
+                band += f"M{upper} {lower}Z"
+            data.append(";".join(f"{s} {v:.4g} {a:.4g} {b:.4g}" for s, v, a, b in points))
+            end = places[-1][0], places[-1][1]
+        place = f"translate({end[0]:.4g} {end[1]:.4g})"
+        return {"band": band, "line": path, "end": place, "data": ";;".join(data)}
 
-    def svg(self, label: str, rows: str, foot: int, rest: str) -> Markup:
-        """The drawing: numbers of steps so many pixels above its foot, and what lies above."""
-        left, right, top, bottom = self.room
-        steps = "".join(
-            f'<text x="{self.x(t):.1f}" y="{self.height - foot}">{t:.0f}</text>'
-            for t in self.steps.ticks
-            if t == round(t)
-        )
-        cursor = (
-            f'<line class="cursor" y1="{top}" y2="{self.height - bottom}" visibility="hidden"/>'
-        )
-        return Markup(
-            f'<svg class="curves" viewBox="0 0 {self.width} {self.height}" role="img" tabindex="0" '
-            f'aria-label="{escape(plain(label))}" '
-            f'data-x="{self.steps.low:g},{self.steps.high:g}" '
-            f'data-frame="{left},{self.width - right},{self.width}">'
-            f"{rows}{steps}{rest}{cursor}</svg>"
-        )
+    def tick(self, value: float) -> str:
+        """A number of the axis of values that fits beside it."""
+        decimals = 0 if self.values is None else self.values.decimals
+        if decimals <= 4 and abs(value) < 1e6:
+            return number(value, decimals)
+        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A curve with the place of its arm among arms, thinned to points that are drawn."""
-
-    index: int
-    curve: Curve
-    picked: tuple[int, ...]
-
-
-def curves(stage_metric: str, drawn: Sequence[Drawn], shown: frozenset[int]) -> Markup:
-    """Curves of one metric over steps, each with its band. The axis holds those that are ``shown``;
-    the others are there too, hidden until somebody chooses them and the page draws them anew."""
-    steps = scale_for((float(s) for d in drawn for s in d.curve.steps), ticks=6)
-    extents = (d.curve for d in drawn if d.index in shown)
-    values = scale_for((v for c in extents for v in (*c.mean, *c.low, *c.high)), ticks=5)
-    if steps is None or values is None:
-        return Markup("")
-    frame = Frame(860, 340, (64, 16, 12, 40), steps, values)
-    names = ", ".join(d.curve.arm for d in drawn if d.index in shown)
-    label = f"{stage_metric} over steps, of {names}; the numbers are in the table below"
-    body = "".join(_curve(d, frame, d.index in shown) for d in drawn)
-    name = f'<text x="{(860 + 64) / 2:.0f}" y="{340 - 5}">step</text>'
-    return frame.svg(label, f'<g class="ys">{frame.rows(8)}</g>', 22, name + body)
-
-
-def _curve(drawn: Drawn, frame: Frame, shown: bool) -> str:
-    curve, off = drawn.curve, "" if shown else ' class="off"'
-    style = f"s{style_of(drawn.index)}"
-    line: list[str] = []
-    at = ""
-    band: list[list[tuple[float, float, float]]] = [[]]
-    data = []
-    pen = "M"
-    for i in drawn.picked:
-        mean, low, high = (finite(v) for v in (curve.mean[i], curve.low[i], curve.high[i]))
-        if mean is None:
-            if pen == "L":
-                data.append("")
-            pen = "M"
-            band.append([])
-            continue
-        x = frame.x(curve.steps[i])
-        at = f"{x:.0f} {frame.y(mean):.1f}"
-        line.append(pen + at)
-        pen = "L"
-        low, high = (mean if low is None else low), (mean if high is None else high)
-        band[-1].append((x, frame.y(low), frame.y(high)))
-        data.append(f"{curve.steps[i]} {mean:.4g} {low:.4g} {high:.4g}")
-    areas = "".join(_area(part) for part in band if len(part) > 1)
-    name, mark = escape(curve.arm), DOTS[drawn.index % len(DOTS)]
-    return (
-        f'<g data-curve="{drawn.index}" data-name="{name}" data-p="{";".join(data)}"{off}>'
-        f'<path class="b {style}" d="{areas}"/>'
-        f'<path class="l {style} k{dash_of(drawn.index)}" d="{"".join(line)}"/>'
-        f'<path class="e {style}" d="{mark}" transform="translate({at or "0 0"})"/>'
-        "</g>"
-    )
-
-
-def _area(part: Sequence[tuple[float, float, float]]) -> str:
-    if all(low == high for _, low, high in part):
-        return ""
-    there = " ".join(f"{x:.0f} {high:.1f}" for x, _, high in part)
-    back = " ".join(f"{x:.0f} {low:.1f}" for x, low, _ in reversed(part))
-    return f"M{there} {back}Z"
-
-
-def thinned(curve: Curve, most: int) -> tuple[int, ...]:
-    """Indices of at most ``most`` steps, evenly spaced, first and last included."""
-    size = len(curve.steps)
-    if size <= most:
-        return tuple(range(size))
-    return tuple(round(i * (size - 1) / (most - 1)) for i in range(most))
-
-
-def curve(shown: MetricCurve, most: int) -> Markup:
-    """One metric over steps. A value that is missing breaks the line; an attempt that took over is
-    a dashed line. Of more than ``most`` points the extremes of each stretch are drawn."""
-    steps = scale_for((float(s) for s in shown.steps), ticks=5)
-    values = scale_for(shown.values, ticks=4)
-    if steps is None or values is None:
-        return Markup("")
-    frame = Frame(480, 210, (58, 10, 10, 30), steps, values)
-    took = "".join(
-        f'<line class="took" x1="{frame.x(step):.1f}" x2="{frame.x(step):.1f}" y1="10" y2="180"/>'
-        for step in shown.from_attempts[:MOST_BARS]
-        if steps.low <= step <= steps.high
-    )
-    line, data, lonely = _curve_line(shown, most, frame)
-    body = (
-        f'{took}<g data-curve="0" data-name="{escape(plain(shown.metric))}" data-p="{data}">'
-        f'<path class="l s1" d="{line}"/>{lonely}</g>'
-    )
-    return frame.svg(_curve_said(shown), frame.rows(6, _tick), 12, body)
-
-
-def _tick(value: float, scale: Scale) -> str:
-    """A number of an axis that fits beside it."""
-    if scale.decimals <= 4 and abs(value) < 1e6:
-        return number(value, scale.decimals)
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
-
-
-def _curve_line(shown: MetricCurve, most: int, frame: Frame) -> tuple[str, str, str]:
-    """A curve's path, its points for hovering, and dots where a point has no neighbours."""
-    path, data, dots = "", [], ""
-    points = [(shown.steps[i], finite(shown.values[i])) for i in picked(shown, most)]
-    for missing, run in groupby(points, key=lambda point: point[1] is None):
-        if missing:
-            data.append("")
-            continue
-        places = [(step, value, frame.x(step), frame.y(value or 0.0)) for step, value in run]
-        path += "".join(
-            f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (*_, x, y) in enumerate(places)
-        )
-        data += [f"{step} {value:.4g} {value:.4g} {value:.4g}" for step, value, *_ in places]
-        if len(places) == 1:
-            *_, x, y = places[0]
-            dots += f'<circle class="one s1" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'
-    return path, ";".join(data).strip(";"), dots
-
-
-def picked(shown: MetricCurve, most: int) -> list[int]:
-    """Indices of about ``most`` points: of each stretch its lowest, its highest and a gap if it
-    has one, so that neither a spike nor a hole is thinned away."""
-    size = len(shown.steps)
-    if size <= most:
-        return list(range(size))
-    stretches = max(1, most // 3)
-    kept: set[int] = {0, size - 1}
-    for k in range(stretches):
-        part = range(k * size // stretches, (k + 1) * size // stretches)
-        known = [i for i in part if finite(shown.values[i]) is not None]
-        if known:
-            kept.add(min(known, key=lambda i: shown.values[i] or 0.0))
-            kept.add(max(known, key=lambda i: shown.values[i] or 0.0))
-        if len(known) < len(part):
-            kept.add(next(i for i in part if finite(shown.values[i]) is None))
-    return sorted(kept)
-
-
-def _curve_said(shown: MetricCurve) -> str:
-    known = [i for i, v in enumerate(shown.values) if finite(v) is not None]
-    words = f"{shown.metric} of {shown.stage} over steps"
-    if known:
-        first, last = known[0], known[-1]
-        words += (
-            f": {shown.values[first]:.4g} at step {shown.steps[first]}, "
-            f"{shown.values[last]:.4g} at step {shown.steps[last]}"
-        )
-    if shown.from_attempts:
-        at = ", ".join(str(s) for s in shown.from_attempts[:12])
+def plot_of_run(curve: MetricCurve, line: Line) -> Plot:
+    """One metric of a run."""
+    words = f"{curve.metric} of {curve.stage} over steps"
+    if known := line.known:
+        words += ": " + ", ".join(f"{v:.4g} at step {s}" for s, v, *_ in (known[0], known[-1]))
+    if curve.from_attempts:
+        at = ", ".join(map(str, curve.from_attempts[:12]))
         words += f"; a further attempt took over at step {at}"
-    return words
+    took = curve.from_attempts[:MOST_BARS]
+    return Plot([line], (line.index,), words, 480, 210, (58, 10, 10, 30), took)
 
 
 # ---------------------------------------------------------------- attempts over time

@@ -72,15 +72,16 @@ def read(package: str, name: str) -> str:
 @lru_cache
 def template_of(package: str, name: str) -> Template:
     """A template of a package. What stands in braces is escaped, in ``*.md.jinja`` for Markdown:
-    texts of people and of policies open no table, link or tag, and call nobody by name."""
-    return _environment(markdown=name.endswith(".md.jinja")).from_string(read(package, name))
+    texts of people and of policies open no table, link or tag, and call nobody by name. In
+    ``*.txt.jinja`` it is what no terminal obeys."""
+    return _environment(name.split(".")[-2]).from_string(read(package, name))
 
 
 @lru_cache
-def _environment(*, markdown: bool) -> Environment:
-    shown = printing.escaped if markdown else printing.plain
+def _environment(kind: str) -> Environment:
+    shown = printing.escaped if kind == "md" else printing.plain
     environment = Environment(
-        autoescape=not markdown,
+        autoescape=kind not in ("md", "txt"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

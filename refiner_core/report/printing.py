@@ -36,6 +36,12 @@ def decimals_for(width: float | None, value: float | None = None) -> int:
     return max(0, min(_MOST_DECIMALS, decimals))
 
 
+def decimals_of(value: float | None, low: float | None, high: float | None) -> int:
+    """The same of a number and its interval."""
+    width = None if finite(low) is None or finite(high) is None else high - low  # type: ignore[operator]
+    return decimals_for(width, value)
+
+
 def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> str:
     """``0.612``, ``+0.031``, ``−0.031``; a dash where there is none."""
     if value is None or not math.isfinite(value):
@@ -44,6 +50,11 @@ def number(value: float | None, decimals: int = 3, *, signed: bool = False) -> s
     if float(text) == 0:
         text = text.lstrip("+-")
     return text.replace("-", MINUS)
+
+
+def short(value: float | None) -> str:
+    """``0.6123``: four digits, of a number of any size."""
+    return MISSING if finite(value) is None else f"{value:.4g}".replace("-", MINUS)
 
 
 def interval(low: float | None, high: float | None, decimals: int = 3) -> str:
@@ -69,8 +80,7 @@ def estimate(
     value: float | None, low: float | None, high: float | None, *, signed: bool = False
 ) -> str:
     """A number with its interval, with as many digits as are known."""
-    width = None if low is None or high is None else high - low
-    return with_interval(value, low, high, decimals_for(width, value), signed=signed)
+    return with_interval(value, low, high, decimals_of(value, low, high), signed=signed)
 
 
 def measured(entry: Mapping[str, Any], missing: str = "-") -> str:
@@ -121,6 +131,16 @@ def duration(seconds: float | None) -> str:
             rest = whole % size // below
             return f"{whole // size} {unit}" + (f" {rest} {small}" if rest else "")
     return f"{whole} s"
+
+
+def size(count: int | None) -> str:
+    """``12.3 MB``: bytes, by thousands."""
+    if count is None:
+        return MISSING
+    for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= above:
+            return f"{count / above:.3g} {unit}"
+    return f"{count} B"
 
 
 def clock(seconds: float) -> str:

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from markupsafe import Markup, escape
 
@@ -27,12 +27,31 @@ from refiner_core.answers import (
 )
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report.printing import count, counted, plain
+from refiner_core.report.run.document import Said
 from refiner_core.report.sweep.document import Answer, AttemptsRow
 
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 12_000
 #: Characters of all answers and judgements of a page.
 MOST_IN_ALL = 1_500_000
+
+
+#: Judgements of an answer that are shown.
+MOST_JUDGEMENTS = 24
+A = TypeVar("A", Answer, Said)
+
+
+def within(answers: Iterable[A], room: int) -> list[A]:
+    """As many answers or attempts as fit into so many characters, and two in any case."""
+    kept: list[A] = []
+    for answer in answers:
+        text, episode = answer.text, answer.episode
+        room -= min(len(text), MOST_OF_ANSWER) if episode is None else size_of(episode)
+        room -= 300 + 300 * min(len(answer.judgements), MOST_JUDGEMENTS)
+        if room < 0 and len(kept) > 1:
+            break
+        kept.append(answer)
+    return kept
 
 
 class Span(NamedTuple):
@@ -279,7 +298,7 @@ Who = Literal["user", "agent", "call", "tool"]
 
 
 @dataclass(frozen=True)
-class Said:
+class Turn:
     """One thing in a transcript. ``label`` names who; ``trouble`` what was wrong with it; ``other``
     is what was sampled beside it where a turn was sampled twice, and ``other_label`` says which;
     ``cut`` characters are left out."""
@@ -294,31 +313,21 @@ class Said:
 
 
 @dataclass(frozen=True)
-class CheckShown:
-    """One thing that a task asked for."""
-
-    kind: str
-    name: str
-    passed: bool
-    detail: str
-
-
-@dataclass(frozen=True)
 class Conversation:
     """An attempt as it is shown. ``verdict`` is ``passed``, ``failed`` or ``error``; ``left_out``
     says what does not fit."""
 
     verdict: Literal["passed", "failed", "error"]
     why: str
-    said: tuple[Said, ...]
-    checks: tuple[CheckShown, ...]
+    said: tuple[Turn, ...]
+    checks: tuple[Mapping[str, Any], ...]
     excluded: tuple[str, ...]
     left_out: str
 
 
 def conversation(episode: Mapping[str, Any]) -> Conversation:
     """Attempt as the page shows it."""
-    kept: list[Said] = []
+    kept: list[Turn] = []
     room, everything = MOST_OF_EPISODE, list(_said(episode))
     for said in everything:
         room -= _size(said)
@@ -333,25 +342,18 @@ def conversation(episode: Mapping[str, Any]) -> Conversation:
             )
         )
     missing = len(everything) - len(kept)
-    checks = [
-        CheckShown(
-            str(check.get("kind") or ""),
-            str(check.get("name") or ""),
-            bool(check.get("passed")),
-            str(check.get("detail") or ""),
-        )
-        for check in episode.get("checks") or ()
-    ]
+    names = ("kind", "name", "passed", "detail")
+    checks = [{n: check.get(n) or "" for n in names} for check in episode.get("checks") or ()]
     return Conversation(
         *verdict_of(episode),
         tuple(kept),
-        tuple(sorted(checks, key=lambda check: check.passed)[:_MOST_CHECKS]),
+        tuple(sorted(checks, key=lambda check: bool(check["passed"]))[:_MOST_CHECKS]),
         tuple(str(name) for name in episode.get("excluded") or ()),
         f"{counted(missing, 'message')} more in report.json." if missing else "",
     )
 
 
-def _size(said: Said) -> int:
+def _size(said: Turn) -> int:
     return min(len(said.text), MOST_OF_MESSAGE) + min(len(said.other), MOST_OF_MESSAGE)
 
 
@@ -375,7 +377,7 @@ def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", 
     return "failed", f"{failure}: {FAILURE_WORDS.get(str(failure), 'no reason is given')}{ended}"
 
 
-def _said(episode: Mapping[str, Any]) -> Iterator[Said]:
+def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
     yield from _messages(episode.get("first_messages") or ())
     for place, turn in enumerate(episode.get("turns") or (), start=1):
         messages = turn.get("messages") or ()
@@ -383,20 +385,20 @@ def _said(episode: Mapping[str, Any]) -> Iterator[Said]:
         yield from _messages(messages)
 
 
-def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Said]:
+def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Turn]:
     for role, content in messages:
         who: Who = "user" if role == "user" else "tool"
-        yield Said(who, who.capitalize(), content)
+        yield Turn(who, who.capitalize(), content)
 
 
-def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Said:
+def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Turn:
     call = turn.get("call")
     if call is None:
         other = str(turn.get("retried") or "")
         told = "sampled once more, which was no call either" if other else ""
         status = str(turn.get("status") or "ok")
         trouble = _TURN_WORDS.get(status, status)
-        return Said("agent", label, str(turn.get("text")), trouble, other, told)
+        return Turn("agent", label, str(turn.get("text")), trouble, other, told)
     other = str(turn.get("repaired") or "")
     told = "sampled again: what came first was no call" if other else ""
     error = str(turn.get("tool_error") or "")
@@ -405,9 +407,9 @@ def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Said:
     spoken = next(iter(arguments.values()), None)
     if len(arguments) == 1 and isinstance(spoken, str) and spoken and answered_by == {"user"}:
         # A call that has nothing but words.
-        return Said("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
+        return Turn("agent", f"{label}, to the user ({name})", spoken, trouble, other, told)
     said = ", ".join(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in arguments.items())
-    return Said("call", label, f"{name}({said})", trouble, other, told)
+    return Turn("call", label, f"{name}({said})", trouble, other, told)
 
 
 def attempts_of(answers: Iterable[Answer]) -> list[int]:

@@ -20,7 +20,7 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judge_report.build import PADDING, Options, findings_of, judge_report
+from refiner_core.judge_report.build import PADDING, findings_of, judge_report
 from refiner_core.judge_report.material import (
     Asker,
     Attack,
@@ -424,8 +424,9 @@ def test_every_series_is_asked_of_a_judge_that_knows_nothing() -> None:
         return LexicalJudge()
 
     heard: list[tuple[str, int]] = []
-    options = Options(repeats=4, told=lambda what, count: heard.append((what, count)))
-    judge_report(shipped_material(1), JudgeConfig(), make, options=options)
+    judge_report(
+        shipped_material(1), JudgeConfig(), make, repeats=4, told=lambda *what: heard.append(what)
+    )
     assert len(made) == len(heard)
     assert sum("time" in what for what, _ in heard) == 3
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from refiner_core.answers import parse_answer
-from refiner_core.report.drawing import picked, shares
+from refiner_core.report.drawing import shares
 from refiner_core.report.printing import plain
-from refiner_core.report.run.document import MetricCurve, RewardPart, StageRow
+from refiner_core.report.run.document import RewardPart, StageRow
 from refiner_core.report.run.html import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from tests.support.run_reports import empty_report, hostile_report
@@ -69,15 +69,6 @@ def test_ids_of_elements_are_not_repeated() -> None:
     prompt = f"{_PROMPT}<tool_output><snippet id=S_1> again</snippet></tool_output>"
     found = re.findall(r' id="([^"]+)"', evidence_of(prompt, (), "e3").markup)
     assert found == ["e3-s0", "e3-s1", "e3-s2"]
-
-
-def test_thinning_a_curve_keeps_spikes_and_gaps() -> None:
-    values: list[float | None] = [1.0] * 10_000
-    values[4_321], values[777] = 50.0, None
-    curve = MetricCurve("grpo", "loss", tuple(range(10_000)), tuple(values))
-    kept = picked(curve, 300)
-    assert len(kept) <= 302
-    assert {0, 777, 4_321, 9_999} <= set(kept)
 
 
 def test_what_was_only_measured_is_no_part_of_the_sum() -> None:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.reporting import samples
 from flows.reporting.run.examples import choose, said_in_evaluation, said_in_training
-from flows.reporting.run.numbers import points_of, thinned
+from flows.reporting.run.numbers import points_of
 from flows.reporting.run.report import changed_settings, shown_overrides
+from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics
 from refiner_core.contract.config import RecipeConfig, RewardConfig
@@ -30,16 +30,12 @@ REWARD = RewardConfig()
 def test_a_long_curve_keeps_its_ends_its_spikes_and_its_gaps() -> None:
     values: list[float | None] = [1.0] * 10_000
     values[4321], values[6789], values[7777] = 50.0, -3.0, None
-    steps, shown = thinned((tuple(range(10_000)), tuple(values)), 400)
+    lines = [MetricsLine(step, {"scores": value}) for step, value in enumerate(values)]
+    steps, shown = points_of(lines)["scores"]
     assert len(steps) <= 402
     assert (steps[0], steps[-1]) == (0, 9_999)
     found = dict(zip(steps, shown, strict=True))
     assert (found[4321], found[6789], found[7777]) == (50.0, -3.0, None)
-
-
-def test_a_short_curve_is_shown_as_it_is() -> None:
-    points = ((1, 2), (0.5, None))
-    assert thinned(points, 400) is points
 
 
 def test_a_metric_of_every_step_has_gaps_and_one_of_few_steps_has_none() -> None:
@@ -236,11 +232,8 @@ def test_of_a_long_log_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
     assert [line.metrics.get("other") for line in read_metrics(path)] == [1.0, 1.0]
 
 
-def test_answers_are_found_wherever_in_a_long_file_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(samples, "_AT_ONCE", 3)
+def test_answers_are_found_wherever_in_a_file_they_lie(tmp_path: Path) -> None:
     rows = [{"sample_id": f"p{n // 2}", "sample_index": n % 2, "text": str(n)} for n in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples.parquet")
-    found = samples.SamplesReader().rows(tmp_path / "samples.parquet", ["p9", "p1"])
+    found = SamplesReader().rows(tmp_path / "samples.parquet", ["p9", "p1"])
     assert [row["text"] for row in found] == ["2", "18"], "the first sample of each, in order"

@@ -16,8 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from flows.reporting.run.stages import RunReading
 from infra.orchestrator.timeline import StageHistory
 from infra.store.traces import MetricsLine, read_metrics
@@ -26,6 +24,7 @@ from refiner_core.contract.protocols import protocol_name
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better
 from refiner_core.evaluation.results import compare_results, load_results
+from refiner_core.report.drawing import kept_places
 from refiner_core.report.run.document import ChangeRow, MetricCurve, NumberRow
 from refiner_core.report.sweep.comparing import SHOWN
 
@@ -206,9 +205,7 @@ def _newest_lines(
     return []
 
 
-def points_of(
-    lines: Sequence[MetricsLine], *, foreign: bool = False, most: int = MOST_POINTS
-) -> dict[str, Points]:
+def points_of(lines: Sequence[MetricsLine], *, foreign: bool = False) -> dict[str, Points]:
     """Steps and values by metric; a step's later line goes before an earlier one."""
     logged: dict[str, dict[int, float | None]] = {}
     for step, metrics in lines:
@@ -218,7 +215,7 @@ def points_of(
     names = [metric for metric in shown if metric in logged]
     steps = sorted({step for metric in names for step in logged[metric]})
     return {
-        metric: thinned(_with_gaps(logged[metric], steps), most)
+        metric: _with_gaps(logged[metric], steps)
         for metric in names
         if any(value is not None for value in logged[metric].values())
     }
@@ -229,25 +226,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def _with_gaps(points: Mapping[int, float | None], steps: Sequence[int]) -> Points:
-    """Steps within the metric's own range; all of them where it is logged at most steps."""
+    """Steps within the metric's own range, all of them where it is logged at most steps; of very
+    many the extremes."""
     first, last = min(points), max(points)
     inside = [s for s in steps if first <= s <= last]
     kept = inside if len(points) > _DENSE * len(inside) else sorted(points)
-    return tuple(kept), tuple(points.get(step) for step in kept)
-
-
-def thinned(points: Points, most: int) -> Points:
-    """At most about ``most`` points: of each stretch its lowest, its highest and its first gap, so
-    that what sticks out is not lost. The ends stay."""
-    steps, values = points
-    if len(steps) <= most:
-        return points
-    kept = {0, len(steps) - 1}
-    for part in np.array_split(np.arange(len(steps)), max(1, (most - 2) // 3)):
-        places = part.tolist()
-        known = {i: value for i in places if (value := values[i]) is not None}
-        kept.update([i for i in places if i not in known][:1])
-        if known:
-            kept |= {min(known, key=known.__getitem__), max(known, key=known.__getitem__)}
-    order = sorted(kept)
-    return tuple(steps[i] for i in order), tuple(values[i] for i in order)
+    places = kept_places([points.get(step) for step in kept], MOST_POINTS)
+    return tuple(kept[i] for i in places), tuple(points.get(kept[i]) for i in places)

@@ -9,119 +9,78 @@ would make it too large to open is bounded: what is left out is said.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from refiner_core.report import drawing, printing
-from refiner_core.report.drawing import Share, shares
 from refiner_core.report.pages import parts_of
 from refiner_core.report.run import tables as words
-from refiner_core.report.run.document import Example, MetricCurve, RewardPart, RunReport, Said
-from refiner_core.report.run.tables import model_index, tables
+from refiner_core.report.run.document import Example, MetricCurve, RunReport, Said
 from refiner_core.report.transcripts import (
     MOST_IN_ALL,
-    MOST_OF_ANSWER,
+    MOST_JUDGEMENTS,
     MOST_OF_PROMPT,
-    Conversation,
     Evidence,
     answer_markup,
     conversation,
     evidence_of,
-    size_of,
+    within,
 )
 
-MOST_EXAMPLES, MOST_SAID, MOST_JUDGEMENTS, MOST_PARTS = 60, 12, 24, 40
-
-
-@dataclass(frozen=True)
-class SaidShown:
-    """An answer or an attempt as it is shown."""
-
-    said: Said
-    text: Markup
-    conversation: Conversation | None
-    shares: list[Share]
-    measured: list[RewardPart]
-    rubrics: list[Mapping[str, Any]]
-    claims: list[dict[str, Any]]
-    others: list[Mapping[str, Any]]
-    judgements_left_out: int
-
-
-@dataclass(frozen=True)
-class ExampleShown:
-    """A prompt with the answers that fit on the page."""
-
-    example: Example
-    evidence: Evidence
-    said: tuple[SaidShown, ...]
-    left_out: int
+MOST_EXAMPLES, MOST_SAID, MOST_PARTS = 60, 12, 40
 
 
 def shown_examples(
     examples: Sequence[Example], pair: tuple[str, str] | None = None
-) -> list[ExampleShown]:
+) -> list[dict[str, Any]]:
     """Examples with as many answers as a page can hold: each has an equal share of the room. The
     models of a ``pair`` (before, after) stand side by side, in front of the others."""
     shown = examples[:MOST_EXAMPLES]
     share = MOST_IN_ALL // max(1, len(shown))
     made = []
     for place, example in enumerate(shown):
+        said = list(example.said)
         if pair is not None and example.kind == "before and after":
-            said = sorted(example.said, key=lambda s: s.model not in pair)
-            example = replace(example, said=tuple(said))
-        kept = tuple(_within(example, share))
+            said.sort(key=lambda s: s.model not in pair)
+        kept = within(said[:MOST_SAID], share - min(len(example.prompt), MOST_OF_PROMPT))
         evidence = evidence_of(example.prompt, (s.text for s in kept), f"e{place}")
         made.append(
-            ExampleShown(
-                example,
-                evidence,
-                tuple(_shown(said, evidence) for said in kept),
-                len(example.said) - len(kept),
-            )
+            {
+                "example": example,
+                "evidence": evidence.markup,
+                "said": [_shown(one, evidence) for one in kept],
+                "left_out": len(said) - len(kept),
+            }
         )
     return made
 
 
-def _within(example: Example, room: int) -> Iterator[Said]:
-    room -= min(len(example.prompt), MOST_OF_PROMPT)
-    for place, said in enumerate(example.said[:MOST_SAID]):
-        size = min(len(said.text), MOST_OF_ANSWER)
-        if said.episode is not None:
-            size = size_of(said.episode)
-        room -= size + 300 * min(len(said.judgements), MOST_JUDGEMENTS) + 300
-        if room < 0 and place > 1:
-            return
-        yield said
-
-
-def _shown(said: Said, evidence: Evidence) -> SaidShown:
+def _shown(said: Said, evidence: Evidence) -> dict[str, Any]:
+    """An answer or an attempt as it is shown."""
     kept = said.judgements[:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
-    rubrics, others = [], []
+    rubrics: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
     for one in kept:
         kind = str(one.get("kind") or "")
         if kind.startswith("citation"):
             place = one.get("claim_index")
             found = claims.setdefault(place, {"place": place, "claim": one.get("claim"), "on": []})
             found["on"].append((kind.removeprefix("citation_"), one))
-        elif kind in ("rubric", ""):
-            rubrics.append(one)
         else:
-            others.append(one)
-    return SaidShown(
-        said,
-        answer_markup(said.text, evidence),
-        conversation(said.episode) if said.episode is not None else None,
-        *shares(said.parts[:MOST_PARTS]),
-        rubrics,
-        list(claims.values()),
-        others,
-        len(said.judgements) - len(kept),
-    )
+            (rubrics if kind in ("rubric", "") else others).append(one)
+    counted, measured = drawing.shares(said.parts[:MOST_PARTS])
+    return {
+        "said": said,
+        "text": answer_markup(said.text, evidence),
+        "conversation": conversation(said.episode) if said.episode is not None else None,
+        "shares": counted,
+        "measured": measured,
+        "rubrics": rubrics,
+        "claims": list(claims.values()),
+        "others": others,
+        "judgements_left_out": len(said.judgements) - len(kept),
+    }
 
 
 VIEWS = (
@@ -135,8 +94,6 @@ VIEWS = (
     ("settings", "Settings and provenance"),
 )
 MOST_CURVES = 120
-#: Points of all curves, and of one.
-MOST_POINTS, MOST_OF_CURVE = 30_000, 600
 MOST_INCIDENTS, MOST_ATTEMPTS, MOST_SETTINGS, MOST_WARNINGS = 400, 100, 500, 50
 #: Incidents and numbers of the summary.
 FEW_INCIDENTS, FEW_NUMBERS = 5, 10
@@ -165,13 +122,10 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         timeline=drawing.timeline(report.stages, report.began_at, report.made_at),
         plots=plots(report.curves),
         examples=examples,
-        kinds=list(dict.fromkeys(e.example.kind for e in examples)),
-        whys=list(dict.fromkeys(e.example.why for e in examples if e.example.why)),
-        tables=tables(report),
-        without_incident=words.without_incident(report),
-        index=model_index(report),
+        w=words,
+        tables=words.tables(report),
+        index=words.model_index(report),
         settings=list(report.settings.items())[:MOST_SETTINGS],
-        bytes_text=bytes_text,
         kind_of=drawing.kind_of,
         most={
             "incidents": MOST_INCIDENTS,
@@ -190,36 +144,16 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
 def plots(curves: Sequence[MetricCurve]) -> dict[str, list[dict[str, Any]]]:
     """Drawings by stage."""
     shown = curves[:MOST_CURVES]
-    each = min(MOST_OF_CURVE, MOST_POINTS // max(1, len(shown)))
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:
-        known = [i for i, v in enumerate(curve.values) if printing.finite(v) is not None]
+        line = drawing.line_of(curve, name=curve.metric, curves=len(shown))
         found.setdefault(curve.stage, []).append(
             {
-                "metric": curve.metric,
-                "svg": drawing.curve(curve, each),
-                "first": _point(curve, known[0]) if known else None,
-                "last": _point(curve, known[-1]) if known else None,
-                "missing": len(curve.values) - len(known),
-                "thinned": len(curve.steps) > each,
-                "from_attempts": curve.from_attempts,
+                "of": curve,
+                "plot": drawing.plot_of_run(curve, line),
+                "known": line.known,
+                "missing": sum(printing.finite(v) is None for v in curve.values),
+                "thinned": len(line.points) < len(curve.values),
             }
         )
     return found
-
-
-def _point(curve: MetricCurve, at: int) -> tuple[int, str]:
-    return curve.steps[at], f"{curve.values[at]:.4g}".replace("-", printing.MINUS)
-
-
-# ---------------------------------------------------------------- small things
-
-
-def bytes_text(size: int | None) -> str:
-    """``12.3 MB``: by thousands."""
-    if size is None:
-        return printing.MISSING
-    for unit, above in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= above:
-            return f"{size / above:.3g} {unit}"
-    return f"{size} B"

@@ -15,26 +15,12 @@ from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
 from refiner_core.report.drawing import Strip, scale_for
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import (
-    MISSING,
-    counted,
-    duration,
-    estimate,
-    hours,
-)
+from refiner_core.report.printing import MISSING, counted, duration, estimate, hours
 from refiner_core.report.run.document import ChangeRow, NumberRow, RunReport, StageRow
 
 #: States of a stage that say that its last attempt came to no good end.
 _ENDED_BADLY = ("killed", "hung", "failed")
 STAGE_HEADER = ("stage", "state", "time", "attempts", "note")
-
-
-class NumberTable(NamedTuple):
-    """Main numbers that were measured alike."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
 
 
 def stage_cells(row: StageRow) -> tuple[str, ...]:
@@ -64,50 +50,32 @@ def _note(row: StageRow) -> str:
 # ---------------------------------------------------------------- numbers
 
 
-def number_tables(report: RunReport) -> Iterator[NumberTable]:
-    """Per protocol and decoding: the main numbers of all models, and what training changed."""
-    for under, decoding in dict.fromkeys((n.under, n.decoding) for n in report.numbers):
-        here = [n for n in report.numbers if (n.under, n.decoding) == (under, decoding)]
-        changes = [c for c in report.changes if (c.under, c.decoding) == (under, decoding)]
-        yield _wide(way_text(report, under, decoding), here, changes)
+class NumberTable(NamedTuple):
+    """Main numbers that were measured alike."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
 
 
-def way_text(report: RunReport, under: str, decoding: str) -> str:
-    """``sampled decoding, held-out prompts``; ``greedy decoding, protocol strict``."""
-    asked = "held-out tasks" if report.agent else "held-out prompts"
-    return f"{decoding} decoding, {f'protocol {under}' if under else asked}"
-
-
-def _wide(title: str, numbers: Sequence[NumberRow], changes: Sequence[ChangeRow]) -> NumberTable:
-    models = list(dict.fromkeys(n.model for n in numbers))
-    values = {(n.model, n.metric): n for n in numbers}
-    pair = next(((c.before, c.after) for c in changes), None)
-    changed = {c.metric: c for c in changes if (c.before, c.after) == pair}
-    header = ("", *models, *([f"{pair[1]} minus {pair[0]}"] if pair else []))
-    rows = []
-    for metric in main_metrics(n.metric for n in numbers if not n.reference):
-        cells = [_number(values.get((model, metric))) for model in models]
-        rows.append((metric, *cells, *([_change(changed.get(metric))] if pair else [])))
-    return NumberTable(f"{title} (95 % interval)", header, rows)
-
-
-def change_tables(report: RunReport) -> list[NumberTable]:
-    """The same, narrow: before, after and what that changed; where nothing is paired, the models
-    as they are. Sampled decoding first, for there a policy shows what training did to it."""
-    found = []
-    for table in number_tables(report):
-        if " minus " in table.header[-1]:
-            after, _, before = table.header[-1].partition(" minus ")
-            places = [0, table.header.index(before), table.header.index(after), -1]
-            header = tuple(table.header[i] for i in places)
-            table = NumberTable(
-                table.title, header, [tuple(row[i] for i in places) for row in table.rows]
+def number_tables(report: RunReport, *, narrow: bool = False) -> Iterator[NumberTable]:
+    """Per protocol and decoding: the main numbers of all models, and what training changed;
+    ``narrow`` ones have the models before and after, where something is paired."""
+    for table in tables(report):
+        models = table.pair if narrow and table.pair else table.models
+        change = (f"{table.pair[1]} minus {table.pair[0]}",) if table.pair else ()
+        rows = [
+            (
+                line.metric,
+                *(_cell(line.cells.get(m)) for m in models),
+                *(_change(line.change) for _ in change),
             )
-        found.append(table)
-    return sorted(found, key=lambda t: not t.title.startswith("sampled"))
+            for line in table.lines[: table.main]
+        ]
+        yield NumberTable(f"{table.name} (95 % interval)", ("", *models, *change), rows)
 
 
-def _number(row: NumberRow | None) -> str:
+def _cell(row: NumberRow | None) -> str:
     return MISSING if row is None else estimate(row.value, row.low, row.high)
 
 
@@ -171,17 +139,13 @@ class MetricLine:
     decimals: int
     drawing: drawing.Models
     change: ChangeRow | None
-    verdict: str
-    change_decimals: int
-    change_drawing: Strip | None
 
 
 @dataclass(frozen=True)
 class Table:
     """Numbers that were measured alike: one protocol file and decoding. ``pair`` is before and
     after; the first ``main`` of the lines are the main metrics; ``protocols`` are the fingerprints
-    of its numbers with what they say. ``changes`` come with what is said of them and their digits.
-    """
+    of its numbers with what they say."""
 
     name: str
     models: tuple[str, ...]
@@ -189,8 +153,7 @@ class Table:
     lines: tuple[MetricLine, ...]
     main: int
     protocols: tuple[tuple[str, str], ...]
-    left_out: int
-    changes: tuple[tuple[ChangeRow, str, int], ...]
+    changes: tuple[ChangeRow, ...]
 
 
 def model_index(report: RunReport) -> dict[str, int]:
@@ -212,7 +175,8 @@ def _table(
     way: tuple[str, str], rows: Sequence[NumberRow], report: RunReport, index: Mapping[str, int]
 ) -> Table:
     under, decoding = way
-    changes = [c for c in report.changes if (c.under, c.decoding) == way]
+    asked = f"protocol {under}" if under else f"held-out {'tasks' if report.agent else 'prompts'}"
+    changes = tuple(c for c in report.changes if (c.under, c.decoding) == way)
     pair = (changes[0].before, changes[0].after) if changes else None
     by_metric: dict[str, dict[str, NumberRow]] = {}
     for row in rows:
@@ -220,16 +184,14 @@ def _table(
     of_pair = {c.metric: c for c in changes if (c.before, c.after) == pair}
     main = main_metrics(r.metric for r in rows if not r.reference)
     order = dict.fromkeys((*main, *by_metric))
-    every = sum((r.under, r.decoding) == way for r in report.numbers)
     return Table(
-        name=way_text(report, under, decoding),
+        name=f"{decoding} decoding, {asked}",
         models=tuple(m for m in index if any(r.model == m for r in rows)),
         pair=pair,
         lines=tuple(_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order),
         main=len(main),
         protocols=tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
-        left_out=every - len(rows),
-        changes=tuple((c, verdict(c), change_decimals(c)) for c in changes),
+        changes=changes,
     )
 
 
@@ -252,27 +214,9 @@ def _metric_line(
         f"{m} {printing.with_interval(value, low, high, decimals)}"
         for m, (_, value, low, high) in marks.items()
     )
-    return MetricLine(
-        metric,
-        cells,
-        decimals,
-        drawing.Models(
-            list(marks.values()),
-            scale_for((end for _, *ends in marks.values() for end in ends), ticks=3),
-            f"{metric}: {said}",
-        ),
-        change,
-        verdict(change) if change is not None else "",
-        change_decimals(change) if change is not None else decimals,
-        change_strip(change) if change is not None else None,
-    )
-
-
-def change_decimals(change: ChangeRow) -> int:
-    """Digits by how well the change is known."""
-    low, high = change.low, change.high
-    width = None if low is None or high is None else high - low
-    return printing.decimals_for(width, change.difference)
+    scale = scale_for((end for _, *ends in marks.values() for end in ends), ticks=3)
+    drawn = drawing.Models(list(marks.values()), scale, f"{metric}: {said}")
+    return MetricLine(metric, cells, decimals, drawn, change)
 
 
 def change_strip(change: ChangeRow) -> Strip | None:

@@ -20,7 +20,7 @@ from refiner_core.report.pages import template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SweepReport, TrialRow
-from refiner_core.report.sweep.wording import ArmRow, Column, arm_row
+from refiner_core.report.sweep.wording import Column, arm_row
 from refiner_core.report.transcripts import attempts_tables
 
 #: Comparisons besides the primary one that are printed in full, and rows of long tables.
@@ -48,9 +48,9 @@ def markdown(report: SweepReport) -> str:
     return text.rstrip() + "\n"
 
 
-def _arms(comparison: Comparison, report: SweepReport) -> list[ArmRow]:
+def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
     """One row per arm; of many arms the baseline and those that differ most."""
-    column = Column.of(comparison, report, drawn=False)
+    column = Column.of(comparison, report)
     ranked = sorted(
         comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
     )

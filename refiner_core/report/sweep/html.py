@@ -13,7 +13,6 @@ what is left out is said; the JSON beside the page has it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
@@ -22,10 +21,8 @@ from refiner_core.report.pages import leaf, parts_of
 from refiner_core.report.sweep import wording as words
 from refiner_core.report.sweep.document import (
     Agreement,
-    Answer,
     ArmNumber,
     Comparison,
-    Curve,
     MatrixCell,
     MatrixRow,
     SideBySide,
@@ -34,31 +31,16 @@ from refiner_core.report.sweep.document import (
 from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import (
     MOST_IN_ALL,
-    MOST_OF_ANSWER,
     attempts_of,
     attempts_tables,
     cited_ids,
     conversation,
     marked,
-    size_of,
+    within,
 )
 
 
-@dataclass(frozen=True)
-class Shown:
-    """One prompt of the page, with the answers that fit in, and how many there are."""
-
-    side: SideBySide
-    answers: tuple[Answer, ...]
-    cited: frozenset[str]
-
-    @property
-    def left_out(self) -> int:
-        """Answers that are only in the JSON."""
-        return len(self.side.answers) - len(self.answers)
-
-
-def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Shown]:
+def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[dict[str, Any]]:
     """Prompts with as many of their answers as a page can hold: each has an equal share of the
     room, and arms named first are preferred."""
     rank = {arm: i for i, arm in enumerate(first_arms)}
@@ -68,27 +50,15 @@ def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[Show
         ordered = sorted(
             side.answers, key=lambda a: (a.sample_index, rank.get(a.arm, len(rank)), a.seed)
         )
-        kept = tuple(_within(ordered, share))
-        cited = frozenset().union(*(cited_ids(a.text) for a in kept)) if kept else frozenset()
-        shown.append(Shown(side, kept, cited))
+        kept = within(ordered, share)
+        cited = frozenset().union(*(cited_ids(a.text) for a in kept))
+        left_out = len(side.answers) - len(kept)
+        shown.append({"side": side, "answers": kept, "cited": cited, "left_out": left_out})
     return shown
-
-
-def _within(answers: Sequence[Answer], room: int) -> Iterator[Answer]:
-    for answer in answers:
-        size = min(len(answer.text), MOST_OF_ANSWER) + 200 * len(answer.judgements)
-        if answer.episode is not None:
-            size = size_of(answer.episode)
-        room -= size + 300
-        if room < 0:
-            return
-        yield answer
 
 
 #: Rows of arms on the page, over all comparisons.
 MOST_ROWS = 2_500
-#: Points of curves on the page, over all metrics and arms.
-MOST_POINTS = 30_000
 MOST_CURVES = 3_000
 #: Curves that are shown until somebody chooses others; arms in the columns of rubrics.
 FEW_ARMS = 7
@@ -160,7 +130,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
             [v for r in report.rubrics for v in r.values.values()], ticks=3
         ),
         prompts=shown,
-        attempts=attempts_of(a for side in shown for a in side.answers),
+        attempts=attempts_of(a for one in shown for a in one["answers"]),
         attempts_tables=attempts_tables(report.attempts, few),
         spelt=spelt_protocols(report.protocols),
         flips=report.flips[:MOST_FLIPS],
@@ -209,42 +179,21 @@ def plots(
     report: SweepReport, index: Mapping[str, int], shown: frozenset[int]
 ) -> list[dict[str, Any]]:
     """Learning curves, one drawing for each metric of a stage."""
-    by_metric: dict[str, list[Curve]] = {}
-    for curve in report.curves[:MOST_CURVES]:
-        if curve.arm in index:
-            by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(curve)
-    each = max(8, MOST_POINTS // max(1, len(report.curves[:MOST_CURVES])))
+    by_metric: dict[str, list[drawing.Line]] = {}
+    curves = [curve for curve in report.curves[:MOST_CURVES] if curve.arm in index]
+    for curve in curves:
+        line = drawing.line_of(curve, index[curve.arm], curve.arm, len(curves))
+        by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(line)
     made = []
     for name, found in by_metric.items():
-        found = sorted(found, key=lambda c: index[c.arm])
-        drawn = [drawing.Drawn(index[c.arm], c, drawing.thinned(c, each)) for c in found]
-        visible = shown if any(d.index in shown for d in drawn) else frozenset({drawn[0].index})
-        made.append(
-            {
-                "name": name,
-                "svg": drawing.curves(name, drawn, visible),
-                "drawn": drawn,
-                "shown": visible,
-                "rows": [_last_row(d) for d in sorted(drawn, key=lambda d: d.index not in visible)],
-            }
-        )
+        lines = sorted(found, key=lambda line: line.index)
+        visible = shown if any(n.index in shown for n in lines) else frozenset({lines[0].index})
+        names = ", ".join(line.name for line in lines if line.index in visible)
+        label = f"{name} over steps, of {names}; the numbers are in the table below"
+        rows = sorted(lines, key=lambda line: line.index not in visible)
+        plot = drawing.Plot(lines, visible, label, 860, 340, (64, 16, 12, 40))
+        made.append({"name": name, "plot": plot, "rows": rows})
     return made
-
-
-def _last_row(drawn: drawing.Drawn) -> dict[str, Any]:
-    """First and last point of a curve, for the table below its drawing."""
-    curve = drawn.curve
-    known = [i for i, v in enumerate(curve.mean) if printing.finite(v) is not None]
-    if not known:
-        return {"index": drawn.index, "arm": curve.arm, "first": None, "last": None}
-    first, last = known[0], known[-1]
-    return {
-        "index": drawn.index,
-        "arm": curve.arm,
-        "first": (curve.steps[first], curve.mean[first]),
-        "last": (curve.steps[last], curve.mean[last], curve.low[last], curve.high[last]),
-        "seeds": len(curve.by_seed),
-    }
 
 
 def matrices(report: SweepReport) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ function redraw(svg) { // one arm that has run away must not flatten all others
   for (const [g, ps] of shown) {
     let line = "", band = "", part = [];
     const close = () => { if (part.length > 1) band += "M" + part.map(p => `${x(p[0])} ${y(p[3])}`).join(" ") + " " + part.reverse().map(p => `${x(p[0])} ${y(p[2])}`).join(" ") + "Z"; part = []; };
-    for (const p of ps) { if (!p) { close(); continue; } line += `${part.length ? "L" : "M"}${x(p[0])} ${y(p[1])}`; part.push(p); }
+    for (const p of ps) { if (!p) { close(); continue; } line += `${part.length ? "L" : "M"}${x(p[0])} ${y(p[1])}${part.length ? "" : "h0"}`; part.push(p); }
     close();
     $(".b", g).setAttribute("d", all.some(p => p[2] !== p[3]) ? band : ""); $(".l", g).setAttribute("d", line);
     const last = ps.filter(Boolean).at(-1);

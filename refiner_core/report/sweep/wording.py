@@ -15,7 +15,6 @@ from typing import Any
 
 from refiner_core.report.drawing import Scale, Strip, scale_for
 from refiner_core.report.printing import (
-    MISSING,
     count,
     counted,
     decimals_for,
@@ -120,10 +119,7 @@ def _rest_text(
 
 
 def _missing_text(missing: Sequence[ArmNumber]) -> str:
-    if not missing:
-        return ""
-    names = listed([n.arm for n in missing])
-    return f"Without a comparison: {names}."
+    return f"Without a comparison: {listed([n.arm for n in missing])}." if missing else ""
 
 
 def _effect(n: ArmNumber, decimals: int) -> str:
@@ -166,44 +162,23 @@ def state_text(report: SweepReport) -> str:
     return f"{counted(len(report.trials), 'trial')}: {', '.join(parts) or 'none begun'}."
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of trials, in sum; ``unknown`` counts those of which hours are not known. None:
+def cost_of(arm: str, trials: Sequence[TrialRow]) -> dict[str, Any]:
+    """The sum over an arm's trials; ``unknown`` counts those of which hours are not known. None:
     nobody knows it of any of them."""
-
-    arm: str
-    trials: int
-    done: int
-    unknown: int
-    gpu_hours: float | None
-    cpu_hours: float | None
-    queue_seconds: float | None
-    lost_seconds: float
-    lost_steps: int
-    attempts: int
-    judge_calls: int | None
-
-
-def cost_of(arm: str, trials: Sequence[TrialRow]) -> Cost:
-    """The sum over an arm's trials."""
-    calls = total(t.judge_calls for t in trials)
     begun = [t for t in trials if t.state != "waiting"]
-    return Cost(
-        arm=arm,
-        trials=len(trials),
-        done=sum(t.state == "done" for t in trials),
-        unknown=sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
-        gpu_hours=total(t.gpu_hours for t in trials),
-        cpu_hours=total(t.cpu_hours for t in trials),
-        queue_seconds=total(t.queue_seconds for t in trials),
-        lost_seconds=sum(t.lost_seconds for t in trials),
-        lost_steps=sum(t.lost_steps for t in trials),
-        attempts=sum(t.attempts for t in trials),
-        judge_calls=None if calls is None else int(calls),
-    )
+    partly = ("gpu_hours", "cpu_hours", "queue_seconds", "judge_calls")
+    always = ("lost_seconds", "lost_steps", "attempts")
+    return {
+        "arm": arm,
+        "trials": len(trials),
+        "done": sum(t.state == "done" for t in trials),
+        "unknown": sum(t.gpu_hours is None and t.cpu_hours is None for t in begun),
+        **{name: total(getattr(t, name) for t in trials) for name in partly},
+        **{name: sum(getattr(t, name) for t in trials) for name in always},
+    }
 
 
-def costs(report: SweepReport) -> list[Cost]:
+def costs(report: SweepReport) -> list[dict[str, Any]]:
     """One per arm, in the arms' order."""
     by_arm: dict[str, list[TrialRow]] = {arm: [] for arm in report.arms}
     for trial in report.trials:
@@ -214,15 +189,12 @@ def costs(report: SweepReport) -> list[Cost]:
 def cost_text(report: SweepReport) -> str:
     """``21.3 GPU-hours, 4.1 CPU-hours; 36 steps done again``."""
     whole = cost_of("", report.trials)
-    parts = [
-        f"{hours(value)} {name}"
-        for value, name in ((whole.gpu_hours, "GPU-hours"), (whole.cpu_hours, "CPU-hours"))
-        if value
-    ]
-    if whole.judge_calls:
-        parts.append(f"{count(whole.judge_calls)} judge calls")
-    if whole.lost_steps:
-        parts.append(f"{counted(whole.lost_steps, 'step')} done again")
+    named = (("gpu_hours", "GPU-hours"), ("cpu_hours", "CPU-hours"))
+    parts = [f"{hours(whole[key])} {name}" for key, name in named if whole[key]]
+    if whole["judge_calls"]:
+        parts.append(f"{count(int(whole['judge_calls']))} judge calls")
+    if whole["lost_steps"]:
+        parts.append(f"{counted(whole['lost_steps'], 'step')} done again")
     return ", ".join(parts) or "nothing is known of what it has cost"
 
 
@@ -264,107 +236,73 @@ class Column:
     matters: float | None
 
     @classmethod
-    def of(cls, comparison: Comparison, report: SweepReport, *, drawn: bool = True) -> Column:
-        """Scales that hold every interval and every seed; none where nothing is ``drawn``."""
-        numbers = comparison.numbers
-        if not drawn:
-            return cls(decimals_of(comparison), None, None, None)
+    def of(cls, comparison: Comparison, report: SweepReport) -> Column:
+        """Scales that hold every interval and every seed."""
         values, differences = [], []
-        for n in numbers:
+        for n in comparison.numbers:
             values += [n.value, n.low, n.high, *(p.value for p in n.points)]
             differences += [n.difference, n.difference_low, n.difference_high]
             differences += [p.difference for p in n.points]
         known = [d for d in differences if finite(d) is not None]
         matters = report.detectable.get("smallest_effect") if comparison.primary else None
-        matters = float(matters) if isinstance(matters, int | float) else None
         return cls(
             decimals=decimals_of(comparison),
             values=scale_for(values),
             differences=scale_for([*known, 0.0]) if known else None,
-            matters=finite(matters),
+            matters=finite(float(matters)) if isinstance(matters, int | float) else None,
         )
 
 
-@dataclass(frozen=True)
-class ArmRow:
-    """One arm's number as text and drawings."""
-
-    arm: str
-    baseline: bool
-    value: str
-    bounds: str
-    difference: str
-    difference_bounds: str
-    p: str
-    p_adjusted: str
-    verdict: str
-    sign: str
-    basis: str
-    note: str
-    value_strip: Strip | None
-    difference_strip: Strip | None
-    number: ArmNumber
-
-
-def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> ArmRow:
-    """A row; a number that is missing is a dash, and the note says why."""
+def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> dict[str, Any]:
+    """One arm's number as text and drawings; one that is missing is a dash, and the note says
+    why."""
     baseline = found.arm == report.baseline
     verdict = "baseline" if baseline else (found.verdict or "missing")
     excluded = f", {found.excluded} left out" if found.excluded else ""
     missing = "There is no number of this arm yet." if finite(found.value) is None else ""
     d = column.decimals
-    return ArmRow(
-        arm=found.arm,
-        baseline=baseline,
-        value=number(found.value, d),
-        bounds=interval(found.low, found.high, d),
-        difference="" if baseline else number(found.difference, d, signed=True),
-        difference_bounds=interval(found.difference_low, found.difference_high, d),
-        p="" if baseline else p_text(found.p),
-        p_adjusted="" if baseline else p_text(found.p_adjusted),
-        verdict=verdict,
-        sign=SIGNS.get(verdict, ""),
-        basis=f"{basis(found, report)}{excluded}" if found.seeds else "",
-        note=found.note[:1].upper() + found.note[1:] or missing,
-        value_strip=_strip(found, column, verdict, difference=False),
-        difference_strip=_strip(found, column, verdict, difference=True),
-        number=found,
-    )
+    return {
+        "arm": found.arm,
+        "baseline": baseline,
+        "value": number(found.value, d),
+        "bounds": interval(found.low, found.high, d),
+        "difference": "" if baseline else number(found.difference, d, signed=True),
+        "difference_bounds": interval(found.difference_low, found.difference_high, d),
+        "p_adjusted": "" if baseline else p_text(found.p_adjusted),
+        "verdict": verdict,
+        "sign": SIGNS.get(verdict, ""),
+        "basis": f"{basis(found, report)}{excluded}" if found.seeds else "",
+        "note": found.note[:1].upper() + found.note[1:] or missing,
+        "value_strip": _strip(found, column, verdict),
+        "difference_strip": _strip(found, column, verdict, difference=True),
+        "number": found,
+    }
 
 
-def _strip(found: ArmNumber, column: Column, verdict: str, *, difference: bool) -> Strip | None:
+def _strip(
+    found: ArmNumber, column: Column, verdict: str, *, difference: bool = False
+) -> Strip | None:
     """A strip of an arm's number, or of how far it is from the baseline's."""
+    of = "difference" if difference else "value"
     scale = column.differences if difference else column.values
-    value, low, high = (
-        (found.difference, found.difference_low, found.difference_high)
-        if difference
-        else (found.value, found.low, found.high)
+    value = getattr(found, of)
+    low, high = (
+        (found.difference_low, found.difference_high) if difference else (found.low, found.high)
     )
     if scale is None or finite(value) is None:
         return None
-    points = [(p.seed, p.difference if difference else p.value) for p in found.points]
+    points = {p.seed: getattr(p, of) for p in found.points}
     seeds = (
-        f"seed {seed}: "
-        + (
-            f"{MISSING} (missing)"
-            if finite(point) is None
-            else number(point, column.decimals, signed=difference)
-        )
-        for seed, point in points
+        f"seed {seed}: {number(point, column.decimals, signed=difference)}"
+        f"{' (missing)' if finite(point) is None else ''}"
+        for seed, point in points.items()
     )
     said = with_interval(value, low, high, column.decimals, signed=difference)
     name = f"{found.arm} minus baseline" if difference else found.arm
-    return Strip(
-        scale,
-        value,
-        low,
-        high,
-        tuple(point for _, point in points),
-        verdict,
-        f"{name}: {said}; {', '.join(seeds) or 'no seed has a number'}",
-        zero=difference,
-        matters=column.matters if difference else None,
-    )
+    label = f"{name}: {said}; {', '.join(seeds) or 'no seed has a number'}"
+    matters = column.matters if difference else None
+    shown = tuple(points.values())
+    return Strip(scale, value, low, high, shown, verdict, label, zero=difference, matters=matters)
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
