@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
-from infra.doctor.packages import asked_for, install, installed
+from infra.doctor.machine import asked_for, install, installed
 
 _SMI_S, _TORCH_S = 15.0, 100.0
 _CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
@@ -29,11 +29,10 @@ value = {"version": torch.__version__, "cuda": torch.version.cuda, "count": 0, "
 try:
     torch.cuda.init()
     value["count"] = torch.cuda.device_count()
-    value["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(value["count"])]
-    value["arches"] = torch.cuda.get_arch_list()
     value["free"] = [torch.cuda.mem_get_info(i)[0] for i in range(value["count"])]
-    x = torch.ones(64, 64, device="cuda")
-    assert float((x @ x).sum()) == 64.0**3
+    for i in range(value["count"]):
+        x = torch.ones(64, 64, device=f"cuda:{i}")
+        assert float((x @ x).sum()) == 64.0**3
 except Exception as error:
     value["why"] = f"{type(error).__name__}: {error}".splitlines()[0]
 try:
@@ -73,7 +72,7 @@ def _gpus(look: Look) -> Iterator[Finding]:
         yield _listed(look, rows)
         for row in rows:
             yield from _trouble(row)
-        yield from _torch(look, rows)
+        yield from _torch(look)
 
 
 def _none(look: Look) -> Finding:
@@ -128,7 +127,7 @@ def _trouble(row: Mapping[str, str]) -> Iterator[Finding]:
         yield found("warning", f"compute mode {mode}", mend, why, name=name)
 
 
-def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+def _torch(look: Look) -> Iterator[Finding]:
     state, version = doubtful(look.gpus), installed("torch") or "none"
     if "+cpu" in version:
         what = f"torch {version} is built without CUDA"
@@ -141,12 +140,6 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
         yield found(state, what, _reinstall(), name="torch")
         return
     yield _usable(look, value)
-    for row, capability in zip(rows, value.get("capabilities", ()), strict=False):
-        arch = f"sm_{capability[0]}{capability[1]}"
-        if value["arches"] and not _runs(arch, value["arches"]):
-            built = ", ".join(value["arches"])
-            what = f"{row['name']} is {arch}, and this torch is built for {built}"
-            yield found(state, what, _reinstall(), name=f"GPU {row['index']}")
     yield from _kernels(look, value)
 
 
@@ -171,19 +164,6 @@ def _usable(look: Look, value: Mapping[str, Any]) -> Finding:
 
 def _reinstall(*more: str) -> str:
     return install("--force-reinstall", asked_for("torch"), *more)
-
-
-def _runs(arch: str, built: Sequence[str]) -> bool:
-    """True if code for ``built`` runs there: the same major version and no later minor one."""
-    number = arch.removeprefix("sm_")
-    for one in built:
-        kind, _, its = one.partition("_")
-        its = its.rstrip("af")
-        if its[:-1] == number[:-1] and its <= number:
-            return True
-        if kind == "compute" and int(its) <= int(number):
-            return True
-    return False
 
 
 def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:

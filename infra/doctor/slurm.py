@@ -6,12 +6,10 @@ here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is as
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
 from infra.doctor.check import (
     Answer,
@@ -34,18 +32,16 @@ from refiner_core.contract.errors import RefinerError
 #: How long a command of Slurm may take. `scontrol` itself tries for much longer.
 SLURM_S = 8.0
 _LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
-_AT = re.compile(r"Configuration data as of (\S+)")
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
 
 
 @dataclass(frozen=True)
 class SlurmSettings:
-    """Settings of the controller: ``values`` by name as `scontrol show config` prints them; ``at``
-    its clock, seconds since 1970; ``answer`` what it said where it gave none."""
+    """Settings of the controller: ``values`` by name as `scontrol show config` prints them;
+    ``answer`` what it said where it gave none."""
 
     values: Mapping[str, str]
-    at: float | None
     answer: Answer
 
     def get(self, name: str) -> str:
@@ -66,10 +62,7 @@ def slurm_settings(look: Look) -> SlurmSettings:
 def _ask_controller() -> SlurmSettings:
     answer = ask(["scontrol", "show", "config"], SLURM_S)
     lines = (_LINE.match(line) for line in answer.out.splitlines())
-    at, stamp = None, _AT.search(answer.out)
-    with contextlib.suppress(ValueError):  # another version's way of writing times
-        at = datetime.fromisoformat(stamp[1]).astimezone().timestamp() if stamp else None
-    return SlurmSettings({m["name"]: m["value"] for m in lines if m}, at, answer)
+    return SlurmSettings({m["name"]: m["value"] for m in lines if m}, answer)
 
 
 def _there() -> bool:
@@ -157,10 +150,6 @@ def _settings(look: Look) -> Iterator[Finding]:
             "a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
             name="memory of jobs",
         )
-    preempt = settings.get("PreemptMode") or "OFF"
-    again = "on" if settings.get("JobRequeue") == "1" else "off, and refiner asks for it job by job"
-    said = f"preemption {preempt}; starting jobs again is {again} by default"
-    yield fine(said, name="requeue")
     most = settings.get("MaxArraySize")
     if most.isdigit() and profile.array_size >= int(most):
         what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size "

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from flows.doctor import examine
-from infra.doctor.check import Check, Finding, Look
-from infra.doctor.runner import run_checks
+from infra.doctor.check import Check, Finding, Look, run_checks
 from infra.host.processes import ProcessId
 from infra.store.workspace import SHARED
 from refiner_core.contract.errors import ConfigurationError
