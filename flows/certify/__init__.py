@@ -5,9 +5,9 @@ In: a recipe (or none), and how much time there is. Out: a
 
 ::
 
-    node.certify ── a process per part, each with a deadline ──> part.main
+    node.certify_node ── a process per part, each with a deadline ──> node.main
                         numerics   kernels, bf16 against fp32, sampling     (one device)
-                        ranks      plain against ZeRO, collectives          (torchrun: rank.main)
+                        ranks      plain against ZeRO, all_reduce           (torchrun: rank)
                         speed      SFT, GRPO update, sampling, memory, save (one device)
                         servers    vLLM: every way of weight transfer
                         faults     a planted NaN and out-of-memory; kill -9 and resume

@@ -54,7 +54,7 @@ from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
-from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
+from refiner_core.contract.types import Endpoint
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
@@ -88,7 +88,10 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
             yield check(f"{world} ranks", False, f"{type(error).__name__}: {error}")
             continue
         yield from engine_checks(order, world, found, expected)
-        yield from _collective_checks(world, found.get("collectives", {}))
+        if rate := found.get("all_reduce"):
+            why = f"{rate['gb_per_s']:.3g} GB/s per rank; wrong on {rate['wrong_ranks']} ranks"
+            held, per_s = not rate["wrong_ranks"], rate["gb_per_s"]
+            yield check(f"all_reduce on {world} ranks", held, why, gb_per_s=per_s)
 
 
 def engine_checks(
@@ -109,18 +112,6 @@ def engine_checks(
             f"{len(one['loss'])} steps, relative to one process: {why} (at most {limit:g})",
             **{f"{what}_gap": gap for what, gap in off.items()},
         )
-
-
-def _collective_checks(world: int, found: Mapping[str, Any]) -> Iterator[CertifiedCheck]:
-    for what, one in found.items():
-        name = f"{what} on {world} ranks"
-        if "missing" in one:
-            yield absent(name, one["missing"])
-            continue
-        wrong = one["wrong_ranks"]
-        why = f"{one['gb_per_s']:.3g} GB/s per rank"
-        why += f"; wrong on {wrong} ranks" if wrong else ", every element right"
-        yield check(name, not wrong, why, gb_per_s=one["gb_per_s"])
 
 
 def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -188,7 +179,6 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
                 gap=gap,
             )
             yield _keyed(endpoint, way)
-            yield _sampling(rollouts.generator, way)
     except UnsupportedError as error:
         yield absent(f"vLLM, weights by {way}", error.what)
     except Exception as error:
@@ -224,19 +214,6 @@ def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
     except urllib.error.HTTPError as error:
         status = error.code
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
-
-
-def _sampling(generator: Any, way: str) -> CertifiedCheck:
-    requests = [GenerationRequest(tuple(range(20, 60 + i % 4)), i) for i in range(64)]
-    began = time.monotonic()
-    done = generator.generate(requests, SamplingParams(max_new_tokens=64))
-    tokens = sum(len(one.token_ids) for one in done)
-    per_s = tokens / (time.monotonic() - began)
-    return check(
-        *(f"sampling by vLLM ({way})", tokens > 0),
-        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
-        tokens_per_s=per_s,
-    )
 
 
 #: The tiny recipe, as little of it as hangs and dies.

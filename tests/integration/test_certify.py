@@ -47,8 +47,6 @@ def test_a_cpu_is_certified_by_every_part(certified: tuple[Finished, Path]) -> N
     assert {name: checks[name]["verdict"] for name in TRIED} == dict.fromkeys(TRIED, "pass")
     assert {c["verdict"] for n, c in checks.items() if n.startswith("vLLM")} == {"absent"}
     assert checks["SFT throughput"]["figures"]["tokens_per_s"] > 0
-    split = checks["GRPO update"]["figures"]["time_split"]
-    assert sum(split.values()) == pytest.approx(1, abs=0.01)
     assert "named hung" in checks["planted hang"]["why"]
 
 
