@@ -59,23 +59,16 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
 
 def _ask(question: Question, asked: Asked) -> str:
     """Ask until the answer fits; Ctrl-C and an end of input end it."""
-
-    def fitting(answer: str) -> str:
+    default, words = question.proposal(asked), question.words(asked)
+    say(f"\n{question.text}" + f" ({', '.join(words)})" * bool(words) + f"\n  {question.why}")
+    while True:
+        answer = click.prompt(
+            f"  {question.name}", default=default, show_default=bool(default), err=True
+        )
         try:
             return question.check(answer.strip(), asked)
         except RefinerError as error:
-            raise click.UsageError(str(error)) from error
-
-    default, words = question.proposal(asked), question.words(asked)
-    say(f"\n{question.text}" + f" ({', '.join(words)})" * bool(words) + f"\n  {question.why}")
-    answer: str = click.prompt(
-        f"  {question.name}",
-        default=default,
-        show_default=bool(default),
-        value_proc=fitting,
-        err=True,
-    )
-    return answer
+            say(f"  {error}")
 
 
 def _typed(path: Path) -> str:

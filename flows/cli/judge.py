@@ -75,12 +75,7 @@ def report_command(
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
-    run = at_most_one(
-        names,
-        "`refiner judge report` measures on one run, not on {count}.",
-        expected="the id of a run, or none for the set that comes with refiner",
-        fix="name one of " + ", ".join(names),
-    )
+    run = at_most_one(names, "run", " for the set that comes with refiner")
     folder = output_folder(out) if out else None
     made = measure_judge(
         run,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
+from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import table_lines
 
@@ -162,25 +163,33 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [w for w in words if "=" not in w], [w for w in words if "=" in w]
 
 
-def at_most_one(names: Sequence[str], what: str, *, expected: str, fix: str) -> str | None:
-    """The name that was given, if one was.
+def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | None:
+    """The run or other ``noun`` that a command was given, if it was.
 
     Raises
     ------
     ConfigurationError
-        There are several; ``what`` says so, with ``{count}`` and ``{names}`` filled in.
+        It was given several.
     """
     if len(names) > 1:
-        what = what.format(count=len(names), names=" ".join(names))
-        raise ConfigurationError(what, expected=expected, fix=fix)
+        command = click.get_current_context().command_path
+        raise ConfigurationError(
+            f"`{command}` was given {len(names)} {noun}s: {' '.join(names)}.",
+            expected=f"one {noun}, or none{default}",
+            fix="call it for one after another",
+        )
     return names[0] if names else None
 
 
-def word_of(command: str, names: Sequence[str], noun: str, *, default: str, fix: str) -> str | None:
-    """The run or other ``noun`` that a command was given, if it was; errors as of
-    :func:`at_most_one`."""
-    what = f"{command} was given {{count}} {noun}s: {{names}}."
-    return at_most_one(names, what, expected=f"one {noun}, or none{default}", fix=fix)
+def progress(what: str) -> Callable[[int, int], None]:
+    """A teller of how much of how much is done: on a terminal, in a line that goes in the end."""
+
+    def tell(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            text = f"{done} of {total} {what}" if done < total else ""
+            click.echo(f"\r\x1b[K{text}", file=raw(sys.stderr), nl=False)
+
+    return tell
 
 
 #: Wide enough to say what something is for, where the terminal does not say how wide it is.

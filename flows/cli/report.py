@@ -106,12 +106,7 @@ def _subject(workspace: Workspace, words: Sequence[str]) -> tuple[bool, str]:
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named
 
-    word = at_most_one(
-        words,
-        "`refiner report` takes one run or sweep, not {count}.",
-        expected="the id of a run or the name of a sweep, and perhaps workspace=DIR",
-        fix=f"leave out {words[-1] if words else ''}",
-    )
+    word = at_most_one(words, "run or sweep", " for the newest")
     if word is not None:
         sweep = sweep_named(workspace, word)
         return (True, sweep) if sweep is not None else (False, _run_named(workspace, word))

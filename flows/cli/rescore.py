@@ -11,12 +11,12 @@ import click
 from flows.cli.options import (
     json_option,
     output_folder,
+    progress,
     say,
     show,
     split_overrides,
     split_workspace,
 )
-from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 
@@ -89,8 +89,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
     _ask_leave(planned, yes=bool(options["yes"]))
     out = output_folder(options["out"]) if options["out"] else None
     try:
-        with _Bar() as bar:
-            document, folder = rescore(planned, out, bar)
+        document, folder = rescore(planned, out, _Bar())
     except KeyboardInterrupt:
         say("What was judged is kept: the same command goes on from there.")
         raise
@@ -163,47 +162,21 @@ def _ask_leave(planned: Planned, *, yes: bool) -> None:
 
 
 class _Bar:
-    """Progress of judging, on standard error: a bar on a terminal, else a line now and then."""
+    """Progress of judging, on standard error."""
 
     def __init__(self) -> None:
-        self._progress: Any = None
-        self._tasks: dict[str, Any] = {}
         self._waiting = False
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self.scored = progress("scorings")
 
     def paused(self, why: str) -> None:
         """All servers are gone, which the log says; or that is over, with an answer or without."""
         self._waiting = self._waiting or bool(why)
-
-    def scored(self, done: int, total: int) -> None:
-        """So many of the scorings are made."""
-        if sys.stderr.isatty():
-            self._move("scoring", done, total)
 
     def judged(self, judge: str, done: int, total: int) -> None:
         """So many judgements of a judge have come."""
         if self._waiting:
             say("A server answers again.")
             self._waiting = False
-        if not sys.stderr.isatty():
-            if done == total:
-                say(f"{judge}: {done} judgements")
-            return
-        self._move(judge, done, total)
-
-    def _move(self, name: str, done: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        if self._progress is None:
-            self._progress = Progress(console=Console(file=raw(sys.stderr)), transient=True)
-            self._progress.start()
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-        self._progress.update(self._tasks[name], completed=done)
+        progress(f"judgements of {judge}")(done, total)
+        if done == total:
+            say(f"{judge}: {done} judgements")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from flows.cli.options import (
+    at_most_one,
     command_line,
     json_option,
     print_json,
     say,
     show,
     split_workspace,
-    word_of,
 )
 from infra.host.terminal import printable, raw
 from refiner_core.report.printing import counted, table_lines
@@ -63,8 +63,7 @@ def status_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    fix = "name one of them, or `refiner status --all`"
-    word = word_of("status", rest, "run", default=" for the newest", fix=fix)
+    word = at_most_one(rest, "run", " for the newest; --all lists them")
     workspace = Workspace.read_only(folder or where)
     if every:
         _list_runs(workspace, as_json)
@@ -237,24 +236,19 @@ def _watched(look: Callable[[], Any], page: Callable[[Any], Page], what: str) ->
 
 
 def _redraw(look: Callable[[], Any], page: Callable[[Any], Page]) -> Any:
-    from rich.console import Console, Group
+    from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
     from rich.text import Text
 
     with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
         while True:
             status = look()
             shown = page(status)
-            table = Table(box=None, pad_edge=False)
-            for title in shown.header:
-                table.add_column(title, overflow="ellipsis", no_wrap=title != "last word")
-            for row in shown.rows[:_ROWS]:
-                table.add_row(*(Text(printable(cell)) for cell in row))
             more = len(shown.rows) - _ROWS
             cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
-            below = Text(printable("\n".join([*cut, *shown.below])))
-            live.update(Group(Text(printable(shown.title)), table, Text(), below), refresh=True)
+            table = table_lines(shown.rows[:_ROWS], shown.header)
+            lines = "\n".join([shown.title, *table, "", *cut, *shown.below])
+            live.update(Text(printable(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
             if not status.orchestrator.works:
                 return status
             time.sleep(_REFRESH_S)

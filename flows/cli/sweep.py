@@ -18,7 +18,6 @@ from flows.cli.options import (
     say,
     show,
     split_workspace,
-    word_of,
     working_options,
 )
 from flows.cli.run import finish, leave_to, say_left, stop_on_signals
@@ -87,12 +86,7 @@ def sweep_command(
         _refuse_without_one(rest, dry_run or yes or rescore is not None or detach is not None)
         _list(where, as_json)
         return 0
-    at_most_one(
-        names,
-        "sweep was given {count} sweeps: {names}.",
-        expected="one sweep, then key=value overrides",
-        fix="launch them one by one, each with --detach",
-    )
+    at_most_one(names, "sweep")
     plan = make_sweep_plan(names[0], overrides)
     if dry_run:
         share = rescore_share(plan, rescore) if rescore is not None else None
@@ -243,9 +237,7 @@ def resume_command(
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
-    default = " for the newest that is not finished"
-    fix = "resume them one by one, each with --detach"
-    word = word_of("resume", rest, "run", default=default, fix=fix)
+    word = at_most_one(rest, "run", " for the newest that is not finished")
     workspace = Workspace.read_only(where)
     sweep = _sweep_to_resume(workspace, word)
     if detach is None:
@@ -285,7 +277,7 @@ def _what_differs(run: RunRecord) -> list[str]:
     """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
     from flows.running.calls import in_folder_of
     from refiner_core.contract.errors import RefinerError
-    from refiner_core.contract.loading import load_recipe
+    from refiner_core.contract.loading import leaves, load_recipe
     from refiner_core.contract.records import to_json
 
     recipe = run.provenance.get("recipe")
@@ -297,22 +289,17 @@ def _what_differs(run: RunRecord) -> list[str]:
     except RefinerError as error:
         return [f"the recipe cannot be read any more ({error.what}); the record is used"]
     by_hand = _BY_HAND if run.provenance.get("publishes") else ()
-    fields = sorted(f for f in _differences("", run.config, now) if f not in by_hand)
+    new = dict(leaves("", now))
+    # A field that is newer than the run says nothing.
+    fields = sorted(
+        path
+        for path, value in leaves("", run.config)
+        if path != "workspace" and path not in by_hand and new.get(path) != value
+    )
     if not fields:
         return []
     shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
     return [f"the recipe {recipe} has changed since ({shown}); the run goes on as recorded"]
-
-
-def _differences(prefix: str, old: object, new: object) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            name
-            for key in {**old, **new}
-            if key != "workspace" and key in old  # a field that is newer than the run says nothing
-            for name in _differences(f"{prefix}.{key}".strip("."), old[key], new.get(key))
-        ]
-    return [] if old == new else [prefix]
 
 
 def _leave_the_node(_number: int, _frame: FrameType | None) -> None:

@@ -199,9 +199,6 @@ class Interrupter:
         self._kind = stage_id.partition("-")[0]
         self._paths = workspace.layout.stage(stage_id)
         self._left = threading.Event()
-        self._lasted: dict[str, float] = {}  # phase -> seconds, as last seen
-        self._seen: tuple[int, int, str] | None = None
-        self._since = 0.0
         self.made: list[Interruption] = []
 
     def leave(self) -> None:
@@ -229,9 +226,7 @@ class Interrupter:
                 and sight.attempt > after
                 and (sight.step > point.step or sight[1:3] == (point.step, point.phase))
             ):
-                # How long the phase may go on, by how long it took the last time.
-                rest = self._lasted.get(sight.phase, 0.0) - (time.monotonic() - self._since)
-                time.sleep(point.delay * max(0.0, rest))
+                time.sleep(point.delay_s)
                 if (found := self._strike(point, sight)) is not None:
                     return found
                 after = sight.attempt  # it was over just before
@@ -263,7 +258,6 @@ class Interrupter:
         found = self._told(numbers[-1], paths)
         if found is None:
             return None
-        self._note(numbers[-1], *found)
         return Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
 
     def _told(self, attempt: int, paths: AttemptPaths) -> tuple[int, str] | None:
@@ -282,13 +276,6 @@ class Interrupter:
             return None
         phase = str(progress["phase"])
         return int(progress["done"]) + 1, "between steps" if phase == "train" else phase
-
-    def _note(self, *seen: Any) -> None:
-        now = time.monotonic()
-        if seen != self._seen:
-            if self._seen is not None and self._seen[0] == seen[0]:
-                self._lasted[self._seen[2]] = now - self._since
-            self._seen, self._since = seen, now
 
 
 def as_they_were(
