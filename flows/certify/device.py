@@ -1,4 +1,4 @@
-"""Checks of one device: numerics, speed, memory, a save.
+"""Checks of one device: numerics, speed, memory.
 
 In: an order. Out: checks, each as soon as it is made.
 
@@ -9,7 +9,7 @@ what eager attention over such rows is off in bfloat16. The same holds for gradi
 backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
 trained on is likely under the policy.
 
-Speed: SFT, the GRPO update, sampling, a save, with tokens per second and MFU. The model has the
+Speed: SFT, the GRPO update, sampling, with tokens per second and MFU. The model has the
 order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from flows.certify.work import (
-    ON_CPU,
     SHAPES,
     STEPS,
     EnoughSteps,
@@ -63,7 +61,7 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import Loaded, load_for_training, model_tensors
+from refiner_core.training.model.loading import Loaded, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -251,9 +249,6 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     engine = open_engine(config, "grpo", str(model))
     yield _grpo(order, config, load, engine)
     yield _sampling(order, load, engine)
-    del engine
-    _free_memory(order)
-    yield _save(order, folder)
 
 
 # ---------------------------------------------------------------- floating-point operations
@@ -391,7 +386,7 @@ def _grpo(order: Order, config: RecipeConfig, load: Load, engine: Engine) -> Cer
     )
 
 
-# ---------------------------------------------------------------- sampling and saving
+# ---------------------------------------------------------------- sampling
 
 
 def _sampling(order: Order, load: Load, engine: Engine) -> CertifiedCheck:
@@ -421,43 +416,3 @@ def _free_memory(order: Order) -> None:
     gc.collect()
     if order.gpus:
         torch.cuda.empty_cache()
-
-
-def _save(order: Order, folder: Path) -> CertifiedCheck:
-    """A checkpoint by the engine, read back bitwise; how long training stands still for one. The
-    model is no larger than 0.6B, and tiny where that has no room on the disk."""
-    small = replace(order, model="tiny")
-    if order.model != "tiny":
-        larger = replace(order, model="0.6B")
-        if shutil.disk_usage(folder).free > 100 * shape_of(larger.model).parameters:
-            small = larger
-    load = ON_CPU
-    config = _grpo_recipe(small, load)
-    model = random_model(small, folder / f"model-{small.model}")
-    engine = open_engine(config, "grpo", str(model))
-    GrpoUpdate(engine, None, config.grpo, 0).run(_rollouts(load), step=1, factor=1.0)
-    place = folder / "saved"
-    place.mkdir()
-    engine.snapshot({})  # the first one also gets its memory
-    snapshots: list[Any] = []
-    stall = timed(order, lambda: snapshots.append(engine.snapshot({"step": 1})))
-    write = timed(order, lambda: snapshots[0].write(place))
-    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    before = {n: t.detach().clone() for n, t in model_tensors(engine.model).items()}
-    with torch.no_grad():
-        for tensor in model_tensors(engine.model).values():
-            tensor.zero_()
-    engine.restore(place)
-    same = all(
-        torch.equal(before[name], tensor) for name, tensor in model_tensors(engine.model).items()
-    )
-    shutil.rmtree(place)
-    return check(
-        *("save and restore", same),
-        f"{small.model}, {size / _GIB:.2f} GiB: training stands still for {stall:.2g} s, "
-        f"and {write:.2g} s are written beside it; read back "
-        + ("bitwise" if same else "DIFFERENT"),
-        bytes=size,
-        stall_s=stall,
-        write_s=write,
-    )

@@ -193,7 +193,6 @@ _TOKENIZERS = (
 #: Tokenizer classes that have no end-of-text token unless one is named.
 _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_LEAST_HEAD_ON_CPU = 32
 
 
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
@@ -274,26 +273,11 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
 
 def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
     """Conversations can be rendered."""
-    own = config.model.chat_template
-    if own is not None:
-        if not own.strip():
-            raise ConfigurationError(
-                "`model.chat_template` is empty.",
-                expected="the text of a Jinja template, or null for the tokenizer's own",
-                fix="set model.chat_template=null",
-            )
+    if config.model.chat_template is not None:
         return
     if not files.whole or not files.has("tokenizer_config.json", "tokenizer.json"):
         return
     found = files.json("tokenizer_config.json").get("chat_template")
-    names = [t.get("name") for t in found if isinstance(t, dict)] if isinstance(found, list) else []
-    if names and "default" not in names:
-        raise ConfigurationError(
-            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has {len(names)} chat "
-            f"templates ({', '.join(map(str, names))}), none of them called default.",
-            expected="one chat template, or one that is called default",
-            fix="set model.chat_template to the text of the one that is meant",
-        )
     if not found and not files.has("chat_template.jinja", "chat_template.json"):
         raise ConfigurationError(
             f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has no chat template: "
@@ -462,19 +446,3 @@ def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> No
                 expected=f"{section}.generation_backend=vllm, or lengths within that window",
                 fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
             )
-    elif sampler.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
-        raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has attention heads of {width} numbers "
-            "(head_dim), and vLLM serves "
-            f"{_LEAST_HEAD_ON_CPU} or more without a GPU.",
-            expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
-            fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
-        )
-
-
-def _head_dim(text: Mapping[str, Any]) -> int:
-    """Numbers of an attention head; 0 where the configuration does not say."""
-    try:
-        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return 0

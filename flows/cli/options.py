@@ -8,10 +8,10 @@ import functools
 import importlib
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -208,7 +208,8 @@ def show_listing(
     others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
-    cut = [(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows]
+    width = max(room, _LEAST)
+    cut = [(*row[:-1], textwrap.shorten(row[-1], width, placeholder=" …")) for row in rows]
     show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
 
 
@@ -226,25 +227,6 @@ def listing(make: Callable[[], Listing]) -> Callable[[bool], None]:
         show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
 
     return shown
-
-
-def in_a_line(text: str, width: int) -> str:
-    """The first sentence of a description in ``width`` characters: all of it, else its first
-    clauses, else what fits.
-
-    >>> in_a_line("Jobs inside an image. Copy it.", 60)
-    'Jobs inside an image'
-    >>> in_a_line("A cluster as Slurm comes: its default partition", 30)
-    'A cluster as Slurm comes'
-    >>> in_a_line("A cluster as Slurm comes", 14)
-    'A cluster as …'
-    """
-    sentence = re.split(r"(?<=\w\w)\.\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
-    if len(sentence) <= width:
-        return sentence
-    ends = [found.start() for found in re.finditer(r"[,;:] ", sentence)]
-    whole = max((end for end in ends if width // 2 < end <= width), default=0)
-    return sentence[:whole] if whole else sentence[: width - 1].rsplit(" ", 1)[0] + " …"
 
 
 #: Command -> (module below flows.cli, one line of help).

@@ -21,7 +21,7 @@ _SMI_S, _TORCH_S = 15.0, 100.0
 _CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
 _FIELDS = (
     *("index", "name", "driver_version", "memory.total", "memory.used", "compute_cap"),
-    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "compute_mode"),
+    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total"),
 )
 _TORCH = """
 import json, torch
@@ -120,11 +120,6 @@ def _trouble(row: Mapping[str, str]) -> Iterator[Finding]:
         what = "MIG is on: a process sees one slice of it, never two"
         why = "training on several GPUs, and NCCL between them, needs whole ones"
         yield found("warning", what, "nvidia-smi -L", why, name=name)
-    mode = row.get("compute_mode", "")
-    if mode in ("Exclusive_Process", "Prohibited"):
-        mend = f"sudo nvidia-smi --compute-mode=DEFAULT --id={index}"
-        why = "grpo.rollout_server.colocate lets two processes share a GPU"
-        yield found("warning", f"compute mode {mode}", mend, why, name=name)
 
 
 def _torch(look: Look) -> Iterator[Finding]:

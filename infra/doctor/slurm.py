@@ -138,18 +138,6 @@ def _settings(look: Look) -> Iterator[Finding]:
     if not _answering(look):
         return
     settings, profile = slurm_settings(look), look.profile
-    plugins, limited = settings.get("TaskPlugin"), settings.get("ConstrainRAMSpace")
-    if "cgroup" in plugins and limited.lower() in ("yes", ""):
-        yield fine(f"enforced by {plugins}", name="memory of jobs")
-    else:
-        yield found(
-            "missing",
-            f"not enforced (TaskPlugin={plugins or 'none'}): a job that takes too much takes it "
-            "from others on its node",
-            "TaskPlugin=task/cgroup,task/affinity",
-            "a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
-            name="memory of jobs",
-        )
     most = settings.get("MaxArraySize")
     if most.isdigit() and profile.array_size >= int(most):
         what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size "

@@ -22,9 +22,8 @@ from tests.support.command import Finished, command, environment, refiner, wait_
 TRIED = (
     *("kernel eager, float32", "kernel sdpa, float32", "bfloat16 against float32, padded rows"),
     *("sampling against one forward pass, float32", "plain torch on 2 ranks", "ZeRO-3 on 2 ranks"),
-    *("all_reduce on 2 ranks", "SFT throughput", "GRPO update", "save and restore"),
-    *("planted loss that is not finite", "planted out-of-memory", "kill -9 and resume"),
-    "planted hang",
+    *("all_reduce on 2 ranks", "SFT throughput", "GRPO update"),
+    *("kill -9 and resume", "planted hang"),
 )
 
 
