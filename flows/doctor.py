@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor import gpu, machine, services, serving, slurm, workspace
+from infra.doctor import gpu, machine, services, slurm, workspace
 from infra.doctor.check import (
     AREAS,
     Check,
@@ -97,7 +97,7 @@ def examine(
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
     look = Look(config, words if recipe else "", words, stages, offline)
-    areas = (machine, gpu, workspace, slurm, services, serving)
+    areas = (machine, gpu, workspace, slurm, services)
     checks = [check for area in areas for check in area.CHECKS]
     checks += _recipe_checks(plan, refusal, look)
     if job:

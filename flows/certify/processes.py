@@ -39,8 +39,7 @@ import torch
 from flows.certify.rank import train
 from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
 from flows.proving.planning import Asked, plan_proofs
-from flows.proving.runs import Room, run_recipe_in
-from flows.proving.work import prove_resume
+from flows.proving.runs import Room, prove_resume, run_recipe_in
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.protocol import ORDER
 from infra.rollouts import servers as opening

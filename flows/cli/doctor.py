@@ -236,7 +236,7 @@ def prove_resume_command(
         proof_lines,
         proofs_json,
     )
-    from flows.proving.work import prove_resume
+    from flows.proving.runs import prove_resume
 
     plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):
