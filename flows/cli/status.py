@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from flows.reporting.run.report import WrittenRun
     from flows.reporting.writing import Written
     from flows.running.status import RunStatus, StageStatus
@@ -214,15 +217,12 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 
 
 class Page(NamedTuple):
-    """View of a status while it is watched; ``changes`` are, where nothing can be redrawn,
-    each row's name, what of it is looked at, and the line that says so; ``heading`` and
-    ``following`` are for who looks once."""
+    """View of a status; ``heading`` and ``following`` are for who looks once."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     below: Sequence[str]
-    changes: Sequence[tuple[str, object, str]]
     heading: str
     following: Sequence[str] = ()
 
@@ -234,46 +234,32 @@ class Page(NamedTuple):
 
 
 def _watched(look: Callable[[], Any], page: Callable[[Any], Page], what: str) -> Any:
-    """Redraw until nobody works on it any more; the last status. Ctrl-C ends the watching, not the
-    work."""
+    """Redraw, on a terminal, until nobody works on it any more; the last status. Ctrl-C ends the
+    watching, not the work."""
+    from rich.console import Console
+    from rich.live import Live
+
+    drawn = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
     try:
-        return _redraw(look, page) if sys.stdout.isatty() else _repeat(look, page)
+        with drawn if sys.stdout.isatty() else contextlib.nullcontext() as live:
+            while (status := look()).orchestrator.works:
+                if live is not None:
+                    live.update(_drawn(page(status)), refresh=True)
+                time.sleep(_REFRESH_S)
+            return status
     except KeyboardInterrupt:
         say(f"Watching has ended; the {what} has not.")
         return None
 
 
-def _redraw(look: Callable[[], Any], page: Callable[[Any], Page]) -> Any:
-    from rich.console import Console
-    from rich.live import Live
+def _drawn(shown: Page) -> Text:
     from rich.text import Text
 
-    with Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True) as live:
-        while True:
-            status = look()
-            shown = page(status)
-            more = len(shown.rows) - _ROWS
-            cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
-            table = table_lines(shown.rows[:_ROWS], shown.header)
-            lines = "\n".join([shown.title, *table, "", *cut, *shown.below])
-            live.update(Text(printable(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
-            if not status.orchestrator.works:
-                return status
-            time.sleep(_REFRESH_S)
-
-
-def _repeat(look: Callable[[], Any], page: Callable[[Any], Page]) -> Any:
-    """Print a line for each change, where nothing can be redrawn."""
-    said: dict[str, object] = {}
-    while True:
-        status = look()
-        for name, now, line in page(status).changes:
-            if said.get(name, "waiting") != now:
-                said[name] = now
-                click.echo(line)
-        if not status.orchestrator.works:
-            return status
-        time.sleep(_REFRESH_S)
+    more = len(shown.rows) - _ROWS
+    cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
+    table = table_lines(shown.rows[:_ROWS], shown.header)
+    lines = "\n".join([shown.title, *table, "", *cut, *shown.below])
+    return Text(printable(lines), no_wrap=True, overflow="ellipsis")
 
 
 def _run_page(status: RunStatus, workspace: Workspace) -> Page:
@@ -285,15 +271,7 @@ def _run_page(status: RunStatus, workspace: Workspace) -> Page:
         following = [command_line("status", status.run, "--watch", where)]
     heading = f"{status.run}: {command_line(*status.command[1:])}"
     below = [*closing_lines(status, workspace)]
-    changes = [
-        (s.name, (s.state, s.attempt, s.reason), _said(s.name, s.state, s.reason))
-        for s in status.stages
-    ]
-    return Page(status.run, _HEADER, rows, below, changes, heading, following)
-
-
-def _said(*words: str) -> str:
-    return ": ".join(filter(None, words))
+    return Page(status.run, _HEADER, rows, below, heading, following)
 
 
 def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
@@ -302,9 +280,8 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
     (header, rows), record = table_of(status), status.record
     version = f", version {record.number}" if record.number > 1 else ""
     heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
-    changes = [(t.name, t.state, _said(t.name, t.state, t.reason)) for t in status.trials]
     below = [*status_lines(status, workspace)]
-    return Page(record.name, header, rows, below, changes, heading)
+    return Page(record.name, header, rows, below, heading)
 
 
 # ---------------------------------------------------------------- reports

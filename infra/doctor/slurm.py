@@ -23,7 +23,6 @@ from infra.doctor.check import (
     found,
     scratch_in,
 )
-from infra.host.processes import user_name
 from infra.jobs.protocol import JobRequest
 from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources
@@ -148,45 +147,16 @@ def _settings(look: Look) -> Iterator[Finding]:
 # ---------------------------------------------------------------- what the profile names
 
 
-def _profile(look: Look) -> list[Finding]:
+def _profile(look: Look) -> Finding | None:
     profile = look.profile  # refuses one that cannot be read
-    if not _answering(look) or not (look.on_slurm or look.config.dispatch.profile):
-        return []
+    if not (look.on_slurm or look.config.dispatch.profile):
+        return None
     nodes = "reach the internet" if profile.network else "do not reach the internet"
-    what = f"{profile.name}: what it names exists; compute nodes, it says, {nodes}"
-    return list(_unknown_names(look)) or [fine(what)]
-
-
-def _unknown_names(look: Look) -> Iterator[Finding]:
-    """Partitions, accounts and QOS of the profile that are not there."""
-    state, why, profile = doubtful(look.on_slurm), _line_of(look), look.profile
-    words = _words("sinfo", "--noheader", "--all", "--format=%P")
-    there = sorted({w.rstrip("*") for w in words or ()})
-    marked = [name.rstrip("*") for name in words or () if name.endswith("*")]
-    for place in (profile, profile.cpu):
-        for wanted in (place.partition or "").split(","):
-            if wanted and words is not None and wanted not in there:
-                what = f"profile {profile.name!r} names partition {wanted!r}; there are "
-                mend = f"partition: {[*marked, *there, 'NAME'][0]}"
-                yield found(state, what + ", ".join(there), mend, why)
-        if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
-            continue
-        asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations")
-        for field, value in (("account", place.account), ("qos", place.qos)):
-            texts = _words(*asked, f"user={user_name()}", f"format={field}") if value else None
-            mine = sorted({one for text in texts or () for one in text.split(",") if one})
-            if mine and value not in mine:
-                what = f"profile {profile.name!r} names {field} {value!r}; you have "
-                yield found(state, what + ", ".join(mine), f"{field}: {mine[0]}", why)
+    return fine(f"{profile.name} can be read; compute nodes, it says, {nodes}")
 
 
 def _line_of(look: Look) -> str:
     return f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
-
-
-def _words(*command: str) -> list[str] | None:
-    answer = ask(command, SLURM_S)
-    return answer.out.split() if answer.ok else None
 
 
 # ---------------------------------------------------------------- what sbatch would say
@@ -215,7 +185,8 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
             work = Submission("refiner-doctor", folder, (request,), (["true"],))
             said = Submitter(profile, "python3").test_only(work, SLURM_S)
     except RefinerError as error:
-        mend = error.fix if error.fix.startswith("scontrol") else _less(look, kind, resources)
+        nodes = 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
+        mend = error.fix if error.fix.startswith("scontrol") else nodes
         why = (
             f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
             f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
@@ -223,19 +194,6 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
         )
         return found("broken", error.what, mend, why, name=name)
     return fine(f"sbatch would take it: {said}", name=name)
-
-
-def _less(look: Look, kind: str, asked: Resources) -> str:
-    """The same question with what the largest node has, where more was asked for."""
-    section = {"evaluate": "evaluate", "export": "publish", "card": "publish"}.get(kind, kind)
-    words = _words("sinfo", "--noheader", "--exact", "--format=%c %m") or ()
-    numbers = [int(word.rstrip("+")) for word in words if word.rstrip("+").isdigit()]
-    cpus, memory_gb = max(numbers[::2], default=0), max(numbers[1::2], default=0) >> 10
-    less = {"cpus": cpus} if 0 < cpus < asked.cpus else {}
-    less |= {"memory_gb": memory_gb} if 0 < memory_gb < asked.memory_gb else {}
-    if not (less and look.recipe and hasattr(getattr(look.config, section, None), "resources")):
-        return 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
-    return " ".join([look.again(), *(f"{section}.resources.{n}={v}" for n, v in less.items())])
 
 
 def _profile_matters(look: Look) -> bool:

@@ -320,13 +320,13 @@ def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_pa
     profile.write_text("cpu_stages: slurm\npartition: gpu\narray_size: 5000\n")
     asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
     found = examine("tiny", asked, offline=True, only=["slurm"])
-    assert named(found, "slurm", "profile").mend == "partition: main"
     assert named(found, "slurm", "arrays").mend == "array_size: 1000"
+    assert any("partition" in f.what for f in found if f.state == "broken")
     profile.write_text("cpu_stages: slurm\n")
     large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])
     job = named(large, "slurm", "job of sft")
     assert job.state == "broken"
-    assert job.mend.endswith("sft.resources.cpus=8")
+    assert job.mend.startswith("sinfo ")
 
 
 @pytest.mark.slurm
