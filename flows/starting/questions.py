@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from infra.doctor.check import ask
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
@@ -90,13 +90,8 @@ def _minutes(limit: str) -> int | None:
 
 
 def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""  # what is not there, or does not answer, offers nothing
-    return done.stdout if done.returncode == 0 else ""
+    answer = ask(command, _TIMEOUT_S)
+    return answer.out if answer.ok else ""  # what is not there, or does not answer, offers nothing
 
 
 #: Rows that are read: a form that is wrong is wrong from the first row on.

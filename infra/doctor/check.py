@@ -99,8 +99,6 @@ class Look:
         This is a compute node, where a job of ours looks.
     asked_gpus
         GPUs that this job has asked for.
-    kept, one
-        What several checks share, asked by one of them at a time.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -110,8 +108,6 @@ class Look:
     offline: bool = False
     on_node: bool = False
     asked_gpus: int = 0
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    one: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def workspace(self) -> Path:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from infra.doctor.check import (
     Answer,
@@ -35,41 +34,16 @@ _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
 
 
-@dataclass(frozen=True)
-class SlurmSettings:
-    """Settings of the controller: ``values`` by name as `scontrol show config` prints them;
-    ``answer`` what it said where it gave none."""
-
-    values: Mapping[str, str]
-    answer: Answer
-
-    def get(self, name: str) -> str:
-        """A value; empty where it is not set."""
-        value = self.values.get(name, "")
-        return "" if value in ("(null)", "N/A") else value
-
-
-def slurm_settings(look: Look) -> SlurmSettings:
-    """The controller's settings, asked by whoever needs them first."""
-    with look.one:
-        if "slurm" not in look.kept:
-            look.kept["slurm"] = _ask_controller()
-        settings: SlurmSettings = look.kept["slurm"]
-        return settings
-
-
-def _ask_controller() -> SlurmSettings:
+def _asked() -> tuple[dict[str, str], Answer]:
+    """Settings of the controller by name, as far as they are set, and what it said."""
     answer = ask(["scontrol", "show", "config"], SLURM_S)
     lines = (_LINE.match(line) for line in answer.out.splitlines())
-    return SlurmSettings({m["name"]: m["value"] for m in lines if m}, answer)
+    found = {m["name"]: m["value"] for m in lines if m}
+    return {name: value for name, value in found.items() if value not in ("(null)", "N/A")}, answer
 
 
 def _there() -> bool:
     return all(shutil.which(c) for c in _COMMANDS)
-
-
-def _answering(look: Look) -> bool:
-    return _there() and bool(slurm_settings(look).values)
 
 
 def _commands(look: Look) -> Finding:
@@ -86,13 +60,13 @@ def _commands(look: Look) -> Finding:
 def _controller(look: Look) -> Iterator[Finding]:
     if not _there():
         return
-    settings = slurm_settings(look)
-    if settings.values:
+    settings, answer = _asked()
+    if settings:
         cluster, version = settings.get("ClusterName"), settings.get("SLURM_VERSION")
         yield fine(f"cluster {cluster} answers, Slurm {version}")
         yield _nodes(look)
         return
-    said = settings.answer.last_line
+    said = answer.last_line
     mend = "export SLURM_CONF=/PATH/TO/slurm.conf" if "configuration source" in said else _AGAIN
     why = "starting jobs; those that run go on meanwhile"
     yield found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
@@ -114,9 +88,8 @@ def _nodes(look: Look) -> Finding:
 
 
 def _accounting(look: Look) -> Finding | None:
-    if not _answering(look):
+    if not _there() or not (settings := _asked()[0]):
         return None
-    settings = slurm_settings(look)
     kind, age = settings.get("AccountingStorageType"), settings.get("MinJobAge")
     if not kind or kind.endswith("/none"):
         return found(
@@ -133,15 +106,14 @@ def _accounting(look: Look) -> Finding | None:
     return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
 
 
-def _settings(look: Look) -> Iterator[Finding]:
-    if not _answering(look):
-        return
-    settings, profile = slurm_settings(look), look.profile
-    most = settings.get("MaxArraySize")
-    if most.isdigit() and profile.array_size >= int(most):
-        what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size "
-        mend = f"array_size: {int(most) - 1}"
-        yield found("warning", f"{what}{profile.array_size}", mend, _line_of(look), name="arrays")
+def _settings(look: Look) -> Finding | None:
+    most = _asked()[0].get("MaxArraySize", "") if _there() else ""
+    profile = look.profile
+    if not most.isdigit() or profile.array_size < int(most):
+        return None
+    what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size {profile.array_size}"
+    why = f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
+    return found("warning", what, f"array_size: {int(most) - 1}", why, name="arrays")
 
 
 # ---------------------------------------------------------------- what the profile names
@@ -155,15 +127,11 @@ def _profile(look: Look) -> Finding | None:
     return fine(f"{profile.name} can be read; compute nodes, it says, {nodes}")
 
 
-def _line_of(look: Look) -> str:
-    return f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
-
-
 # ---------------------------------------------------------------- what sbatch would say
 
 
 def _test_only(look: Look) -> Iterator[Finding]:
-    if not _answering(look) or not look.on_slurm:
+    if not look.on_slurm or not _there() or not _asked()[0]:
         return
     shapes: dict[Resources, list[str]] = {}
     for stage in look.stages:
