@@ -96,7 +96,7 @@ if TYPE_CHECKING:
         plan_json,
     )
     from flows.proving.planning import plan_resume_proofs
-    from flows.proving.work import prove_resume
+    from flows.proving.runs import prove_resume
     from flows.publishing.by_hand import begin_publication, plan_publication, publish_checkpoints
     from flows.reporting.run.report import report_of_run, report_run
     from flows.reporting.writing import make_sweep_report, report_sweep

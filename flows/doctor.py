@@ -19,8 +19,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor.check import Check, Finding, Look, absent, doubtful, fine, found, gib
-from infra.doctor.runner import AREAS, all_checks, run_checks
+from infra.doctor import gpu, machine, services, slurm, workspace
+from infra.doctor.check import (
+    AREAS,
+    Check,
+    Finding,
+    Look,
+    absent,
+    doubtful,
+    fine,
+    found,
+    gib,
+    run_checks,
+)
 from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.store.provenance import read_certificate
 from infra.tracking import shown_address
@@ -60,7 +71,7 @@ def examine(
     offline
         Ask nobody outside this machine and its cluster.
     only
-        Areas to look at (default: all of :data:`~infra.doctor.runner.AREAS`).
+        Areas to look at (default: all of :data:`~infra.doctor.check.AREAS`).
     job
         Also submit a tiny job, and report from its node; waits for it at most ``wait_s`` seconds.
     limit_s
@@ -86,11 +97,12 @@ def examine(
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
     look = Look(config, words if recipe else "", words, stages, offline)
-    checks = [*all_checks(), *_recipe_checks(plan, refusal, look)]
+    areas = (machine, gpu, workspace, slurm, services)
+    checks = [check for area in areas for check in area.CHECKS]
+    checks += _recipe_checks(plan, refusal, look)
     if job:
         checks.append(_job_check(look, wait_s))
-    areas = {*only, *(("node",) if job else ())}
-    chosen = [c for c in checks if not only or c.area in areas]
+    chosen = [c for c in checks if not only or c.area in only or (job and c.area == "node")]
     found = run_checks(chosen, look, limit_s=limit_s, tell=tell)
     return [replace(f, what=masked(f.what), mend=masked(f.mend), why=masked(f.why)) for f in found]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +25,6 @@ from refiner_core.contract.placement import STAGES
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 _INDEX = "model.safetensors.index.json"
-#: Up to here a tokenizer is parsed; of a larger one the ids are looked for, ten times as fast.
-_PARSED_BYTES = 1 << 20
-_MODEL = re.compile(rb'"model"\s*:\s*\{')
-_VOCABULARY = re.compile(rb'"vocab"\s*:\s*\{')
-_MERGES = re.compile(rb'"merges"\s*:\s*\[')
-_ADDED_ID = re.compile(rb'"id"\s*:\s*(\d+)')
-_VALUE = re.compile(rb'":\s*(\d+)\s*[,}]')
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ class ModelFiles:
     def id_from(self, words: int) -> int | None:
         """The highest id that the tokenizer gives, if it is ``words`` or more."""
         path = self.folder / "tokenizer.json"
-        highest = _highest_id(path, _state_of(path), words)
+        highest = _highest_id(path, _state_of(path))
         return highest if highest is not None and highest >= words else None
 
     def knows_token(self, text: str) -> bool:
@@ -173,42 +165,15 @@ def _header(path: Path, state: tuple[int, int]) -> tuple[int, Mapping[str, Any]]
 
 
 @functools.lru_cache(maxsize=16)
-def _highest_id(path: Path, state: tuple[int, int], words: int) -> int | None:
+def _highest_id(path: Path, state: tuple[int, int]) -> int | None:
     try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    if len(data) > _PARSED_BYTES:
-        found = _highest_by_search(data)
-        if found is not None and found < words:
-            return found  # it may only take too much for an id, never too little
-    return _highest_by_parsing(data)
-
-
-def _highest_by_parsing(data: bytes) -> int | None:
-    try:
-        found = json.loads(data)
+        found = json.loads(path.read_bytes())
         vocabulary = found["model"]["vocab"]
         added = [int(token["id"]) for token in found.get("added_tokens") or ()]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
         return max([*added, *map(int, ids)], default=None)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _highest_by_search(data: bytes) -> int | None:
-    """As by parsing, of a vocabulary that is a mapping: every value in it, and every added id."""
-    model = _MODEL.search(data)
-    vocabulary = _VOCABULARY.search(data, model.end()) if model else None
-    if model is None or vocabulary is None:
-        return None
-    merges = _MERGES.search(data, vocabulary.end())
-    values = _VALUE.findall(data, vocabulary.end(), merges.start() if merges else len(data))
-    ids = _ADDED_ID.findall(data, 0, model.start()) + values
-    if not values:
-        return None
-    longest = max(map(len, ids))
-    return int(max(i for i in ids if len(i) == longest))
 
 
 #: Stages that tokenise or run the recipe's base model.
@@ -228,7 +193,6 @@ _TOKENIZERS = (
 #: Tokenizer classes that have no end-of-text token unless one is named.
 _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-_LEAST_HEAD_ON_CPU = 32
 
 
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
@@ -309,26 +273,11 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
 
 def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
     """Conversations can be rendered."""
-    own = config.model.chat_template
-    if own is not None:
-        if not own.strip():
-            raise ConfigurationError(
-                "`model.chat_template` is empty.",
-                expected="the text of a Jinja template, or null for the tokenizer's own",
-                fix="set model.chat_template=null",
-            )
+    if config.model.chat_template is not None:
         return
     if not files.whole or not files.has("tokenizer_config.json", "tokenizer.json"):
         return
     found = files.json("tokenizer_config.json").get("chat_template")
-    names = [t.get("name") for t in found if isinstance(t, dict)] if isinstance(found, list) else []
-    if names and "default" not in names:
-        raise ConfigurationError(
-            f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has {len(names)} chat "
-            f"templates ({', '.join(map(str, names))}), none of them called default.",
-            expected="one chat template, or one that is called default",
-            fix="set model.chat_template to the text of the one that is meant",
-        )
     if not found and not files.has("chat_template.jinja", "chat_template.json"):
         raise ConfigurationError(
             f"The tokenizer in {files.folder} ({_tokenizer_field(config)}) has no chat template: "
@@ -497,19 +446,3 @@ def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> No
                 expected=f"{section}.generation_backend=vllm, or lengths within that window",
                 fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
             )
-    elif sampler.resources.gpus == 0 and 0 < (width := _head_dim(text)) < _LEAST_HEAD_ON_CPU:
-        raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has attention heads of {width} numbers "
-            "(head_dim), and vLLM serves "
-            f"{_LEAST_HEAD_ON_CPU} or more without a GPU.",
-            expected=f"head_dim >= {_LEAST_HEAD_ON_CPU}",
-            fix=f"set {section}.generation_backend=transformers, or {section}.resources.gpus",
-        )
-
-
-def _head_dim(text: Mapping[str, Any]) -> int:
-    """Numbers of an attention head; 0 where the configuration does not say."""
-    try:
-        return int(text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +11,7 @@ import click
 from flows.cli.options import (
     command_line,
     json_option,
-    say,
+    progress,
     say_next,
     show,
     split_workspace,
@@ -25,7 +24,6 @@ from refiner_core.report.printing import table_lines
 if TYPE_CHECKING:
     from flows.disk import Reclaimed, Report
     from flows.tracking import Synced
-    from infra.disk.usage import Kind, Row, Size
 
 #: By whether the copy is elsewhere than the weights here; None: they are not here.
 _HERE = {True: "too", False: "too, on the same quota", None: ""}
@@ -141,11 +139,15 @@ def _lines(report: Report) -> Iterator[str]:
     if found["pins"]:
         yield f"  pinned: {', '.join(found['pins'][:_SHOWN])}"
     yield ""
+    runs = list(dict.fromkeys(r.run for r in report.rows if r.run))
     rows = [
         (row.run or "(no run)", row.kind, gib(row.size.bytes), f"{row.size.inodes:,}")
-        for row in _newest_runs(report.rows)
+        for row in report.rows
+        if row.run not in runs[_SHOWN:]
     ]
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
+    if len(runs) > _SHOWN:
+        yield f"({len(runs) - _SHOWN} older runs: --json)"
     yield from _judgements(found["judgements"])
     yield from _publications(found)
     may_go = found["reclaimable"]
@@ -202,21 +204,6 @@ def _publications(report: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _newest_runs(rows: Sequence[Row]) -> list[Row]:
-    """Rows of the newest runs one by one, those of older ones summed up by kind."""
-    from infra.disk.usage import Row, Size
-
-    runs = list(dict.fromkeys(r.run for r in rows if r.run))
-    if len(runs) <= _SHOWN:
-        return list(rows)
-    shown, older = {*runs[:_SHOWN], ""}, f"({len(runs) - _SHOWN} older runs)"
-    sums: dict[Kind, Size] = {}
-    for row in rows:
-        if row.run not in shown:
-            sums[row.kind] = row.size.plus(sums.get(row.kind, Size()))
-    return [r for r in rows if r.run in shown] + [Row(older, k, s) for k, s in sums.items()]
-
-
 @click.group("track")
 def track_command() -> None:
     """Send what W&B has logged offline, from a node with network."""
@@ -235,12 +222,8 @@ def sync_command(words: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     """
     from flows.tracking import sync_tracking
 
-    def tell(done: int, total: int) -> None:
-        if sys.stderr.isatty() or done == total:
-            say(f"{done} of {total} sent")
-
     where, names = split_workspace(words)
-    done = sync_tracking(names, where, dry_run=dry_run, tell=tell)
+    done = sync_tracking(names, where, dry_run=dry_run, tell=progress("sent"))
     show(as_json, lambda: _synced_json(done), lambda: _synced(done))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,12 @@ from flows.cli.options import (
     json_option,
     overrides_argument,
     print_json,
+    progress,
     recipe_argument,
     say,
     show,
     split_overrides,
 )
-from infra.host.terminal import raw
 
 if TYPE_CHECKING:
     from infra.doctor.check import Finding
@@ -53,26 +52,15 @@ def doctor_command(
     from flows.doctor import examine, findings_json
 
     names, overrides = split_overrides(words)
-    recipe = at_most_one(
-        names,
-        "`refiner doctor` looks with one recipe in mind, not with {count}.",
-        expected="a recipe's name or file, or none",
-        fix=f"refiner doctor {names[0] if names else ''}",
-    )
+    recipe = at_most_one(names, "recipe")
     areas = [area for text in only for area in text.split(",")]
-    findings = examine(recipe, overrides, only=areas, tell=_tell, **options)
+    findings = examine(recipe, overrides, only=areas, tell=progress("checks"), **options)
     show(
         as_json,
         lambda: findings_json(findings),
         lambda: [*_finding_lines(findings), *_what_next(recipe, words, findings)],
     )
     return _BROKEN if any(f.state == "broken" for f in findings) else 0
-
-
-def _tell(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        text = f"\r{done} of {total} checks" if done < total else "\r" + " " * 30 + "\r"
-        click.echo(text, file=raw(sys.stderr), nl=False)
 
 
 def _finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
@@ -248,7 +236,7 @@ def prove_resume_command(
         proof_lines,
         proofs_json,
     )
-    from flows.proving.work import prove_resume
+    from flows.proving.runs import prove_resume
 
     plans = plan_resume_proofs(recipe, overrides, **options)
     for line in plan_lines(plans):

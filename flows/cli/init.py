@@ -11,13 +11,14 @@ import click
 
 from flows.cli.options import json_option, print_json, say, say_next
 from flows.starting.questions import QUESTIONS, Asked, Question
+from refiner_core.contract.errors import RefinerError
 
 
 def _flags(command: Any) -> Any:
     """A flag for every question."""
     for question in reversed(QUESTIONS):
         words = f"{question.text} {question.why}"
-        command = click.option(question.flag, metavar="ANSWER", help=words)(command)
+        command = click.option(f"--{question.name}", metavar="ANSWER", help=words)(command)
     return command
 
 
@@ -34,8 +35,7 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
     go to Slurm. Nothing is overwritten, and nothing is made unless the recipe can be planned.
     """
     from flows.cli.plan import show_made_plan
-    from flows.starting.drafting import RECIPE, SWEEP
-    from flows.starting.folder import init_folder
+    from flows.starting.folder import RECIPE, SWEEP, init_folder
 
     given = {name.replace("_", "-"): value for name, value in flags.items() if value is not None}
     on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
@@ -59,25 +59,16 @@ def init_command(folder: str, yes: bool, as_json: bool, **flags: str | None) -> 
 
 def _ask(question: Question, asked: Asked) -> str:
     """Ask until the answer fits; Ctrl-C and an end of input end it."""
-    from refiner_core.contract.errors import RefinerError
-
-    default = question.default(asked)
-    offered = question.choices(asked)
-    say(f"\n{question.text}" + f" ({', '.join(offered)})" * bool(offered))
-    say(f"  {question.why}")
+    default, words = question.proposal(asked), question.words(asked)
+    say(f"\n{question.text}" + f" ({', '.join(words)})" * bool(words) + f"\n  {question.why}")
     while True:
         answer = click.prompt(
             f"  {question.name}", default=default, show_default=bool(default), err=True
-        ).strip()
+        )
         try:
-            kept = question.check(answer, asked)
-            said = question.said(kept, asked)
+            return question.check(answer.strip(), asked)
         except RefinerError as error:
             say(f"  {error}")
-            continue
-        if said:
-            say(f"  {said}")
-        return kept
 
 
 def _typed(path: Path) -> str:

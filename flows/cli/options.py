@@ -8,10 +8,10 @@ import functools
 import importlib
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
+from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import table_lines
 
@@ -162,25 +163,33 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [w for w in words if "=" not in w], [w for w in words if "=" in w]
 
 
-def at_most_one(names: Sequence[str], what: str, *, expected: str, fix: str) -> str | None:
-    """The name that was given, if one was.
+def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | None:
+    """The run or other ``noun`` that a command was given, if it was.
 
     Raises
     ------
     ConfigurationError
-        There are several; ``what`` says so, with ``{count}`` and ``{names}`` filled in.
+        It was given several.
     """
     if len(names) > 1:
-        what = what.format(count=len(names), names=" ".join(names))
-        raise ConfigurationError(what, expected=expected, fix=fix)
+        command = click.get_current_context().command_path
+        raise ConfigurationError(
+            f"`{command}` was given {len(names)} {noun}s: {' '.join(names)}.",
+            expected=f"one {noun}, or none{default}",
+            fix="call it for one after another",
+        )
     return names[0] if names else None
 
 
-def word_of(command: str, names: Sequence[str], noun: str, *, default: str, fix: str) -> str | None:
-    """The run or other ``noun`` that a command was given, if it was; errors as of
-    :func:`at_most_one`."""
-    what = f"{command} was given {{count}} {noun}s: {{names}}."
-    return at_most_one(names, what, expected=f"one {noun}, or none{default}", fix=fix)
+def progress(what: str) -> Callable[[int, int], None]:
+    """A teller of how much of how much is done: on a terminal, in a line that goes in the end."""
+
+    def tell(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            text = f"{done} of {total} {what}" if done < total else ""
+            click.echo(f"\r\x1b[K{text}", file=raw(sys.stderr), nl=False)
+
+    return tell
 
 
 #: Wide enough to say what something is for, where the terminal does not say how wide it is.
@@ -199,7 +208,8 @@ def show_listing(
     others = zip(*(row[:-1] for row in [header, *rows]), strict=True)
     room = shutil.get_terminal_size((_WIDTH, 24)).columns
     room -= sum(max(map(len, column)) + 2 for column in others)
-    cut = [(*row[:-1], in_a_line(row[-1], max(room, _LEAST))) for row in rows]
+    width = max(room, _LEAST)
+    cut = [(*row[:-1], textwrap.shorten(row[-1], width, placeholder=" …")) for row in rows]
     show(as_json, value, lambda: table_lines(cut, header), following, gap=True)
 
 
@@ -217,25 +227,6 @@ def listing(make: Callable[[], Listing]) -> Callable[[bool], None]:
         show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
 
     return shown
-
-
-def in_a_line(text: str, width: int) -> str:
-    """The first sentence of a description in ``width`` characters: all of it, else its first
-    clauses, else what fits.
-
-    >>> in_a_line("Jobs inside an image. Copy it.", 60)
-    'Jobs inside an image'
-    >>> in_a_line("A cluster as Slurm comes: its default partition", 30)
-    'A cluster as Slurm comes'
-    >>> in_a_line("A cluster as Slurm comes", 14)
-    'A cluster as …'
-    """
-    sentence = re.split(r"(?<=\w\w)\.\s", " ".join(text.split()), maxsplit=1)[0].rstrip(".")
-    if len(sentence) <= width:
-        return sentence
-    ends = [found.start() for found in re.finditer(r"[,;:] ", sentence)]
-    whole = max((end for end in ends if width // 2 < end <= width), default=0)
-    return sentence[:whole] if whole else sentence[: width - 1].rsplit(" ", 1)[0] + " …"
 
 
 #: Command -> (module below flows.cli, one line of help).

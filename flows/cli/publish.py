@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    at_most_one,
     command_line,
     json_option,
     overrides_argument,
@@ -19,7 +20,6 @@ from flows.cli.options import (
     split_overrides,
     split_workspace,
     until_nobody_reads,
-    word_of,
     working_options,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
@@ -62,8 +62,7 @@ def publish_command(
 
     where, rest = split_workspace(words)
     runs, overrides = split_overrides(rest)
-    default, fix = " for the newest that trains", "publish them one by one"
-    run = word_of("publish", runs, "run", default=default, fix=fix)
+    run = at_most_one(runs, "run", " for the newest that trains")
     asked: dict[str, Any] = {"steps": steps, "overrides": overrides, "evaluate": not no_evaluate}
     if dry_run:
         show_made_plan(plan_publication(run, where, **asked), as_json)

@@ -1,15 +1,22 @@
-"""`refiner run`, `cancel` and `logs`: carry out a recipe, end it, read what its stages print."""
+"""`refiner run`, `sweep`, `resume`, `cancel`, `logs`: carry out a recipe or an ablation, go on with
+a record, end it, read what its stages print.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import signal
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
+    at_most_one,
     json_option,
     overrides_argument,
     print_json,
@@ -21,15 +28,20 @@ from flows.cli.options import (
     until_nobody_reads,
     working_options,
 )
+from infra.store.sweep_records import sweep_versions
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import measured, table_lines
 
 if TYPE_CHECKING:
     from flows.running.background import Detached
     from flows.running.calls import RunOutcome
     from flows.running.showing import Launch
+    from flows.sweeping.launching import SweepOutcome
+    from flows.sweeping.planning import SweepLook
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
+    from sweeps.values import SweepPlan
 
 
 @click.command("run")
@@ -75,7 +87,6 @@ def stop_on_signals() -> None:
 
 def finish(outcome: RunOutcome, as_json: bool) -> int:
     """Print how a call ended, and what to type now; its exit code."""
-    from flows.cli.summary import summary_lines
     from flows.running.calls import run_json
 
     show(as_json, lambda: run_json(outcome), lambda: summary_lines(outcome))
@@ -195,3 +206,376 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
         for text in lines:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+
+# ---------------------------------------------------------------- summary of a run
+
+
+def summary_lines(outcome: RunOutcome) -> Iterator[str]:
+    """Rows kept, numbers by model and decoding with 95 % intervals, what is published where."""
+    from flows.evaluations import evaluations_of
+    from infra.store.workspace import Workspace
+
+    workspace = Workspace.read_only(outcome.plan.config.workspace)
+    yield from _rows_kept(outcome)
+    yield from _attempts_kept(outcome)
+    numbers = evaluations_of(outcome.plan, workspace)
+    for under, decoding in dict.fromkeys((n["under"], n["decoding"]) for n in numbers):
+        here = [n for n in numbers if (n["under"], n["decoding"]) == (under, decoding)]
+        agent = bool(outcome.plan.config.environment.name)
+        measured = f"protocol {under}" if under else f"held-out {'tasks' if agent else 'prompts'}"
+        yield ""
+        yield f"{decoding} decoding, {measured} (95 % interval)"
+        yield from _table(here)
+    yield from _damages(outcome, workspace)
+    yield from _publications(outcome, workspace)
+
+
+def _damages(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """Finished stages whose output is not what it was, and how to make it again."""
+    for view in outcome.views.values():
+        stage_id = outcome.plan.by_name[view.name].id
+        if damage := workspace.output_damage(stage_id):
+            folder = workspace.layout.stage(stage_id).control
+            yield ""
+            yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
+
+
+def _publications(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """One line for each publication that is there, by step; what the repository ends at is last."""
+    made = []
+    for view in outcome.views.values():
+        stage_id = outcome.plan.by_name[view.name].id
+        there = view.kind == "publish" and "target" in view.report
+        if there and workspace.output_damage(stage_id) is None:
+            made.append(view.report)
+    if made:
+        yield ""
+    for report in sorted(made, key=lambda r: (bool(r.get("final")), int(r.get("step") or 0))):
+        yield f"published: {report['target']} ({_which(report)})"
+
+
+def _which(report: Mapping[str, Any]) -> str:
+    said = [f"step {report['step']}"] if "step" in report else []
+    if report.get("revision", "main") != "main":
+        said.append(f"revision {report['revision']}")
+    if report.get("best"):
+        said.append(
+            f"the best of {len(report['best']['candidates'])} by {report['best']['metric']}"
+        )
+    return ", ".join(said) or "the last step"
+
+
+def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
+    """Rows that the data stage kept and dropped, and why."""
+    data = outcome.views.get("data")
+    report = data.report if data is not None else {}  # another trainer brings its own data
+    for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
+        counts = report.get(which) or {}
+        if not counts.get("read"):
+            continue
+        dropped = [f"{n} {reason}" for reason, n in sorted((counts.get("dropped") or {}).items())]
+        why = f" (dropped: {', '.join(dropped)})" if dropped else ""
+        yield f"{counts['kept']} of {counts['read']} {label} kept{why}"
+
+
+def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
+    """Attempts that the sample stage kept."""
+    sampled = outcome.views.get("sample")
+    report = sampled.report if sampled is not None else {}
+    if not report.get("kept"):
+        return
+    kept, attempts, prompts = report["kept"], report["attempts"], report["prompts"]
+    yield (
+        f"{kept['demonstrations']} of {attempts['total']} attempts kept "
+        f"({kept['full_success']} full successes, {kept['best_partial']} best partial ones) at "
+        f"{prompts['total']} prompts, {prompts['full']} of them solved"
+    )
+
+
+def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    from refiner_core.evaluation.metrics import main_metrics
+
+    models = list(dict.fromkeys(n["stage"] for n in numbers))
+    shown = main_metrics(str(n["metric"]) for n in numbers)
+    values = {(n["stage"], n["metric"]): measured(n) for n in numbers}
+    rows = [[model, *(values.get((model, m), "") for m in shown)] for model in models]
+    return table_lines(rows, ["", *shown])
+
+
+# ---------------------------------------------------------------- sweeps, and what goes on
+
+
+@click.command("sweep")
+@click.argument("words", nargs=-1, metavar="[SWEEP] [KEY=VALUE]...")
+@click.option("--dry-run", is_flag=True, help="show arms, forecast and warnings; change nothing")
+@click.option("--yes", "-y", is_flag=True, help="launch without asking")
+@click.option(
+    "--rescore",
+    metavar="RUN",
+    help="also say, by the stored rollouts of RUN, which share of groups the arms' rewards and "
+    "judges would change; asks no judge",
+)
+@click.option(
+    "--past-canary", is_flag=True, help="go on whatever the first trial's first steps have shown"
+)
+@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@working_options
+def sweep_command(
+    words: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    rescore: str | None,
+    detach: str | None,
+    as_json: bool,
+    launch: Launch,
+) -> int:
+    """Carry out SWEEP: a shipped name or a YAML file; without one, list sweeps.
+
+    It is planned, forecast and shown; then it asks, or takes --yes. One trial goes ahead alone
+    until it has trained two steps and saved once; the forecast is corrected by what these took, and
+    the others follow. A failed trial stops no other. What is done is skipped: the same command goes
+    on after any interruption, and when an arm, a seed or a limit in the file has changed, only what
+    is new runs.
+
+    Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
+    held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
+    """
+    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.launching import (
+        begin_sweep,
+        is_finished,
+        work_on_sweep,
+        workspace_of,
+    )
+    from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
+
+    names = [word for word in words if not _is_override(word)]
+    overrides = [word for word in words if _is_override(word)]
+    if not names:
+        where, rest = split_workspace(overrides)
+        _refuse_without_one(rest, dry_run or yes or rescore is not None or detach is not None)
+        _list(where, as_json)
+        return 0
+    at_most_one(names, "sweep")
+    plan = make_sweep_plan(names[0], overrides)
+    if dry_run:
+        share = rescore_share(plan, rescore) if rescore is not None else None
+        show(
+            as_json,
+            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share.json()}),
+            lambda: [*show_sweep_plan(plan), *(() if share is None else share.lines())],
+        )
+        return 0
+    finished = is_finished(plan, workspace_of(plan))
+    look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
+    if not finished and not yes:
+        again = [
+            "refiner",
+            "sweep",
+            names[0],
+            *overrides,
+            *["--no-server"] * (not launch.use_server),
+        ]
+        _ask([*again, *([f"--detach={detach}"] if detach else []), "--yes"])
+    record = begin_sweep(plan, overrides, look=look, take_over=launch.take_over)
+    workspace = workspace_of(plan, to_write=True)
+    if detach is not None and not finished:
+        return _leave_sweep_to(detach, workspace, record.name, launch, as_json)
+    stop_on_signals()
+    return _finish_sweep(work_on_sweep(plan, workspace, record, launch), as_json)
+
+
+def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
+    """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
+    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.launching import check_launch
+    from flows.sweeping.planning import forecast_sweep, show_sweep_plan
+    from sweeps.forecast import refuse_what_cannot_fit
+
+    check_launch(plan)
+    look = forecast_sweep(plan)
+    if shown:
+        share = rescore_share(plan, rescore) if rescore is not None else None
+        for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
+            say(line)  # stdout is for the result
+    refuse_what_cannot_fit(look.passed)
+    return look
+
+
+def _ask(again: list[str]) -> None:
+    """Go on only if somebody says so; ``again`` is the command that asks nobody."""
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        if click.confirm("Launch it?", default=False, err=True):
+            return
+        raise click.Abort
+    raise ConfigurationError(
+        "Nothing was launched: this is no terminal, so nobody can be asked.",
+        expected="--yes, or a terminal",
+        fix=f"look at it with --dry-run, then: {shlex.join(again)}",
+    )
+
+
+def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:
+    """Print how a call on a sweep ended; its exit code."""
+    from flows.sweeping.status import SweepWatcher, status_json, status_lines, table_of
+
+    status = SweepWatcher(outcome.workspace, outcome.record.name).look()
+
+    def lines() -> Iterator[str]:
+        header, rows = table_of(status)
+        yield from table_lines(rows, header)
+        yield from status_lines(status, outcome.workspace)
+
+    ended = {"exit_code": outcome.exit_code, "held": outcome.held}
+    show(as_json, lambda: {**status_json(status), **ended}, lines)
+    return outcome.exit_code
+
+
+def _leave_sweep_to(
+    where: Any, workspace: Workspace, name: str, launch: Launch, as_json: bool
+) -> int:
+    """Leave a recorded sweep to the background, and say how to look at it and end it."""
+    from flows.sweeping.launching import detach_sweep
+
+    left = detach_sweep(name, workspace.root, where=where, launch=launch)
+    return say_left(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
+
+
+def _is_override(word: str) -> bool:
+    """True if it is ``key=value``, not the path of a file with such a sign in it."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "/" not in key and not Path(word).is_file()
+
+
+def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
+    """A list of sweeps is no answer to somebody who wants one to be carried out."""
+    if overrides or to_do:
+        given = f": {' '.join(overrides)} changes one" if overrides else ""
+        raise ConfigurationError(
+            f"No sweep is named{given}.",
+            expected="a shipped sweep's name or the path of a YAML file",
+            fix="name it: refiner sweep SWEEP (`refiner sweep` alone lists them)",
+        )
+
+
+def _list(where: str, as_json: bool) -> None:
+    """Shipped sweeps, and those of a workspace."""
+    from flows.sweeping.planning import list_sweeps
+
+    known = list_sweeps(where)
+    shipped, found = known.shipped, known.recorded
+
+    def lines() -> Iterator[str]:
+        yield from table_lines(shipped, ("shipped sweep", "recipe", "question"))
+        yield ""
+        if not found:
+            yield f"No sweep is recorded in {where}."
+            return
+        rows = [
+            (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
+            for name, s in found.items()
+        ]
+        yield from table_lines(rows, (f"sweeps of {where}", "version", "trials"))
+
+    recorded = [
+        {"sweep": name, "counts": s.counts, "finished": s.finished, "number": s.record.number}
+        for name, s in found.items()
+    ]
+    names = [one.name for one in shipped]
+    value = {"version": 1, "shipped": names, "recorded": recorded}
+    show(as_json, lambda: value, lines, ["refiner sweep SWEEP --dry-run"])
+
+
+@click.command("resume")
+@click.argument("words", nargs=-1, metavar="[RUN|SWEEP] [workspace=DIR]")
+@click.option("--take-over", is_flag=True, help="though another host says that it works on it")
+@click.option("--past-canary", is_flag=True, help="of a sweep: whatever its first trial has shown")
+@click.option("--as-job", is_flag=True, hidden=True, help="this is a job that may come back")
+@working_options
+def resume_command(
+    words: tuple[str, ...], detach: str | None, as_job: bool, as_json: bool, launch: Launch
+) -> int:
+    """Go on with RUN or SWEEP (default: the newest run that is not finished, or its sweep), exactly
+    as it was begun.
+
+    It keeps its id, its configuration and its code, whatever has become of the recipe's file and
+    the checkout since. What was cancelled goes on, too.
+    """
+    from flows.running.calls import resume_run, run_to_resume
+    from flows.sweeping.launching import resume_sweep
+    from infra.store.workspace import Workspace
+
+    where, rest = split_workspace(words)
+    word = at_most_one(rest, "run", " for the newest that is not finished")
+    workspace = Workspace.read_only(where)
+    sweep = _sweep_to_resume(workspace, word)
+    if detach is None:
+        stop_on_signals()
+        if as_job:
+            signal.signal(signal.SIGTERM, _leave_the_node)
+    if sweep is not None:
+        if detach is None:
+            return _finish_sweep(resume_sweep(sweep, where, launch=launch), as_json)
+        return _leave_sweep_to(detach, workspace, sweep, launch, as_json)
+    run = run_to_resume(workspace, word)
+    for line in _what_differs(run):
+        say(f"note: {line}")
+    if detach is not None:
+        return leave_to(detach, workspace, run, as_json, launch)
+    how = picked(launch, "use_server", "take_over", "quiet")
+    return finish(resume_run(run.run, where, **how), as_json)
+
+
+def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
+    """The sweep that is meant; None for a run."""
+    from flows.running.calls import run_to_resume
+    from flows.sweeping.status import sweep_named
+    from refiner_core.contract.records import trial_of
+
+    if word is not None:
+        return sweep_named(workspace, word)
+    trial = trial_of(run_to_resume(workspace).provenance)
+    return trial[0] if trial is not None and sweep_versions(workspace, trial[0]) else None
+
+
+#: What `refiner publish` sets itself, whatever the recipe says.
+_BY_HAND = ("only", "publish.evaluate", "stages")
+
+
+def _what_differs(run: RunRecord) -> list[str]:
+    """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
+    from flows.running.calls import in_folder_of
+    from refiner_core.contract.errors import RefinerError
+    from refiner_core.contract.loading import leaves, load_recipe
+    from refiner_core.contract.records import to_json
+
+    recipe = run.provenance.get("recipe")
+    if not recipe:
+        return []
+    try:
+        with in_folder_of(run):
+            now = to_json(load_recipe(str(recipe), run.overrides))
+    except RefinerError as error:
+        return [f"the recipe cannot be read any more ({error.what}); the record is used"]
+    by_hand = _BY_HAND if run.provenance.get("publishes") else ()
+    new = dict(leaves("", now))
+    # A field that is newer than the run says nothing.
+    fields = sorted(
+        path
+        for path, value in leaves("", run.config)
+        if path != "workspace" and path not in by_hand and new.get(path) != value
+    )
+    if not fields:
+        return []
+    shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
+    return [f"the recipe {recipe} has changed since ({shown}); the run goes on as recorded"]
+
+
+def _leave_the_node(_number: int, _frame: FrameType | None) -> None:
+    """This job's time is nearly up, or somebody else gets the node: the stages' jobs go on, and
+    this one comes back, if it may."""
+    from infra.slurm.submission import requeue_own_job
+
+    requeue_own_job()
+    os._exit(0)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from flows.cli.options import (
+    at_most_one,
     command_line,
     json_option,
     overrides_argument,
@@ -20,7 +21,6 @@ from flows.cli.options import (
     say_next,
     show,
     split_overrides,
-    word_of,
 )
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
@@ -278,8 +278,7 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     from flows.notifying.sender import notify_settings, try_channels
 
     names, overrides = split_overrides(words)
-    fix = "try them one by one"
-    recipe = word_of("notify test", names, "recipe", default="", fix=fix) or "tiny"
+    recipe = at_most_one(names, "recipe", " for tiny") or "tiny"
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
     worked = not any(t.why for t in tried)

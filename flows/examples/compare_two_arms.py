@@ -106,22 +106,4 @@ print(f"{found.n} prompts, {found.seeds} seeds; {found.interval}")
 # %%
 said = report[report["primary"] & (report["arm"] == arm)].iloc[0]
 print(f"report: {said['difference']:+.4f}, {said['verdict']} (adjusted p {said['p_adjusted']:.3g})")
-
-# %%
-figure, axes = plt.subplots(layout="constrained")
-rows = range(len(change))
-shapes = axes.violinplot(
-    [of_seed.dropna() for _, of_seed in change.iterrows()], rows,
-    orientation="horizontal", showextrema=False, widths=0.8,
-)  # fmt: skip
-for shape in shapes["bodies"]:
-    shape.set(facecolor=colors[arm], alpha=0.25)
-axes.plot(change.mean(axis=1), rows, "o", color=colors[arm], label="mean of a seed")
-axes.plot([found.low, found.high], [len(rows)] * 2, "k|-", ms=10, label="95 % interval")
-axes.plot(found.value, len(rows), "kD", label="mean over seeds and prompts")
-axes.axvline(0, color="black", lw=0.8)
-axes.set_yticks([*rows, len(rows)], [*(f"seed {seed}" for seed in change.index), "all seeds"])
-axes.set(xlabel=f"{metric}, {arm} minus {baseline}, per prompt", title=f"{sweep}: is {arm} better?")
-axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3)
-figure.savefig(Path(out, "difference.png"))
-print(f"\nPictures: {out}/curves.png, {out}/difference.png")
+print(f"\nPicture: {out}/curves.png")

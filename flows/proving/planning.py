@@ -33,6 +33,8 @@ PHASES: dict[Trained, tuple[str, ...]] = {
 }
 #: What the trainer calls a phase where it trains an agent.
 _OF_AGENTS = {"judge": "score"}
+#: A hit comes up to so long after its phase has begun.
+_DELAY_S = 0.1
 _STEPS_FIELD: dict[Trained, str] = {
     "sft": "sft.max_train_steps",
     "grpo": "grpo.num_training_steps",
@@ -61,12 +63,12 @@ class Asked:
 @dataclass(frozen=True)
 class Point:
     """Point at which a worker is to be hit: in this step (counted from 1) and phase, or as soon
-    after it as can be. ``delay`` is a share of what the phase lasts."""
+    after it as can be, and so much later."""
 
     step: int
     phase: str
     how: How
-    delay: float
+    delay_s: float
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,9 @@ def draw_points(
         if phase == "save":  # the next one, which must not be that of the last step
             due = -(-step // save_freq) * save_freq
             step = due if due < asked.steps else max(save_freq, due - save_freq)
-        points.append(Point(step, phase, ways[(first + place) % len(ways)], rng.random()))
+        points.append(
+            Point(step, phase, ways[(first + place) % len(ways)], _DELAY_S * rng.random())
+        )
     return tuple(sorted(points, key=lambda p: p.step))
 
 

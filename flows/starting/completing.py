@@ -1,22 +1,21 @@
 """Completion of command lines: commands, options, recipes, fields, runs, files.
 
 In: a command line up to the cursor. Out: whole words that it may go on with, each with a few words
-about it. What an argument may be is read from what its help calls it (RECIPE, RUN, KEY=VALUE …),
-so that a command that is written later is completed, too. Imports nothing heavy, and never fails:
-whatever cannot be found out is not offered.
+about it. click reads the line, and completes commands and options; what an argument may be is read
+from what its help calls it (RECIPE, RUN, KEY=VALUE …), so that a command that is written later is
+completed, too. Imports nothing heavy, and never fails: whatever cannot be found out is not offered.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
-from click.shell_completion import split_arg_string
+from click.shell_completion import _resolve_context, _resolve_incomplete, split_arg_string
 
 from infra.store.sweep_records import sweep_names
 from refiner_core.contract.config import RecipeConfig
@@ -145,49 +144,13 @@ class Candidate(NamedTuple):
     about: str = ""
 
 
-@dataclass
-class _Typed:
-    """The words before the one that is completed.
+class _Typed(NamedTuple):
+    """The words before the one that is completed: names of the command and its subcommands, those
+    of its argument that are no ``key=value``, and the workspace."""
 
-    Attributes
-    ----------
-    path
-        Names of the command and its subcommands.
-    places
-        Words that are neither options, nor their values, nor ``key=value``.
-    option
-        The option whose value is completed.
-    """
-
-    command: click.Command
-    context: click.Context
-    path: list[str] = field(default_factory=list)
-    places: list[str] = field(default_factory=list)
-    workspace: str = ""
-    option: click.Option | None = None
-
-    def take(self, word: str) -> bool:
-        """Take in the next word; False where it is no command, and nothing is offered."""
-        if self.option is not None:
-            self.option = None
-        elif word.startswith("-"):
-            options = [p for p in self.command.params if isinstance(p, click.Option)]
-            with_value = (o for o in options if word in o.opts and not o.is_flag)
-            self.option = next(with_value, None)
-        elif isinstance(self.command, click.Group):
-            command = self.command.get_command(self.context, word)
-            if command is None:
-                return False
-            self.command = command
-            self.context = click.Context(
-                command, parent=self.context, info_name=word, resilient_parsing=True
-            )
-            self.path.append(word)
-        elif word.startswith("workspace="):
-            self.workspace = word.removeprefix("workspace=")
-        elif "=" not in word:
-            self.places.append(word)
-        return True
+    path: list[str]
+    places: list[str]
+    workspace: Workspace | None
 
 
 def candidates(cli: click.Command, line: str) -> list[Candidate]:
@@ -195,35 +158,38 @@ def candidates(cli: click.Command, line: str) -> list[Candidate]:
     nothing."""
     words = split_arg_string(line)
     incomplete = words.pop() if words and not line[-1:].isspace() else ""
-    typed = _Typed(cli, click.Context(cli, info_name="refiner", resilient_parsing=True))
     try:
-        found = list(_found(typed, incomplete)) if all(map(typed.take, words[1:])) else []
+        context = _resolve_context(cli, {}, "refiner", words[1:])
+        wanted, rest = _resolve_incomplete(context, words[1:], incomplete)
+        known = [Candidate(i.value, i.help or "") for i in wanted.shell_complete(context, rest)]
+        if isinstance(wanted, click.Parameter):
+            known = [one for one in known if one.value != rest]  # `files here`, to a shell
+            known += _found(context, wanted, incomplete)
     except (RefinerError, OSError):
         return []
-    return [one for one in dict.fromkeys(found) if one.value.startswith(incomplete)]
+    return [one for one in dict.fromkeys(known) if one.value.startswith(incomplete)]
 
 
-def _found(typed: _Typed, incomplete: str) -> Iterator[Candidate]:
-    if typed.option is not None:
-        yield from _of_option(typed, typed.option, incomplete)
-        return
-    if isinstance(typed.command, click.Group) or incomplete.startswith("-"):
-        for item in typed.command.shell_complete(typed.context, incomplete):
-            yield Candidate(item.value, item.help or "")
-        return
-    # What the command's help calls its arguments: `RECIPE`, `KEY=VALUE...`.
-    arguments = [p for p in typed.command.params if isinstance(p, click.Argument)]
-    texts = [(p.metavar or p.name or "").translate(_NO_BRACKETS) for p in arguments]
-    slots = [word for text in texts for word in text.split()]
+def _found(context: click.Context, wanted: click.Parameter, word: str) -> Iterator[Candidate]:
+    given = [w for value in context.params.values() if isinstance(value, tuple) for w in value]
+    named = [w.removeprefix("workspace=") for w in given if str(w).startswith("workspace=")]
+    own = context.params.get(wanted.name or "") if wanted.nargs == -1 else None
+    places = [w for w in own or () if "=" not in w]
+    path = context.command_path.split()[1:]
+    typed = _Typed(path, places, _workspace(named[-1] if named else RecipeConfig.workspace))
+    # What the command's help calls it: `RECIPE`, `[RUN] [KEY=VALUE]...`.
+    slots = (wanted.metavar or wanted.name or "").translate(_NO_BRACKETS).split()
+    if wanted.name == "workspace":
+        slots = ["DIR"]
     plain = [slot for slot in slots if "=" not in slot]
-    number = len(typed.places)
     last = plain[-1] if plain and plain[-1].endswith("...") else ""
-    slot = plain[number] if number < len(plain) else last
-    if "=" not in incomplete:
-        yield from _of_slot(typed, slot, incomplete)
+    slot = plain[len(places)] if len(places) < len(plain) else last
+    if "=" not in word:
+        yield from _of_slot(typed, slot, word)
+        yield from map(Candidate, _answers(wanted, word) if slot == "ANSWER" else ())
     if slot not in _FIRST:
         for key in slots:
-            yield from _of_key(key, incomplete) if "=" in key else ()
+            yield from _of_key(key, word) if "=" in key else ()
 
 
 def _of_key(slot: str, incomplete: str) -> Iterator[Candidate]:
@@ -250,63 +216,45 @@ def _of_slot(typed: _Typed, slot: str, incomplete: str) -> Iterator[Candidate]:
             yield from map(Candidate, _SOURCES[name](typed, incomplete))
 
 
-def _of_option(typed: _Typed, option: click.Option, incomplete: str) -> Iterator[Candidate]:
-    if isinstance(option.type, click.Choice | click.Path):
-        for item in option.type.shell_complete(typed.context, option, incomplete):
-            if item.type == "plain":
-                yield Candidate(item.value)
-    if option.metavar == "ANSWER":
-        yield from map(Candidate, _answers(option, incomplete))
-    elif option.metavar == "KEY=VALUE":
-        yield from _of_key("KEY=VALUE", incomplete)
-    else:
-        wanted = "DIR" if option.name == "workspace" else option.metavar or ""
-        yield from _of_slot(typed, wanted, incomplete)
-
-
-def _answers(option: click.Option, incomplete: str) -> Iterator[str]:
+def _answers(option: click.Parameter, incomplete: str) -> Iterator[str]:
     """Of a question of `refiner init`."""
     from flows.starting.questions import QUESTIONS, Asked, Surroundings
 
-    nothing = Asked({}, Surroundings(), Path.cwd())
     for question in QUESTIONS:
-        if question.flag in option.opts:
-            offered = question.choices(nothing)
-            yield from (one for one in offered if one.islower() and ":/" not in one)
-            if not offered or any("FILE" in one or "FOLDER" in one for one in offered):
-                yield from files(incomplete)
+        if f"--{question.name}" in option.opts:
+            yield from question.words(Asked({}, Surroundings(), Path.cwd()))
+            yield from files(incomplete)
 
 
 # ---------------------------------------------------------------- what there is
 
 
-def _workspace(typed: _Typed) -> Workspace | None:
+def _workspace(folder: str) -> Workspace | None:
     from infra.store.workspace import Workspace
 
-    root = Path(typed.workspace or RecipeConfig.workspace).expanduser()
+    root = Path(folder).expanduser()
     return Workspace.read_only(root) if root.is_dir() else None
 
 
 def _sweeps(typed: _Typed, incomplete: str) -> Iterator[str]:
     from sweeps.definition import shipped_sweeps
 
-    if (workspace := _workspace(typed)) is not None:
-        yield from sweep_names(workspace)
+    if typed.workspace is not None:
+        yield from sweep_names(typed.workspace)
     if typed.path == ["sweep"]:
         yield from shipped_sweeps()
         yield from yaml_files(incomplete)
 
 
 def _runs(typed: _Typed, incomplete: str) -> Sequence[str]:
-    workspace = _workspace(typed)
-    return [] if workspace is None else workspace.run_ids()[::-1]
+    return [] if typed.workspace is None else typed.workspace.run_ids()[::-1]
 
 
 def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
     """Those of the newest run; `explain` is about any recipe."""
     if typed.path == ["explain"]:
         yield from KINDS
-    if (workspace := _workspace(typed)) is None:
+    if (workspace := typed.workspace) is None:
         return
     if runs := workspace.run_ids():
         named = [run for run in runs if run in typed.places]
@@ -316,12 +264,8 @@ def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
 
 
 def _services(typed: _Typed, incomplete: str) -> Iterator[str]:
-    if (workspace := _workspace(typed)) and (folder := workspace.root / "services").is_dir():
+    if typed.workspace and (folder := typed.workspace.root / "services").is_dir():
         yield from sorted(p.name for p in folder.iterdir())
-
-
-def _files(typed: _Typed, incomplete: str) -> Iterator[str]:
-    return files(incomplete)
 
 
 _NO_BRACKETS = str.maketrans("", "", "[]")
@@ -337,8 +281,5 @@ _SOURCES: dict[str, Callable[[_Typed, str], Iterable[str]]] = {
     "SERVICE": _services,
     "FIELD": lambda typed, word: (*(n for n in sections() if n != TOP), *field_paths()),
     "SET": lambda typed, word: (*_shipped("rubrics"), *yaml_files(word)),
-    "SHELL": lambda typed, word: ("bash", "zsh", "fish"),
-    "FILE": _files,
-    "PATH": _files,
-    "DIR": _files,
+    **dict.fromkeys(("FILE", "PATH", "DIR"), lambda typed, word: files(word)),
 }

@@ -8,27 +8,25 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple
 
+from infra.doctor.check import ask
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import suggest
 from refiner_core.data.rows import parse_row
-from refiner_core.data.sources import SYNTHETIC, Source, Which, read_rows, resolve_source
-from refiner_core.rubrics import load_rubric_set, shipped_rubric_sets
+from refiner_core.data.sources import SYNTHETIC, Which, read_rows, resolve_source
+from refiner_core.rubrics import rubric_set_path, shipped_rubric_sets
 
 _TIMEOUT_S = 10
 _GPU = re.compile(r"\bgpu:(?:(?P<type>[A-Za-z][\w.-]*):)?(?P<count>\d+)")
 _LIMIT = re.compile(r"(?:(?:(?P<days>\d+)-)?(?P<hours>\d+):)?(?P<minutes>\d+):\d\d")
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """One partition; ``gpus`` of its largest node, ``max_time_min`` where it has a limit."""
 
     name: str
@@ -45,11 +43,6 @@ class Surroundings:
     partitions: tuple[Partition, ...] = ()
     accounts: tuple[str, ...] = ()
     gpus: int = 0
-
-    @property
-    def has_slurm(self) -> bool:
-        """True if a Slurm answers."""
-        return bool(self.partitions)
 
     def partition(self, name: str) -> Partition | None:
         """The partition of that name."""
@@ -97,13 +90,8 @@ def _minutes(limit: str) -> int | None:
 
 
 def _said(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""  # what is not there, or does not answer, offers nothing
-    return done.stdout if done.returncode == 0 else ""
+    answer = ask(command, _TIMEOUT_S)
+    return answer.out if answer.ok else ""  # what is not there, or does not answer, offers nothing
 
 
 #: Rows that are read: a form that is wrong is wrong from the first row on.
@@ -111,30 +99,10 @@ _READ = 200
 NONE = "none"
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows that were found.
-
-    Attributes
-    ----------
-    path, revision
-        As a recipe names them; a path is whole.
-    said
-        In a line.
-    """
-
-    path: str | None
-    revision: str | None
-    said: str
-
-    @property
-    def own(self) -> bool:
-        """True if they are somebody's own, and not made up."""
-        return self.path not in (None, SYNTHETIC)
-
-
-def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
-    """Read the first rows that ``answer`` names.
+def look_at_rows(
+    answer: str, which: Which, *, of_refiner: bool = True
+) -> tuple[str | None, str | None]:
+    """Path and revision, as a recipe has them, of rows whose first ones can be read.
 
     Parameters
     ----------
@@ -147,28 +115,10 @@ def look_at_rows(answer: str, which: Which, *, of_refiner: bool = True) -> Rows:
     DataError, ConfigurationError
         There are none, they cannot be read, or one has no known form.
     """
-    if answer == NONE:
-        return Rows(None, None, "none")
-    if answer == SYNTHETIC:
-        return Rows(SYNTHETIC, None, "made up by refiner")
-    source = _rows_source(answer, which)
-    if source.kind == "hub":
-        said = "on the Hub: read when the run fetches them"
-        return Rows(source.path, source.revision, said)
-    count, forms = 0, list[str]()
-    for raw in itertools.islice(read_rows(source), _READ):
-        count += 1
-        forms.append("messages" if raw.row.get("conversations") is None else "conversations")
-        if of_refiner:
-            parse_row(raw, which)
-    named = " and ".join(f"`{form}`" for form in dict.fromkeys(forms))
-    said = f"{'the first ' * (count == _READ)}{count} rows can be read, of the form {named}"
-    return Rows(str(Path(source.path).expanduser().resolve()), None, said)
-
-
-def _rows_source(answer: str, which: Which) -> Source:
-    """``OWNER/NAME@COMMIT`` is a data set on the Hub, at a commit."""
+    if answer in (NONE, SYNTHETIC):
+        return None if answer == NONE else answer, None
     local = Path(answer).expanduser()
+    # ``OWNER/NAME@COMMIT`` is a data set on the Hub, at a commit.
     path, _, revision = answer.rpartition("@") if not local.exists() else ("", "", "")
     if not path and "/" in answer and not local.exists() and not local.parent.is_dir():
         raise ConfigurationError(
@@ -181,14 +131,19 @@ def _rows_source(answer: str, which: Which) -> Source:
         f"{which}_path": path or answer,
         f"{which}_revision": revision if path else None,
     }
-    return resolve_source(replace(DataConfig(), **named), which, pinned=False)
+    source = resolve_source(replace(DataConfig(), **named), which, pinned=False)
+    if source.kind == "hub":
+        return source.path, source.revision
+    for raw in itertools.islice(read_rows(source), _READ):
+        if of_refiner:
+            parse_row(raw, which)
+    return str(Path(source.path).expanduser().resolve()), None
 
 
 TINY, DESK, TAU2 = "tiny", "desk", "tau2"
 TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
 COMMAND = "python train.py --model {model} --output_dir {output} --seed {seed} {resume}"
 JUDGE_MODEL = "Qwen/Qwen3.5-35B-A3B"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -221,11 +176,10 @@ class Asked:
         return self["task"] in ("refiner", "evaluate")
 
 
-Check = Callable[[str, Asked], str]
+Of = Callable[[Asked], Sequence[str]]
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """One question.
 
     Attributes
@@ -238,103 +192,71 @@ class Question:
         What is taken where nothing is answered.
     applies
         Whether it is asked, by earlier answers.
-    check
-        Returns the answer as it is kept; raises a RefinerError that says what would fit.
-    said
-        What is worth telling of an answer, in a line.
-    choices
-        What is offered.
+    offered
+        Words to answer with; where nothing else is ``expected``, the only ones.
+    fits, expected
+        A form, or whether an answer fits; and what would, in words.
     """
 
     name: str
     text: str
     why: str
-    default: Callable[[Asked], str]
+    default: str | Callable[[Asked], str]
     applies: Callable[[Asked], bool] = lambda asked: True
-    check: Check = lambda answer, asked: answer
-    said: Callable[[str, Asked], str] = lambda answer, asked: ""
-    choices: Callable[[Asked], tuple[str, ...]] = lambda asked: ()
+    offered: Sequence[str] | Of = ()
+    fits: str | Callable[[str, Asked], object] = ""
+    expected: str = ""
 
-    @property
-    def flag(self) -> str:
-        """As it is typed."""
-        return f"--{self.name}"
+    def proposal(self, asked: Asked) -> str:
+        """The default, by earlier answers."""
+        return self.default if isinstance(self.default, str) else self.default(asked)
 
+    def words(self, asked: Asked) -> Sequence[str]:
+        """What is offered, by earlier answers."""
+        return self.offered(asked) if callable(self.offered) else self.offered
 
-def _one_of(*names: str) -> Check:
-    def check(answer: str, asked: Asked) -> str:
-        if answer not in names:
-            raise _wrong(answer + suggest(answer, names), f"one of: {', '.join(names)}")
+    def check(self, answer: str, asked: Asked) -> str:
+        """The answer.
+
+        Raises
+        ------
+        RefinerError
+            It does not fit; says what would.
+        """
+        words = self.words(asked)
+        if callable(self.fits):
+            good = bool(self.fits(answer, asked))
+        elif self.fits:
+            good = re.fullmatch(self.fits, answer) is not None
+        else:
+            good = answer in words or not words
+        if not good:
+            raise ConfigurationError(
+                f"--{self.name} was answered by {answer or '(nothing)'}.{suggest(answer, words)}",
+                expected=self.expected or f"one of: {', '.join(words)}",
+                fix=f"correct --{self.name}",
+            )
         return answer
 
-    return check
 
-
-def _wrong(answer: str, expected: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"The answer was {answer or '(nothing)'}.", expected=expected, fix="answer again"
-    )
-
-
-def _base(answer: str, asked: Asked) -> str:
+def _base(answer: str, asked: Asked) -> bool:
     path = Path(answer).expanduser()
-    if answer == TINY or (not path.exists() and _HUB_ID.fullmatch(answer)):
-        return answer
-    if not (path / "config.json").is_file():
-        raise _wrong(answer, "`tiny`, OWNER/NAME on the Hub, or a folder with a config.json")
-    return str(path.resolve())
+    named = re.fullmatch(r"tiny|[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?", answer)
+    return (path / "config.json").is_file() or bool(named and not path.exists())
 
 
-def _environment(answer: str, asked: Asked) -> str:
+def _environment(answer: str, asked: Asked) -> bool:
     file, _, name = answer.rpartition(":")
-    if file.endswith(".py"):
-        path = Path(file).expanduser()
-        if not path.is_file() or not name:
-            raise _wrong(answer, "FILE.py:NAME of a file that is there")
-        return f"{path.resolve()}:{name}"
-    known = (DESK,) if asked.tiny else (DESK, TAU2)
-    return _one_of(*known, "FILE.py:NAME")(answer, asked)
+    own = file.endswith(".py") and bool(name) and Path(file).expanduser().is_file()
+    return own or answer in (DESK, *[TAU2] * (not asked.tiny))
 
 
-def _rows(which: Which) -> Check:
-    def check(answer: str, asked: Asked) -> str:
-        if answer == NONE and which == "rl":
-            raise _wrong(answer, "prompts: there is nothing to train or evaluate on without")
+def _rows(which: Which) -> Callable[[str, Asked], bool]:
+    def read(answer: str, asked: Asked) -> bool:
         look_at_rows(answer, which, of_refiner=asked.of_refiner)
-        return answer
+        return answer != NONE or which == "sft"
 
-    return check
-
-
-def _rows_said(which: Which) -> Callable[[str, Asked], str]:
-    return lambda answer, asked: look_at_rows(answer, which, of_refiner=asked.of_refiner).said
-
-
-def _rubrics(answer: str, asked: Asked) -> str:
-    if answer == "instance":
-        return answer
-    load_rubric_set(answer)  # refuses what is none, and says why
-    return answer if answer in shipped_rubric_sets() else str(Path(answer).expanduser().resolve())
-
-
-def _judge(answer: str, asked: Asked) -> str:
-    parts = urlsplit(answer)
-    if answer in ("lexical", "vllm") or (parts.scheme in ("http", "https") and parts.netloc):
-        return answer.rstrip("/")
-    raise _wrong(answer, "`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1")
-
-
-def _partition(answer: str, asked: Asked) -> str:
-    known = [p.name for p in asked.around.partitions]
-    if known and answer not in known:
-        raise _wrong(answer + suggest(answer, known), f"one of: {', '.join(known)}")
-    return answer
-
-
-def _number(answer: str, asked: Asked) -> str:
-    if not answer.isdigit() or int(answer) > 64:
-        raise _wrong(answer, "a number of GPUs from 0 to 64")
-    return str(int(answer))
+    return read
 
 
 def _gpus(asked: Asked) -> str:
@@ -344,56 +266,49 @@ def _gpus(asked: Asked) -> str:
     return str(partition.gpus if partition and partition.gpus else 8)
 
 
-def _publish(answer: str, asked: Asked) -> str:
-    if answer != "folder" and not re.fullmatch(r"[\w.-]+/[\w.{}-]+", answer):
-        raise _wrong(answer, "`folder`, or OWNER/NAME of a repository on the Hub")
-    return answer
-
-
 def _demonstrations(asked: Asked) -> str:
     if asked["task"] == "refiner" or asked["environment"] == DESK:
         return SYNTHETIC
     return TAU2_ROWS if asked["environment"] == TAU2 else NONE
 
 
-def _yes_or_no(answer: str, asked: Asked) -> str:
-    known = {"y": "yes", "yes": "yes", "n": "no", "no": "no"}
-    return _one_of("yes", "no")(known.get(answer.lower(), answer), asked)
-
-
 def _is(name: str, *values: str) -> Callable[[Asked], bool]:
     return lambda asked: asked[name] in values
 
 
-_TASKS = ("refiner", "agent", "command", "evaluate")
+def _is_of_refiner(asked: Asked) -> bool:
+    return asked.of_refiner
+
+
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "task",
         "What is it about?",
         "refiner: cited answers from evidence; agent: tools over several turns; command: a "
         "training script of your own; evaluate: measure a model, train nothing",
-        default=lambda asked: "refiner",
-        check=_one_of(*_TASKS),
-        choices=lambda asked: _TASKS,
+        default="refiner",
+        offered=("refiner", "agent", "command", "evaluate"),
     ),
     Question(
         "base",
         "Which model does it start from?",
         "tiny: made on the spot, to try things out on two CPU cores; else OWNER/NAME[@COMMIT] on "
         "the Hub, or a local folder",
-        default=lambda asked: TINY,
-        check=_base,
-        choices=lambda asked: (TINY, "OWNER/NAME", "FOLDER"),
+        default=TINY,
+        offered=(TINY,),
+        fits=_base,
+        expected="`tiny`, OWNER/NAME on the Hub, or a folder with a config.json",
     ),
     Question(
         "environment",
         "What does the agent work in?",
         "desk: shipped, runs anywhere; tau2: tau2-bench, where it is installed; FILE.py:NAME: "
         "your own",
-        default=lambda asked: DESK,
+        default=DESK,
         applies=_is("task", "agent"),
-        check=_environment,
-        choices=lambda asked: (DESK, *[TAU2] * (not asked.tiny), "FILE.py:NAME"),
+        offered=(DESK, TAU2),
+        fits=_environment,
+        expected="one of: desk, FILE.py:NAME of a file that is there, and with a base model tau2",
     ),
     Question(
         "sft",
@@ -402,60 +317,59 @@ QUESTIONS: tuple[Question, ...] = (
         f"{SYNTHETIC}: made up (of an agent: by the environment's expert); none: no SFT",
         default=_demonstrations,
         applies=_is("task", "refiner", "agent"),
-        check=_rows("sft"),
-        said=_rows_said("sft"),
-        choices=lambda asked: (SYNTHETIC, "FILE", "OWNER/NAME@COMMIT", NONE),
+        offered=(SYNTHETIC, NONE),
+        fits=_rows("sft"),
     ),
     Question(
         "rl",
         "Which prompts is it trained and evaluated on?",
         f"rows with rubrics, in the same forms; {SYNTHETIC}: made up",
-        default=lambda asked: SYNTHETIC,
-        applies=lambda asked: asked.of_refiner,
-        check=_rows("rl"),
-        said=_rows_said("rl"),
-        choices=lambda asked: (SYNTHETIC, "FILE", "OWNER/NAME@COMMIT"),
+        default=SYNTHETIC,
+        applies=_is_of_refiner,
+        offered=(SYNTHETIC,),
+        fits=_rows("rl"),
+        expected="prompts: there is nothing to train or evaluate on without",
     ),
     Question(
         "run",
         "Which command trains?",
         "{model}, {output}, {seed} and {resume} are filled in; see `refiner show command`",
-        default=lambda asked: COMMAND,
+        default=COMMAND,
         applies=_is("task", "command"),
     ),
     Question(
         "rubrics",
         "What are answers judged by?",
         "instance: the rubrics of each row; a set's name or file: these, too",
-        default=lambda asked: "instance",
-        applies=lambda asked: asked.of_refiner,
-        check=_rubrics,
-        choices=lambda asked: ("instance", *shipped_rubric_sets(), "FILE.yaml"),
+        default="instance",
+        applies=_is_of_refiner,
+        offered=lambda asked: ("instance", *shipped_rubric_sets()),
+        fits=lambda answer, asked: answer == "instance" or rubric_set_path(answer),
     ),
     Question(
         "judge",
         "Who judges?",
         "lexical: word overlap, needs nothing; http://…: any OpenAI-compatible server; vllm: one "
         "that refiner starts and ends",
-        default=lambda asked: "lexical",
-        applies=lambda asked: asked.of_refiner,
-        check=_judge,
-        choices=lambda asked: ("lexical", "http://HOST:PORT/v1", "vllm"),
+        default="lexical",
+        applies=_is_of_refiner,
+        offered=("lexical", "vllm"),
+        fits=r"lexical|vllm|https?://[^/].*",
+        expected="`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1",
     ),
     Question(
         "judge-model",
         "Which model judges?",
         "as the server calls it; for vllm its name on the Hub",
-        default=lambda asked: JUDGE_MODEL,
+        default=JUDGE_MODEL,
         applies=lambda asked: asked.of_refiner and asked["judge"] != "lexical",
     ),
     Question(
         "where",
         "Where does it run?",
         "local: on this machine; slurm: as jobs of a cluster",
-        default=lambda asked: "slurm" if asked.around.has_slurm else "local",
-        check=_one_of("local", "slurm"),
-        choices=lambda asked: ("local", "slurm"),
+        default=lambda asked: "slurm" if asked.around.partitions else "local",
+        offered=("local", "slurm"),
     ),
     Question(
         "partition",
@@ -463,8 +377,7 @@ QUESTIONS: tuple[Question, ...] = (
         "of the cluster, for jobs with GPUs; nothing leaves it to Slurm",
         default=lambda asked: asked.around.best_partition(),
         applies=_is("where", "slurm"),
-        check=_partition,
-        choices=lambda asked: tuple(p.name for p in asked.around.partitions),
+        offered=lambda asked: [p.name for p in asked.around.partitions],
     ),
     Question(
         "account",
@@ -472,7 +385,8 @@ QUESTIONS: tuple[Question, ...] = (
         "of the cluster; nothing leaves it to Slurm",
         default=lambda asked: asked.around.accounts[0] if asked.around.accounts else "",
         applies=_is("where", "slurm"),
-        choices=lambda asked: asked.around.accounts,
+        offered=lambda asked: asked.around.accounts,
+        fits=".*",
     ),
     Question(
         "gpus",
@@ -480,31 +394,32 @@ QUESTIONS: tuple[Question, ...] = (
         "0 trains on the CPU; half of several sample rollouts while the others train",
         default=_gpus,
         applies=lambda asked: not asked.tiny or asked["task"] == "command",
-        check=_number,
+        fits=r"\d|[1-5]\d|6[0-4]",
+        expected="a number of GPUs from 0 to 64",
     ),
     Question(
         "workspace",
         "Where do runs lie?",
         "folder for records, checkpoints, logs; on a cluster one that all nodes see",
         default=lambda asked: str(asked.folder / "runs"),
-        check=lambda answer, asked: str(Path(answer).expanduser().absolute()),
     ),
     Question(
         "publish",
         "Where does the trained model go?",
         "folder: below the workspace; OWNER/NAME: a private repository on the Hub",
-        default=lambda asked: "folder",
+        default="folder",
         applies=_is("task", "refiner", "agent", "command"),
-        check=_publish,
-        choices=lambda asked: ("folder", "OWNER/NAME"),
+        offered=("folder",),
+        fits=r"folder|[\w.-]+/[\w.{}-]+",
+        expected="`folder`, or OWNER/NAME of a repository on the Hub",
     ),
     Question(
         "sweep",
         "A sweep to go with it?",
         "yes: also sweep.yaml, an ablation over this recipe to change as you like",
-        default=lambda asked: "no",
+        default="no",
         applies=_is("task", "refiner", "agent"),
-        check=_yes_or_no,
-        choices=lambda asked: ("yes", "no"),
+        offered=("yes", "no"),
+        fits="yes|y|no|n",
     ),
 )

@@ -2,7 +2,10 @@
 
 In: a recipe's configuration and planned stages, or the defaults where no recipe is named. Out: a
 :class:`Look`, from which every check reads what is needed here, and :class:`Finding` values.
-Programs are always asked with a time limit. Nothing heavy is imported.
+Programs are always asked with a time limit, and so are checks: all look at once, and one that hangs
+(a dead NFS server, a Slurm controller or a Hub that takes calls and never answers) becomes a
+finding that says so; its thread is left behind, which keeps no process from ending. Nothing heavy
+is imported.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +31,7 @@ from infra.host.processes import environment
 from infra.slurm.profiles import Profile, load_profile
 from infra.store.atomic import TEMPORARY
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.placement import STAGES, section_of
 from refiner_core.contract.planned import PlannedStage
@@ -35,6 +40,11 @@ from refiner_core.contract.services import asks_judge, engine_of, serves
 #: ``ok``: works. ``missing``: not there, and nothing that was asked for needs it. ``warning``:
 #: works, but will surprise. ``broken``: what was asked for needs it, and it does not work.
 State = Literal["ok", "missing", "warning", "broken"]
+#: The order in which areas are shown.
+AREAS = (
+    *("recipe", "python", "machine", "gpu", "workspace", "slurm", "node"),
+    *("prefect", "hub", "wandb", "judge", "vllm", "network"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,7 @@ class Finding:
     Attributes
     ----------
     area, name
-        What was looked at: area ``recipe``, ``python``, ``machine``, ``gpu``, ``workspace``,
-        ``slurm``, ``node`` (from a compute node), ``prefect``, ``hub``, ``wandb``, ``judge``,
-        ``vllm``, ``network``; name in words.
+        What was looked at: one of :data:`AREAS` (``node``: from a compute node); name in words.
     what
         What was found, in a line, with the numbers.
     mend
@@ -91,8 +99,6 @@ class Look:
         This is a compute node, where a job of ours looks.
     asked_gpus
         GPUs that this job has asked for.
-    kept, one
-        What several checks share, asked by one of them at a time.
     """
 
     config: RecipeConfig = field(default_factory=RecipeConfig)
@@ -102,8 +108,6 @@ class Look:
     offline: bool = False
     on_node: bool = False
     asked_gpus: int = 0
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    one: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     @property
     def workspace(self) -> Path:
@@ -234,6 +238,68 @@ class Check:
     limit_s: float = 20.0
     needed: Callable[[Look], object] = lambda _: False
     hung: str = ""
+
+
+def run_checks(
+    checks: Sequence[Check],
+    look: Look,
+    *,
+    limit_s: float | None = None,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Finding]:
+    """The findings of all checks, which look at the same time.
+
+    Parameters
+    ----------
+    limit_s
+        No check gets more than this, seconds; by default its own limit.
+    tell
+        Told how many of how many are done.
+    """
+    made: dict[int, list[Finding]] = {}
+
+    def work(number: int, check: Check) -> None:
+        began = time.monotonic()
+        seen = _looked(check, look)
+        made[number] = _named(check, seen, round(time.monotonic() - began, 3))
+
+    threads = [
+        threading.Thread(target=work, args=(number, check), daemon=True)
+        for number, check in enumerate(checks)
+    ]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    findings: list[Finding] = []
+    for number, (check, thread) in enumerate(zip(checks, threads, strict=True)):
+        limit = min(check.limit_s, limit_s or check.limit_s)
+        thread.join(max(0.0, began + limit - time.monotonic()))
+        silent = found(doubtful(check.needed(look)), f"no answer in {limit:g} s", check.hung)
+        findings += made.get(number) or (
+            _named(check, [silent], limit) if thread.is_alive() else []
+        )
+        tell(number + 1, len(checks))
+    return sorted(findings, key=lambda f: AREAS.index(f.area))
+
+
+def _looked(check: Check, look: Look) -> list[Finding]:
+    try:
+        made = check.look(look) or ()
+        return [made] if isinstance(made, Finding) else list(made)
+    except RefinerError as error:
+        return [found(doubtful(check.needed(look)), error.what, error.fix)]
+    except OSError as error:
+        return [found(doubtful(check.needed(look)), f"the system refused: {error}", check.hung)]
+    except Exception as error:  # the others' findings are worth having all the same
+        what = f"this check itself failed ({type(error).__name__}: {error})"
+        return [found("warning", what, "refiner doctor --debug")]
+
+
+def _named(check: Check, made: Iterable[Finding], seconds: float) -> list[Finding]:
+    return [
+        replace(one, area=one.area or check.area, name=one.name or check.name, seconds=seconds)
+        for one in made
+    ]
 
 
 class Answer(NamedTuple):

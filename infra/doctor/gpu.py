@@ -1,7 +1,8 @@
-"""Area ``gpu``: what the driver shows, whether torch can use it, FlashAttention, NCCL, hardware.
+"""Areas ``gpu`` and ``vllm``: driver, torch, FlashAttention, NCCL; the engines that serve models.
 
-In: `nvidia-smi`, and torch in a process of its own. Out: findings. A machine without GPUs is no
-fault unless a stage that asks for some runs here. torch is asked only where there are GPUs, or
+In: `nvidia-smi`, and torch in a process of its own; ``grpo.rollout_server`` and ``judge.serve``,
+asked in the very shell text that a server is started by. Out: findings. A machine without GPUs is
+no fault unless a stage that asks for some runs here. torch is asked only where there are GPUs, or
 should be: importing it takes seconds.
 """
 
@@ -9,19 +10,21 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infra.doctor.check import Check, Finding, Look, absent, ask, doubtful, fine, found, last_json
-from infra.doctor.packages import asked_for, install, installed
+from infra.doctor.machine import asked_for, install, installed
+from infra.services.process import ServerProgram, shell_text
 
 _SMI_S, _TORCH_S = 15.0, 100.0
 _CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
 _FIELDS = (
     *("index", "name", "driver_version", "memory.total", "memory.used", "compute_cap"),
-    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total", "compute_mode"),
+    *("mig.mode.current", "ecc.errors.uncorrected.volatile.total"),
 )
 _TORCH = """
 import json, torch
@@ -29,11 +32,10 @@ value = {"version": torch.__version__, "cuda": torch.version.cuda, "count": 0, "
 try:
     torch.cuda.init()
     value["count"] = torch.cuda.device_count()
-    value["capabilities"] = [torch.cuda.get_device_capability(i) for i in range(value["count"])]
-    value["arches"] = torch.cuda.get_arch_list()
     value["free"] = [torch.cuda.mem_get_info(i)[0] for i in range(value["count"])]
-    x = torch.ones(64, 64, device="cuda")
-    assert float((x @ x).sum()) == 64.0**3
+    for i in range(value["count"]):
+        x = torch.ones(64, 64, device=f"cuda:{i}")
+        assert float((x @ x).sum()) == 64.0**3
 except Exception as error:
     value["why"] = f"{type(error).__name__}: {error}".splitlines()[0]
 try:
@@ -73,7 +75,7 @@ def _gpus(look: Look) -> Iterator[Finding]:
         yield _listed(look, rows)
         for row in rows:
             yield from _trouble(row)
-        yield from _torch(look, rows)
+        yield from _torch(look)
 
 
 def _none(look: Look) -> Finding:
@@ -121,14 +123,9 @@ def _trouble(row: Mapping[str, str]) -> Iterator[Finding]:
         what = "MIG is on: a process sees one slice of it, never two"
         why = "training on several GPUs, and NCCL between them, needs whole ones"
         yield found("warning", what, "nvidia-smi -L", why, name=name)
-    mode = row.get("compute_mode", "")
-    if mode in ("Exclusive_Process", "Prohibited"):
-        mend = f"sudo nvidia-smi --compute-mode=DEFAULT --id={index}"
-        why = "grpo.rollout_server.colocate lets two processes share a GPU"
-        yield found("warning", f"compute mode {mode}", mend, why, name=name)
 
 
-def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+def _torch(look: Look) -> Iterator[Finding]:
     state, version = doubtful(look.gpus), installed("torch") or "none"
     if "+cpu" in version:
         what = f"torch {version} is built without CUDA"
@@ -141,12 +138,6 @@ def _torch(look: Look, rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
         yield found(state, what, _reinstall(), name="torch")
         return
     yield _usable(look, value)
-    for row, capability in zip(rows, value.get("capabilities", ()), strict=False):
-        arch = f"sm_{capability[0]}{capability[1]}"
-        if value["arches"] and not _runs(arch, value["arches"]):
-            built = ", ".join(value["arches"])
-            what = f"{row['name']} is {arch}, and this torch is built for {built}"
-            yield found(state, what, _reinstall(), name=f"GPU {row['index']}")
     yield from _kernels(look, value)
 
 
@@ -173,19 +164,6 @@ def _reinstall(*more: str) -> str:
     return install("--force-reinstall", asked_for("torch"), *more)
 
 
-def _runs(arch: str, built: Sequence[str]) -> bool:
-    """True if code for ``built`` runs there: the same major version and no later minor one."""
-    number = arch.removeprefix("sm_")
-    for one in built:
-        kind, _, its = one.partition("_")
-        its = its.rstrip("af")
-        if its[:-1] == number[:-1] and its <= number:
-            return True
-        if kind == "compute" and int(its) <= int(number):
-            return True
-    return False
-
-
 def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
     if value["flash"]:
         yield fine(f"flash-attn {value['flash']}", name="FlashAttention")
@@ -208,7 +186,107 @@ def _kernels(look: Look, value: Mapping[str, Any]) -> Iterator[Finding]:
         yield found("broken", what, _reinstall(), why, name="NCCL")
 
 
-CHECKS = (
+# ---------------------------------------------------------------- environments that serve models
+
+
+#: Importing vLLM and torch from a cold network file system.
+_IMPORT_S = 120.0
+_DISTRIBUTION = {"vllm": "vllm", "transformers": "'transformers[serving]'"}
+_PROBE = """
+import json, sys
+from importlib import metadata
+value = {"python": sys.version.split()[0]}
+try:
+    value["engine"] = metadata.version("ENGINE")
+    import torch
+    value["torch"], value["cuda"] = torch.__version__, torch.version.cuda
+    value["gpus"] = torch.cuda.device_count()
+    import ENGINE
+except Exception as error:
+    value["why"] = f"{type(error).__name__}: {error}".splitlines()[0]
+print("\\n" + json.dumps(value))
+"""
+
+_LIMIT_S = _IMPORT_S + 5
+
+
+def _rollouts(look: Look) -> Finding | None:
+    if look.rollout_servers:
+        program = ServerProgram(look.config.grpo.rollout_server, "grpo.rollout_server", "vllm")
+        return _environment(look, program, look.config.grpo.resources.gpus)
+    if look.on_node:
+        return None
+    if path := shutil.which("vllm"):
+        return fine(f"{path} is on PATH", name="vllm")
+    mend = _make(look, "grpo.rollout_server", "vllm")
+    why = "grpo.generation_backend=vllm, and judge.serve.engine=vllm"
+    return found("missing", "no `vllm` on PATH", mend, why, name="vllm")
+
+
+def _judge(look: Look) -> Finding | None:
+    engine = look.judge_engine
+    if engine not in ("vllm", "transformers"):
+        return None
+    program = ServerProgram(look.config.judge.serve, "judge.serve", engine)
+    return _environment(look, program, look.config.judge.resources.gpus)
+
+
+def _environment(look: Look, program: ServerProgram, gpus: int) -> Finding:
+    name, engine, needed = program.field, program.engine, look.serves_here
+    state, why = doubtful(needed), f"{name} serves models with {engine}"
+    if program.lacking:
+        elsewhere = "" if needed else " here; `refiner doctor --job` looks at a compute node"
+        mend = _make(look, name, engine)
+        return found(state, program.lacking + elsewhere, mend, why, name=name)
+    answer = ask(["bash", "-c", _text(program)], _IMPORT_S)
+    value = last_json(answer.out)
+    if value is None:
+        if program.config.python is None and answer.ok:
+            return fine(f"{engine} {answer.out.split()[-1]} answers", name=name)
+        mend = f"bash -c {shlex.quote(_text(program, short=True))}"
+        return found(state, f"it cannot be started: {answer.last_line}", mend, why, name=name)
+    python = shlex.quote(program.config.python or "python3")
+    mend = f"{python} -m pip install --upgrade {_DISTRIBUTION[engine]}"
+    if value.get("why"):
+        what = f"Python {value['python']} cannot use {engine}: {value['why']}"
+        return found(state, what, mend, why, name=name)
+    build = f"torch {value['torch']}, CUDA {value['cuda'] or 'none'}"
+    what = f"{engine} {value['engine']}, {build}, sees {value['gpus']} GPUs"
+    asked = look.asked_gpus if look.on_node else gpus
+    if asked and needed and not value["gpus"]:
+        return found(absent(needed), what, mend, f"it needs {asked} GPUs", name=name)
+    return fine(what, name=name)
+
+
+def _make(look: Look, field: str, engine: str) -> str:
+    """An environment of its own, and the same question with it."""
+    folder, asked = f"$HOME/{engine}-env", _DISTRIBUTION[engine]
+    again = look.again(f"{field}.python={folder}/bin/python")
+    return f"python3 -m venv {folder} && {folder}/bin/pip install {asked} && {again}"
+
+
+def _text(program: ServerProgram, *, short: bool = False) -> str:
+    """As a server is started, with a question in its place."""
+    if program.config.python is None:
+        words = [program.engine, "--version" if program.engine == "vllm" else "version"]
+    elif short:
+        words = [program.config.python, "-c", f"import {program.engine}"]
+    else:
+        words = [program.config.python, "-c", _PROBE.replace("ENGINE", program.engine)]
+    return shell_text(program.config, shlex.join(words))
+
+
+SERVING = (
+    Check(
+        "vllm",
+        "rollout servers",
+        _rollouts,
+        _LIMIT_S,
+        lambda x: x.rollout_servers and not x.on_slurm,
+    ),
+    Check("vllm", "judge's server", _judge, _LIMIT_S, lambda x: x.judge_engine and not x.on_slurm),
+)
+GPUS = (
     Check(
         *("gpu", "GPUs", _gpus),
         limit_s=2 * _SMI_S + _TORCH_S,
@@ -216,3 +294,4 @@ CHECKS = (
         hung="nvidia-smi",
     ),
 )
+CHECKS = (*GPUS, *SERVING)

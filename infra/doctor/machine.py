@@ -1,36 +1,35 @@
-"""Area ``machine``: cores, memory, limits of processes, memory as a folder, and clocks.
-
-Clocks decide nothing here (no two nodes' are ever compared), but tokens expire by them, and people
-read them: a difference is a warning.
+"""Areas ``machine`` and ``python``: cores, memory, limits of processes, memory as a folder; the
+interpreter and the packages, against what refiner's own metadata asks for. Imports none of them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import os
+import platform
 import resource
+import shlex
 import shutil
-import time
-import urllib.error
-import urllib.request
-from email.utils import parsedate_to_datetime
+import sys
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from infra.disk.forecast import size_of_model
 from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
 from infra.doctor.slurm import slurm_settings
 from infra.host.secrets import masked
 from infra.hub.target import endpoint_now
+from infra.disk.history import size_of_model
+from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, gib
 from refiner_core.contract.config import RecipeConfig
 
 #: Files and connections that a worker has open besides its calls of a judge.
 _OWN_FILES = 256
-_SKEW_S = 5.0
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-_AREA, _HUNG = "machine", "refiner doctor workspace=/ANOTHER/DISK/runs"
 
 
 def _cores(look: Look) -> Finding:
@@ -111,69 +110,65 @@ def weight_bytes(config: RecipeConfig) -> int:
     return (size_of_model(config).parameters or 0) * _WEIGHT_BYTES[config.model.dtype]
 
 
-# ---------------------------------------------------------------- clocks
+def _interpreter(look: Look) -> Finding:
+    asked = metadata.metadata("refiner")["Requires-Python"] or ""
+    version = platform.python_version()
+    what = f"Python {version} at {sys.executable}"
+    if SpecifierSet(asked).contains(version, prereleases=True):
+        return fine(what)
+    mend = "python3.12 -m venv .venv && .venv/bin/python -m pip install ."
+    return found("broken", f"{what}, and refiner asks {asked}", mend)
 
 
-def _clock_of_files(look: Look) -> Finding:
-    with scratch_in(look.workspace) as folder:
-        before = time.time()
-        (folder / "clock").write_text("x")
-        stamp, after = (folder / "clock").stat().st_mtime, time.time()
-    # Times of files may be whole seconds.
-    off = min((stamp - before, stamp - after), key=abs) if not before <= stamp <= after else 0.0
-    return _skew(off, 2.0 if stamp.is_integer() else 0.5)
+def _packages(look: Look) -> list[Finding]:
+    wanted = [r for r in _requirements() if r.marker is None or r.marker.evaluate({"extra": ""})]
+    wrong: list[Finding] = []
+    for requirement in wanted:
+        name, there = requirement.name, installed(requirement.name)
+        if there is None or not requirement.specifier.contains(there, prereleases=True):
+            is_ = "is not installed" if there is None else f"is {there}"
+            asked = f"{name}{requirement.specifier}"
+            what = f"{name} {is_}, and refiner asks for {asked}"
+            wrong.append(found("broken", what, install(asked), name=name))
+    named = ("torch", "transformers", "prefect", "submitit", "wandb", "huggingface-hub")
+    versions = ", ".join(f"{name} {installed(name)}" for name in named)
+    return wrong or [fine(f"all {len(wanted)} as asked for: {versions}")]
 
 
-def _clock_of_slurm(look: Look) -> Finding | None:
-    if look.on_node or shutil.which("scontrol") is None:
-        return None
-    before, at = time.time(), slurm_settings(look).at
-    return None if at is None else _skew_since(before, at)
+def _requirements() -> list[Requirement]:
+    return [Requirement(text) for text in metadata.requires("refiner") or ()]
 
 
-def _clock_of_hub(look: Look) -> Finding | None:
-    if look.offline or look.on_node:
-        return None
-    before = time.time()
+def asked_for(name: str) -> str:
+    """A requirement of refiner's own, as pip takes it: ``torch>=2.13,<2.15``."""
+    return next((f"{r.name}{r.specifier}" for r in _requirements() if r.name == name), name)
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed distribution; None where there is none."""
     try:
-        request = urllib.request.Request(endpoint_now(), method="HEAD")
-        with urllib.request.urlopen(request, timeout=8) as answer:
-            said = answer.headers.get("Date", "")
-    except urllib.error.HTTPError as error:
-        said = error.headers.get("Date", "")
-    except (OSError, ValueError):
-        return None  # whether the Hub answers is looked at under `hub`
-    name = f"clock of {masked(endpoint_now())}"
-    return _skew_since(before, parsedate_to_datetime(said).timestamp(), name) if said else None
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
-def _skew_since(before: float, there: float, name: str = "") -> Finding:
-    now = time.time()
-    return _skew(there - (before + now) / 2, 1.5 + now - before, name)
-
-
-def _skew(off_s: float, doubt_s: float, name: str = "") -> Finding:
-    if abs(off_s) <= max(_SKEW_S, doubt_s):
-        return fine(f"agrees with this machine's within {doubt_s:.1f} s", name=name)
-    what = f"{abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} this machine's"
-    why = "tokens and times in logs; no decision rests on it"
-    return found("warning", what, "sudo timedatectl set-ntp true", why, name=name)
+def install(*asked: str) -> str:
+    """The command that installs these into the environment of this process."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *asked])
 
 
 def _host(look: Look) -> Finding:
     """The system that looks: of use in a report that somebody else reads."""
-    kernel = ask(["uname", "-sr"], 5).out.strip() or os.uname().sysname
-    return fine(f"{kernel} on {os.uname().nodename}")
+    system = os.uname()
+    return fine(f"{system.sysname} {system.release} on {system.nodename}")
 
 
-_CONTROLLER = ("clock of Slurm's controller", _clock_of_slurm)
 CHECKS = (
-    Check(_AREA, "system", _host),
-    Check(_AREA, "cores", _cores),
-    Check(_AREA, "memory", _memory),
-    Check(_AREA, "open files", _open_files),
-    Check(_AREA, "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers),
-    Check(_AREA, "clock of the file system", _clock_of_files, limit_s=15, hung=_HUNG),
-    Check(_AREA, *_CONTROLLER, limit_s=15, hung="sudo systemctl restart slurmctld"),
-    Check(_AREA, "clock of the Hub", _clock_of_hub, limit_s=10),
+    Check("python", "interpreter", _interpreter, needed=lambda _: True),
+    Check("python", "packages", _packages, needed=lambda _: True),
+    Check("machine", "system", _host),
+    Check("machine", "cores", _cores),
+    Check("machine", "memory", _memory),
+    Check("machine", "open files", _open_files),
+    Check("machine", "memory as a folder", _shared_memory, needed=lambda x: x.rollout_servers),
 )

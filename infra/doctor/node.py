@@ -23,9 +23,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.doctor import gpu, machine, network, serving, workspace
-from infra.doctor.check import Check, Finding, Look, ask, fine, found, scratch_in
-from infra.doctor.runner import run_checks
+from infra.doctor import gpu, machine, services, workspace
+from infra.doctor.check import Check, Finding, Look, ask, fine, found, run_checks, scratch_in
 from infra.doctor.slurm import SLURM_S
 from infra.jobs.protocol import JobRequest, WorkerCommand
 from infra.slurm.submission import Submission, Submitter
@@ -122,15 +121,6 @@ def _told(said: dict[str, Any], seconds: float) -> Iterator[Finding]:
         f"{node} sees the workspace; Python {said['python']} imports refiner from a code "
         f"snapshot; {seconds:.1f} s from sbatch to its word"
     )
-    off = float(said["clock"]) - float(said["written_at"])
-    if abs(off) > 5:
-        what, why = (
-            f"{off:+.0f} s against the file system's",
-            "times in logs; no decision rests on it",
-        )
-        yield found("warning", what, "chronyc tracking", why, name="clock")
-    else:
-        yield fine(f"{node} agrees with the file system's within 5 s", name="clock")
     for value in said["findings"]:
         one = Finding(**value)
         yield replace(one, area="node", name=f"{one.area}: {one.name}")
@@ -151,14 +141,10 @@ def main(argv: list[str] | None = None) -> int:
     look = Look(config=config, recipe=noted["recipe"], on_node=True, asked_gpus=given.gpus)
     names = ("cores", "memory", "memory as a folder", "file system")
     checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
-    checks += [*network.CHECKS, *serving.CHECKS, *(gpu.CHECKS if given.gpus else ())]
-    stamp = given.workspace / "stamp"
-    stamp.write_text("x")
+    checks += [*services.NETWORK, *gpu.SERVING, *(gpu.GPUS if given.gpus else ())]
     value = {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "python": sys.version.split()[0],
-        "clock": time.time(),
-        "written_at": stamp.stat().st_mtime,
         "findings": [asdict(f) for f in run_checks(checks, look, limit_s=_NODE_S)],
     }
     atomic.write_json(given.workspace / _REPORT, value)

@@ -6,12 +6,9 @@ here (``sbatch --test-only``); :mod:`infra.doctor.node` does that, when it is as
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 
 from infra.doctor.check import (
     Answer,
@@ -25,7 +22,6 @@ from infra.doctor.check import (
     found,
     scratch_in,
 )
-from infra.host.processes import user_name
 from infra.jobs.protocol import JobRequest
 from infra.slurm.submission import Submission, Submitter
 from refiner_core.contract.config import Resources
@@ -34,50 +30,20 @@ from refiner_core.contract.errors import RefinerError
 #: How long a command of Slurm may take. `scontrol` itself tries for much longer.
 SLURM_S = 8.0
 _LINE = re.compile(r"^\s*(?P<name>[A-Za-z]\w*)\s*=\s*(?P<value>.*?)\s*$")
-_AT = re.compile(r"Configuration data as of (\S+)")
 _COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 _AGAIN, _ACCOUNTS_AGAIN = "sudo systemctl restart slurmctld", "sudo systemctl restart slurmdbd"
 
 
-@dataclass(frozen=True)
-class SlurmSettings:
-    """Settings of the controller: ``values`` by name as `scontrol show config` prints them; ``at``
-    its clock, seconds since 1970; ``answer`` what it said where it gave none."""
-
-    values: Mapping[str, str]
-    at: float | None
-    answer: Answer
-
-    def get(self, name: str) -> str:
-        """A value; empty where it is not set."""
-        value = self.values.get(name, "")
-        return "" if value in ("(null)", "N/A") else value
-
-
-def slurm_settings(look: Look) -> SlurmSettings:
-    """The controller's settings, asked by whoever needs them first."""
-    with look.one:
-        if "slurm" not in look.kept:
-            look.kept["slurm"] = _ask_controller()
-        settings: SlurmSettings = look.kept["slurm"]
-        return settings
-
-
-def _ask_controller() -> SlurmSettings:
+def _asked() -> tuple[dict[str, str], Answer]:
+    """Settings of the controller by name, as far as they are set, and what it said."""
     answer = ask(["scontrol", "show", "config"], SLURM_S)
     lines = (_LINE.match(line) for line in answer.out.splitlines())
-    at, stamp = None, _AT.search(answer.out)
-    with contextlib.suppress(ValueError):  # another version's way of writing times
-        at = datetime.fromisoformat(stamp[1]).astimezone().timestamp() if stamp else None
-    return SlurmSettings({m["name"]: m["value"] for m in lines if m}, at, answer)
+    found = {m["name"]: m["value"] for m in lines if m}
+    return {name: value for name, value in found.items() if value not in ("(null)", "N/A")}, answer
 
 
 def _there() -> bool:
     return all(shutil.which(c) for c in _COMMANDS)
-
-
-def _answering(look: Look) -> bool:
-    return _there() and bool(slurm_settings(look).values)
 
 
 def _commands(look: Look) -> Finding:
@@ -94,13 +60,13 @@ def _commands(look: Look) -> Finding:
 def _controller(look: Look) -> Iterator[Finding]:
     if not _there():
         return
-    settings = slurm_settings(look)
-    if settings.values:
+    settings, answer = _asked()
+    if settings:
         cluster, version = settings.get("ClusterName"), settings.get("SLURM_VERSION")
         yield fine(f"cluster {cluster} answers, Slurm {version}")
         yield _nodes(look)
         return
-    said = settings.answer.last_line
+    said = answer.last_line
     mend = "export SLURM_CONF=/PATH/TO/slurm.conf" if "configuration source" in said else _AGAIN
     why = "starting jobs; those that run go on meanwhile"
     yield found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
@@ -122,9 +88,8 @@ def _nodes(look: Look) -> Finding:
 
 
 def _accounting(look: Look) -> Finding | None:
-    if not _answering(look):
+    if not _there() or not (settings := _asked()[0]):
         return None
-    settings = slurm_settings(look)
     kind, age = settings.get("AccountingStorageType"), settings.get("MinJobAge")
     if not kind or kind.endswith("/none"):
         return found(
@@ -141,82 +106,32 @@ def _accounting(look: Look) -> Finding | None:
     return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
 
 
-def _settings(look: Look) -> Iterator[Finding]:
-    if not _answering(look):
-        return
-    settings, profile = slurm_settings(look), look.profile
-    plugins, limited = settings.get("TaskPlugin"), settings.get("ConstrainRAMSpace")
-    if "cgroup" in plugins and limited.lower() in ("yes", ""):
-        yield fine(f"enforced by {plugins}", name="memory of jobs")
-    else:
-        yield found(
-            "missing",
-            f"not enforced (TaskPlugin={plugins or 'none'}): a job that takes too much takes it "
-            "from others on its node",
-            "TaskPlugin=task/cgroup,task/affinity",
-            "a line of slurm.conf, with ConstrainRAMSpace=yes in cgroup.conf",
-            name="memory of jobs",
-        )
-    preempt = settings.get("PreemptMode") or "OFF"
-    again = "on" if settings.get("JobRequeue") == "1" else "off, and refiner asks for it job by job"
-    said = f"preemption {preempt}; starting jobs again is {again} by default"
-    yield fine(said, name="requeue")
-    most = settings.get("MaxArraySize")
-    if most.isdigit() and profile.array_size >= int(most):
-        what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size "
-        mend = f"array_size: {int(most) - 1}"
-        yield found("warning", f"{what}{profile.array_size}", mend, _line_of(look), name="arrays")
+def _settings(look: Look) -> Finding | None:
+    most = _asked()[0].get("MaxArraySize", "") if _there() else ""
+    profile = look.profile
+    if not most.isdigit() or profile.array_size < int(most):
+        return None
+    what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size {profile.array_size}"
+    why = f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
+    return found("warning", what, f"array_size: {int(most) - 1}", why, name="arrays")
 
 
 # ---------------------------------------------------------------- what the profile names
 
 
-def _profile(look: Look) -> list[Finding]:
+def _profile(look: Look) -> Finding | None:
     profile = look.profile  # refuses one that cannot be read
-    if not _answering(look) or not (look.on_slurm or look.config.dispatch.profile):
-        return []
+    if not (look.on_slurm or look.config.dispatch.profile):
+        return None
     nodes = "reach the internet" if profile.network else "do not reach the internet"
-    what = f"{profile.name}: what it names exists; compute nodes, it says, {nodes}"
-    return list(_unknown_names(look)) or [fine(what)]
-
-
-def _unknown_names(look: Look) -> Iterator[Finding]:
-    """Partitions, accounts and QOS of the profile that are not there."""
-    state, why, profile = doubtful(look.on_slurm), _line_of(look), look.profile
-    words = _words("sinfo", "--noheader", "--all", "--format=%P")
-    there = sorted({w.rstrip("*") for w in words or ()})
-    marked = [name.rstrip("*") for name in words or () if name.endswith("*")]
-    for place in (profile, profile.cpu):
-        for wanted in (place.partition or "").split(","):
-            if wanted and words is not None and wanted not in there:
-                what = f"profile {profile.name!r} names partition {wanted!r}; there are "
-                mend = f"partition: {[*marked, *there, 'NAME'][0]}"
-                yield found(state, what + ", ".join(there), mend, why)
-        if slurm_settings(look).get("AccountingStorageType").endswith("/none"):
-            continue
-        asked = ("sacctmgr", "--noheader", "--parsable2", "show", "associations")
-        for field, value in (("account", place.account), ("qos", place.qos)):
-            texts = _words(*asked, f"user={user_name()}", f"format={field}") if value else None
-            mine = sorted({one for text in texts or () for one in text.split(",") if one})
-            if mine and value not in mine:
-                what = f"profile {profile.name!r} names {field} {value!r}; you have "
-                yield found(state, what + ", ".join(mine), f"{field}: {mine[0]}", why)
-
-
-def _line_of(look: Look) -> str:
-    return f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
-
-
-def _words(*command: str) -> list[str] | None:
-    answer = ask(command, SLURM_S)
-    return answer.out.split() if answer.ok else None
+    return fine(f"{profile.name} can be read; compute nodes, it says, {nodes}")
 
 
 # ---------------------------------------------------------------- what sbatch would say
 
 
 def _test_only(look: Look) -> Iterator[Finding]:
-    if not _answering(look) or not look.on_slurm:
+    if not look.on_slurm or not _there() or not _asked()[0]:
         return
     shapes: dict[Resources, list[str]] = {}
     for stage in look.stages:
@@ -238,7 +153,8 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
             work = Submission("refiner-doctor", folder, (request,), (["true"],))
             said = Submitter(profile, "python3").test_only(work, SLURM_S)
     except RefinerError as error:
-        mend = error.fix if error.fix.startswith("scontrol") else _less(look, kind, resources)
+        nodes = 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
+        mend = error.fix if error.fix.startswith("scontrol") else nodes
         why = (
             f"{resources.gpus} GPUs, {resources.cpus} cores, {resources.memory_gb} GiB, "
             f"{resources.nodes} nodes, {resources.time_limit_min} min are asked for by profile "
@@ -246,19 +162,6 @@ def _one_shape(look: Look, resources: Resources, names: Sequence[str]) -> Findin
         )
         return found("broken", error.what, mend, why, name=name)
     return fine(f"sbatch would take it: {said}", name=name)
-
-
-def _less(look: Look, kind: str, asked: Resources) -> str:
-    """The same question with what the largest node has, where more was asked for."""
-    section = {"evaluate": "evaluate", "export": "publish", "card": "publish"}.get(kind, kind)
-    words = _words("sinfo", "--noheader", "--exact", "--format=%c %m") or ()
-    numbers = [int(word.rstrip("+")) for word in words if word.rstrip("+").isdigit()]
-    cpus, memory_gb = max(numbers[::2], default=0), max(numbers[1::2], default=0) >> 10
-    less = {"cpus": cpus} if 0 < cpus < asked.cpus else {}
-    less |= {"memory_gb": memory_gb} if 0 < memory_gb < asked.memory_gb else {}
-    if not (less and look.recipe and hasattr(getattr(look.config, section, None), "resources")):
-        return 'sinfo --format="%P %a %l %D nodes, %c cores, %m MB, %G, %f"'
-    return " ".join([look.again(), *(f"{section}.resources.{n}={v}" for n, v in less.items())])
 
 
 def _profile_matters(look: Look) -> bool:

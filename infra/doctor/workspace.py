@@ -34,7 +34,6 @@ _FLEETING = ("tmpfs", "ramfs")
 #: Without these no run can be trusted.
 _NEEDED = {
     "atomic rename": "records are replaced in one step",
-    "exclusive create": "of two orchestrators one may claim an attempt",
     "one winner": "of two orchestrators one may claim an attempt",
     "visible to others": "workers and orchestrators meet in the workspace",
     "fsync": "a checkpoint must be on the disk before it counts",
@@ -130,14 +129,6 @@ def _rename(folder: Path) -> str:
     return ""
 
 
-def _exclusive(folder: Path) -> str:
-    (folder / "exclusive").touch(exist_ok=False)
-    with contextlib.suppress(FileExistsError):
-        (folder / "exclusive").touch(exist_ok=False)
-        return "two may create the same file exclusively"
-    return ""
-
-
 def _create(folder: Path) -> str:
     wins = [atomic.create_bytes(folder / "claim", text) for text in (b"1", b"2")]
     return "" if wins == [True, False] else "of two writers not exactly one wins"
@@ -166,35 +157,18 @@ def _visible(folder: Path) -> str:
     return "" if seen else f"another process does not see it: {answer.last_line}"
 
 
-def _case(folder: Path) -> str:
-    (folder / "Case").write_text("x")
-    return "upper and lower case are one" if (folder / "cASE").exists() else ""
-
-
 def _long_name(folder: Path) -> str:
     (folder / ("n" * 255)).write_text("x")
     return ""
 
 
-def _fine_times(folder: Path) -> str:
-    stamps = set()
-    for number in range(4):
-        (folder / f"t{number}").write_text("x")
-        stamps.add((folder / f"t{number}").stat().st_mtime_ns)
-        time.sleep(0.012)
-    return "" if len(stamps) > 1 else "times of files are whole seconds or coarser"
-
-
 _TRIALS: Sequence[tuple[str, Callable[[Path], str]]] = (
     ("atomic rename", _rename),
-    ("exclusive create", _exclusive),
     ("one winner", _create),
     ("fsync", _fsync),
     ("visible to others", _visible),
-    ("case matters", _case),
     ("long names", _long_name),
     ("hard links", _links),
-    ("fine times", _fine_times),
 )
 
 

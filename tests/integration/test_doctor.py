@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from flows.doctor import examine
-from infra.doctor.check import Check, Finding, Look
-from infra.doctor.runner import run_checks
+from infra.doctor.check import Check, Finding, Look, run_checks
 from infra.host.processes import ProcessId
 from infra.store.workspace import SHARED
 from refiner_core.contract.errors import ConfigurationError
@@ -166,8 +165,8 @@ def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path
 
 def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        "0, NVIDIA H200, 570.1, 143771, 0, 9.0, Enabled, 0, Default",
-        "1, NVIDIA H200, 570.1, 143771, 0, 9.0, Disabled, 7, Exclusive_Process",
+        "0, NVIDIA H200, 570.1, 143771, 0, 9.0, Enabled, 0",
+        "1, NVIDIA H200, 570.1, 143771, 0, 9.0, Disabled, 7",
     ]
     program(tmp_path, "nvidia-smi", "printf '%s\\n' " + " ".join(f"'{r}'" for r in rows))
     first_on_path(monkeypatch, tmp_path)
@@ -176,10 +175,7 @@ def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert named(found, "gpu", "GPUs").what == "2 x NVIDIA H200, 140 GiB each, driver 570.1"
     said = {f.name: [g.what for g in found if g.name == f.name] for f in found}
     assert "MIG is on" in said["GPU 0"][0]
-    assert said["GPU 1"] == [
-        "7 uncorrected memory errors since the driver began",
-        "compute mode Exclusive_Process",
-    ]
+    assert said["GPU 1"] == ["7 uncorrected memory errors since the driver began"]
     torch = named(found, "gpu", "torch")
     assert (torch.state, torch.what) == ("warning", "torch 2.13.0+cpu is built without CUDA")
     wanted = examine("tiny", ["grpo.resources.gpus=4"], offline=True, only=["gpu"])
@@ -324,13 +320,13 @@ def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_pa
     profile.write_text("cpu_stages: slurm\npartition: gpu\narray_size: 5000\n")
     asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
     found = examine("tiny", asked, offline=True, only=["slurm"])
-    assert named(found, "slurm", "profile").mend == "partition: main"
     assert named(found, "slurm", "arrays").mend == "array_size: 1000"
+    assert any("partition" in f.what for f in found if f.state == "broken")
     profile.write_text("cpu_stages: slurm\n")
     large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])
     job = named(large, "slurm", "job of sft")
     assert job.state == "broken"
-    assert job.mend.endswith("sft.resources.cpus=8")
+    assert job.mend.startswith("sinfo ")
 
 
 @pytest.mark.slurm

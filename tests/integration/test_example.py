@@ -78,11 +78,10 @@ def test_it_shows_the_best_rollout_with_the_parts_of_its_reward(ran: tuple[str, 
     assert re.search(r"reward/rubric +0\.75", ran[0])
 
 
-@pytest.mark.parametrize("name", ["curves", "difference"])
-def test_a_picture_has_both_arms_in_it(ran: tuple[str, Path], name: str) -> None:
+def test_the_picture_has_both_arms_in_it(ran: tuple[str, Path]) -> None:
     from matplotlib import colors, image
 
-    pixels = np.asarray(image.imread(ran[1] / f"{name}.png"))[..., :3]
+    pixels = np.asarray(image.imread(ran[1] / "curves.png"))[..., :3]
     height, width = pixels.shape[:2]
     assert width >= 800
     assert height >= 400

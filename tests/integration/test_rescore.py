@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner, Result
 
-from flows.cli.rescore import rescore_command
+from flows.cli.judge import rescore_command
 from infra.attempt.attempt import AttemptRun
 from infra.store.traces import encode_rollouts, list_rollouts, read_rollouts
 from refiner_core.contract.config import RecipeConfig
@@ -397,7 +397,7 @@ def test_many_calls_are_made_only_by_who_says_so(
     judged: tuple[Path, JudgeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, server = judged
-    monkeypatch.setattr("flows.cli.rescore.ASK_ABOVE", 10)
+    monkeypatch.setattr("flows.cli.judge.ASK_ABOVE", 10)
     words = ("--judge", "model=plain,revision=other")
     with pytest.raises(ConfigurationError, match=r"takes \d+ new calls.*--yes"):
         calls_of(server, lambda: found(root, *words))

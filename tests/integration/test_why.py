@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows.cli.diff import why_command
 from flows.cli.main import main
+from flows.cli.plan import why_command
 from flows.why.figures import parse_query
 from refiner_core.evaluation.metrics import load_samples
 from tests.support.command import refiner

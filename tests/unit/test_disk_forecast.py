@@ -371,7 +371,7 @@ def test_disk_shows_pins_and_reclaims(workspace: Workspace) -> None:
     assert [p.name for p in steps.iterdir()] == ["step-00000002"]
 
 
-def test_older_runs_are_summed_up(workspace: Workspace) -> None:
+def test_older_runs_are_counted(workspace: Workspace) -> None:
     from tests.support.plans import run_record
 
     for seed in range(15):
@@ -382,7 +382,7 @@ def test_older_runs_are_summed_up(workspace: Workspace) -> None:
         run_id = f"20261121-1200{seed:02d}-small-0000"
         workspace.write_run(replace(run_record(workspace, plan), run=run_id))
     shown = run(disk_command, f"workspace={workspace.root}").output
-    assert "(3 older runs)" in shown
+    assert "(3 older runs: --json)" in shown
     assert shown.index("120014-small") < shown.index("120003-small")
     assert "120002-small" not in shown
 

@@ -106,13 +106,6 @@ def in_pickles(folder: Path) -> None:
             r"\(model\.name_or_path\) has no chat template.*set model\.chat_template",
         ),
         (
-            tokenizer(chat_template=[{"name": "rag", "template": "x"}]),
-            {},
-            ConfigurationError,
-            r"1 chat templates \(rag\), none of them called default",
-        ),
-        (None, {"model__chat_template": " "}, ConfigurationError, r"chat_template` is empty"),
-        (
             config(max_position_embeddings=2048),
             {"environment__name": "desk", "grpo__max_token_length": 4096},
             ConfigurationError,
@@ -188,12 +181,6 @@ def in_pickles(folder: Path) -> None:
             {},
             UnsupportedError,
             r"last 128 tokens only .* may have 304 .*generation_backend=vllm",
-        ),
-        (
-            config(head_dim=16),
-            {"grpo__generation_backend": "vllm"},
-            UnsupportedError,
-            r"heads of 16 numbers \(head_dim\), and vLLM serves 32 or more",
         ),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from flows.cli.summary import summary_lines
+from flows.cli.run import summary_lines
 from flows.running.calls import RunOutcome
 from refiner_core.contract.types import StageView
 from tests.support.recorded_run import RecordedRun
