@@ -5,12 +5,12 @@ In: a recipe (or none), and how much time there is. Out: a
 
 ::
 
-    node.certify_node ── a process per part, each with a deadline ──> node.main
+    node.certify ── a process per part, each with a deadline ──> part.main
                         numerics   kernels, bf16 against fp32, sampling     (one device)
-                        ranks      plain against ZeRO, all_reduce           (torchrun: rank)
-                        speed      SFT, GRPO update, sampling, memory       (one device)
+                        ranks      plain against ZeRO, collectives          (torchrun: rank.main)
+                        speed      SFT, GRPO update, sampling, memory, save (one device)
                         servers    vLLM: every way of weight transfer
-                        faults     kill -9 and resume
+                        faults     a planted NaN and out-of-memory; kill -9 and resume
                         hang       a planted hang
 
 A part says what it has found check by check, so that one that hangs or takes the GPU down loses

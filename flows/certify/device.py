@@ -1,4 +1,4 @@
-"""Checks of one device: numerics, speed, memory.
+"""Checks of one device: numerics, speed, memory, a save.
 
 In: an order. Out: checks, each as soon as it is made.
 
@@ -9,18 +9,21 @@ what eager attention over such rows is off in bfloat16. The same holds for gradi
 backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
 trained on is likely under the policy.
 
-Speed: SFT, the GRPO update, sampling, with tokens per second and MFU. The model has the
+Speed: SFT, the GRPO update, sampling, a save, with tokens per second and MFU. The model has the
 order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
 recomputed activations are not counted, a prompt that samples share counts once per sample. The peak
-is that of the maker's data sheet (dense bfloat16); of a device that is not known there is none.
+is that of the maker's data sheet (dense bfloat16), or where the device is not known there the rate
+of a large product of matrices, measured here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +36,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 
 from flows.certify.work import (
+    ON_CPU,
     SHAPES,
     STEPS,
     EnoughSteps,
@@ -61,7 +65,7 @@ from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
-from refiner_core.training.model.loading import Loaded, load_for_training
+from refiner_core.training.model.loading import Loaded, load_for_training, model_tensors
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.sft import train_sft
@@ -243,25 +247,32 @@ def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """All of them, with the one model."""
     load = load_of(order)
     model = random_model(order, folder / "model")
-    yield _sft(order, load, model, folder)
+    peak, of = peak_flops(order)
+    yield _sft(order, load, model, folder, peak, of)
     _free_memory(order)
     config = _grpo_recipe(order, load)
     engine = open_engine(config, "grpo", str(model))
-    yield _grpo(order, config, load, engine)
+    yield _grpo(order, config, load, engine, peak, of)
     yield _sampling(order, load, engine)
+    del engine
+    _free_memory(order)
+    yield _save(order, folder)
 
 
 # ---------------------------------------------------------------- floating-point operations
 
 
-def mfu(order: Order, flops_per_s: float) -> tuple[dict[str, float], str]:
-    """The figure, and words for it; none where the peak of the device is not known."""
-    device = torch.cuda.get_device_name(0) if order.gpus and order.dtype == "bfloat16" else ""
-    for known, peak in PEAK_FLOPS.items():
-        if known in device:
-            share = flops_per_s / peak
-            return {"mfu": share}, f", MFU {share:.1%} of the data sheet of {known}"
-    return {}, ""
+def peak_flops(order: Order) -> tuple[float, str]:
+    """Operations per second to measure by, and where the number is from."""
+    if order.gpus and order.dtype == "bfloat16":
+        name = torch.cuda.get_device_name(0)
+        for known, peak in PEAK_FLOPS.items():
+            if known in name:
+                return peak, f"data sheet of {known}"
+    size = 8192 if order.gpus else 768
+    a = torch.randn(size, size, device=order.device, dtype=getattr(torch, order.dtype))
+    seconds = [timed(order, lambda: a @ a) for _ in range(6)][1:]
+    return 2 * size**3 / statistics.median(seconds), "a measured product of matrices"
 
 
 def model_flops(model: str, lengths: Sequence[tuple[int, int]]) -> float:
@@ -291,7 +302,9 @@ def timed(order: Order, act: Callable[[], object]) -> float:
 # ---------------------------------------------------------------- SFT
 
 
-def _sft(order: Order, load: Load, model: Path, folder: Path) -> CertifiedCheck:
+def _sft(
+    order: Order, load: Load, model: Path, folder: Path, peak: float, of: str
+) -> CertifiedCheck:
     write_rows(folder / "rows", list(load.lengths))
     config = sft_recipe(order, load)
     place = folder / "sft"
@@ -309,17 +322,17 @@ def _sft(order: Order, load: Load, model: Path, folder: Path) -> CertifiedCheck:
     per_s = statistics.median(row["tokens_per_second"] for row in rows)
     tokens = sum(load.lengths)
     flops = model_flops(order.model, [(n, n - n // 4) for n in load.lengths])
-    share, said = mfu(order, per_s * flops / tokens)
+    mfu = per_s * flops / tokens / peak
     figures = _memory(config, order, rows[-1])
     held = figures["memory_ratio"] <= MEMORY_ALLOWANCE
     return check(
         *("SFT throughput", held and all(np.isfinite(row["loss/train_avg"]) for row in rows)),
-        f"{per_s:,.0f} tokens/s{said}; {figures['peak_gib']:.1f} GiB, "
+        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}; {figures['peak_gib']:.1f} GiB, "
         f"{figures['memory_ratio']:.2f} of the forecast (at most {MEMORY_ALLOWANCE:g})",
         tokens_per_s=per_s,
+        mfu=mfu,
         parameters=shape_of(order.model).parameters,
         pack_length=load.pack,
-        **share,
         **figures,
     )
 
@@ -364,7 +377,9 @@ def _rollouts(load: Load) -> list[TrainSample]:
     ]
 
 
-def _grpo(order: Order, config: RecipeConfig, load: Load, engine: Engine) -> CertifiedCheck:
+def _grpo(
+    order: Order, config: RecipeConfig, load: Load, engine: Engine, peak: float, of: str
+) -> CertifiedCheck:
     samples, update = _rollouts(load), GrpoUpdate(engine, None, config.grpo, 0)
     found: list[dict[str, float]] = []
 
@@ -372,21 +387,55 @@ def _grpo(order: Order, config: RecipeConfig, load: Load, engine: Engine) -> Cer
         found.append(update.run(samples, step=len(found) + 1, factor=1.0))
 
     seconds = statistics.median([timed(order, act) for _ in range(STEPS + 1)][1:])
+    split = time_split(order, act)
     length = load.prompt + load.response
     flops = model_flops(order.model, [(length, load.response)] * len(samples))
     per_s = len(samples) * length / seconds
-    share, said = mfu(order, flops / seconds)
+    mfu = flops / seconds / peak
+    most = max(split, key=lambda part: split[part])
     return check(
         *("GRPO update", all(np.isfinite(one["loss/total_avg"]) for one in found)),
-        f"{per_s:,.0f} tokens/s{said}",
+        f"{per_s:,.0f} tokens/s, MFU {mfu:.1%} of {of}; {split[most]:.0%} of the time is {most}",
         tokens_per_s=per_s,
+        mfu=mfu,
         parameters=shape_of(order.model).parameters,
         seconds=seconds,
-        **share,
+        time_split=split,
     )
 
 
-# ---------------------------------------------------------------- sampling
+_KINDS = {
+    "attention": ("flash", "attention", "fmha", "flex"),
+    "matrix products": ("gemm", "mm", "matmul", "linear", "cutlass", "cublas", "nvjet"),
+    "optimizer": ("adam", "foreach", "multi_tensor", "lerp", "addcdiv", "addcmul"),
+}
+
+
+def time_split(order: Order, act: Callable[[], None]) -> dict[str, float]:
+    """Shares of one call's time, by what the device does: attention, matrix products, optimiser,
+    the rest (norms, activations, softmax, copies), and on a GPU how long it waits for the host."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if order.gpus else [])]
+    with profile(activities=activities) as profiler:
+        wall = timed(order, act)
+    spent = dict.fromkeys((*_KINDS, "other"), 0.0)
+    for event in profiler.key_averages():
+        on_device = str(getattr(event, "device_type", "")).endswith("CUDA")
+        if order.gpus != 0 and not on_device:
+            continue
+        name = event.key.lower()
+        kind = next((k for k, words in _KINDS.items() if any(w in name for w in words)), "other")
+        own_us = event.self_device_time_total if order.gpus else event.self_cpu_time_total
+        spent[kind] += own_us / 1e6
+    busy = sum(spent.values())
+    if order.gpus:
+        spent["waiting for the host"] = max(0.0, wall - busy)
+    whole = sum(spent.values()) or 1.0
+    return {kind: seconds / whole for kind, seconds in spent.items()}
+
+
+# ---------------------------------------------------------------- sampling and saving
 
 
 def _sampling(order: Order, load: Load, engine: Engine) -> CertifiedCheck:
@@ -416,3 +465,55 @@ def _free_memory(order: Order) -> None:
     gc.collect()
     if order.gpus:
         torch.cuda.empty_cache()
+
+
+def _save(order: Order, folder: Path) -> CertifiedCheck:
+    """A checkpoint by the engine, read back bitwise; how long training stands still for one, and
+    what torch.save takes of the same weights and moments. The model is no larger than 0.6B, and
+    tiny where that has no room on the disk."""
+    small = replace(order, model="tiny")
+    if order.model != "tiny":
+        larger = replace(order, model="0.6B")
+        if shutil.disk_usage(folder).free > 100 * shape_of(larger.model).parameters:
+            small = larger
+    load = ON_CPU
+    config = _grpo_recipe(small, load)
+    model = random_model(small, folder / f"model-{small.model}")
+    engine = open_engine(config, "grpo", str(model))
+    GrpoUpdate(engine, None, config.grpo, 0).run(_rollouts(load), step=1, factor=1.0)
+    place, plain = folder / "saved", folder / "plain.pt"
+    place.mkdir()
+    engine.snapshot({})  # the first one also gets its memory
+    snapshots: list[Any] = []
+    stall = timed(order, lambda: snapshots.append(engine.snapshot({"step": 1})))
+    write = timed(order, lambda: snapshots[0].write(place))
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    before = {n: t.detach().clone() for n, t in model_tensors(engine.model).items()}
+    state = {"model": before, "optimizer": engine.updater.state_dict()}  # type: ignore[attr-defined]
+
+    def rival() -> None:
+        with plain.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    rival_s = timed(order, rival)
+    plain.unlink()
+    with torch.no_grad():
+        for tensor in model_tensors(engine.model).values():
+            tensor.zero_()
+    engine.restore(place)
+    same = all(
+        torch.equal(before[name], tensor) for name, tensor in model_tensors(engine.model).items()
+    )
+    shutil.rmtree(place)
+    return check(
+        *("save and restore", same),
+        f"{small.model}, {size / _GIB:.2f} GiB: training stands still for {stall:.2g} s "
+        f"(torch.save: {rival_s:.2g} s), {write:.2g} s beside it; read back "
+        + ("bitwise" if same else "DIFFERENT"),
+        bytes=size,
+        stall_s=stall,
+        write_s=write,
+        torch_save_s=rival_s,
+    )

@@ -4,27 +4,24 @@ In: a recipe's configuration and a time limit. Out: a recorded
 :class:`~refiner_core.contract.proofs.Certificate`. Each part is a process of its own, in a
 session of its own, with a deadline; one that outlives it, or dies, is a failed check, with the last
 line that it printed.
-
-    python -m flows.certify.node NAME FOLDER      # a part; FOLDER/order.json -> checks.jsonl
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from flows.certify.part import ORDER, PARTS, read_checks
 from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
 from infra.doctor.check import ask, last_json
 from infra.foreign.process import TrainerProcess
@@ -40,17 +37,6 @@ from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from refiner_core.contract.records import to_json
 
-CHECKS, ORDER = "checks.jsonl", "order.json"
-#: Part -> the module and function that make its checks, imported there: torch takes seconds.
-_MADE_BY = {
-    "numerics": ("device", "numeric_checks"),
-    "ranks": ("processes", "rank_checks"),
-    "speed": ("device", "speed_checks"),
-    "servers": ("processes", "server_checks"),
-    "faults": ("processes", "fault_checks"),
-    "hang": ("processes", "hang_checks"),
-}
-PARTS = tuple(_MADE_BY)
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
@@ -240,7 +226,7 @@ def run_part(
         return
     folder.mkdir(parents=True)
     order.write(folder / ORDER)
-    command = f'exec "{sys.executable}" -P -m flows.certify.node {name} "{folder}"'
+    command = f'exec "{sys.executable}" -P -m flows.certify.part {name} "{folder}"'
     told, last, settings = 0, "", environment()
     settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of ranks slow each other
     settings["HF_HUB_OFFLINE"] = "1"
@@ -289,27 +275,3 @@ def _driver() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return ""
-
-
-def main(arguments: list[str]) -> int:
-    """Make the checks of one part; each is written as soon as it is made."""
-    name, folder = arguments[0], Path(arguments[1])
-    order = Order.read(folder / ORDER)
-    with (folder / CHECKS).open("a") as file:
-        module, function = _MADE_BY[name]
-        checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
-        for found in checks(order, folder):
-            file.write(json.dumps(asdict(found)) + "\n")
-            file.flush()
-    return 0
-
-
-def read_checks(folder: Path) -> list[dict[str, Any]]:
-    """Checks that a part has made so far; a line that is still being written is left out."""
-    path = folder / CHECKS
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

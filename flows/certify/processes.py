@@ -10,10 +10,12 @@ Servers, where an environment has vLLM: the start, every way of weight transfer,
 routes. Weights are changed between two transfers, and a fixed prompt is scored on both sides: what
 a server has has to be the new weights, not those before.
 
-Faults: a rank that hangs, and a worker that is killed with SIGKILL and goes on. Both are real runs,
-with an orchestrator, a worker and ranks of their own; neither may cost what was saved. One rank is
-stopped (SIGSTOP), as one that waits for ever in a collective; the orchestrator has to find it hung,
-and to bring the stage to its end with another attempt.
+Faults: a loss that is not finite, memory that runs out, a rank that hangs, a worker that is killed
+with SIGKILL and goes on; each has to be named rightly, and none may cost what was saved. NaN and
+memory end a real training in this process, and the error is classified as a worker would. The hang
+and the kill are real runs: an orchestrator, a worker and ranks of their own. One rank is stopped
+(SIGSTOP), as one that waits for ever in a collective; the orchestrator has to find it hung, and to
+bring the stage to its end with another attempt.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,11 +38,14 @@ from typing import Any
 
 import psutil
 import torch
+from safetensors.torch import load_file, save_file
 
-from flows.certify.rank import train
-from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
+from flows.certify.rank import short_sft, train
+from flows.certify.work import Order, absent, check, open_io, random_model, recipe, write_rows
 from flows.proving.planning import Asked, plan_proofs
-from flows.proving.runs import Room, prove_resume, run_recipe_in
+from flows.proving.runs import Room, run_recipe_in
+from flows.proving.work import prove_resume
+from infra.jobs.failures import classify
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.protocol import ORDER
 from infra.rollouts import servers as opening
@@ -48,10 +54,11 @@ from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
-from refiner_core.contract.types import Endpoint
+from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
+from refiner_core.training.sft import train_sft
 
 #: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
 #: packs and ranks are taken in another order, and bfloat16 weights round what follows.
@@ -81,10 +88,7 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
             yield check(f"{world} ranks", False, f"{type(error).__name__}: {error}")
             continue
         yield from engine_checks(order, world, found, expected)
-        if rate := found.get("all_reduce"):
-            why = f"{rate['gb_per_s']:.3g} GB/s per rank; wrong on {rate['wrong_ranks']} ranks"
-            held, per_s = not rate["wrong_ranks"], rate["gb_per_s"]
-            yield check(f"all_reduce on {world} ranks", held, why, gb_per_s=per_s)
+        yield from _collective_checks(world, found.get("collectives", {}))
 
 
 def engine_checks(
@@ -105,6 +109,18 @@ def engine_checks(
             f"{len(one['loss'])} steps, relative to one process: {why} (at most {limit:g})",
             **{f"{what}_gap": gap for what, gap in off.items()},
         )
+
+
+def _collective_checks(world: int, found: Mapping[str, Any]) -> Iterator[CertifiedCheck]:
+    for what, one in found.items():
+        name = f"{what} on {world} ranks"
+        if "missing" in one:
+            yield absent(name, one["missing"])
+            continue
+        wrong = one["wrong_ranks"]
+        why = f"{one['gb_per_s']:.3g} GB/s per rank"
+        why += f"; wrong on {wrong} ranks" if wrong else ", every element right"
+        yield check(name, not wrong, why, gb_per_s=one["gb_per_s"])
 
 
 def _furthest(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -172,6 +188,7 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
                 gap=gap,
             )
             yield _keyed(endpoint, way)
+            yield _sampling(rollouts.generator, way)
     except UnsupportedError as error:
         yield absent(f"vLLM, weights by {way}", error.what)
     except Exception as error:
@@ -209,6 +226,19 @@ def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
 
 
+def _sampling(generator: Any, way: str) -> CertifiedCheck:
+    requests = [GenerationRequest(tuple(range(20, 60 + i % 4)), i) for i in range(64)]
+    began = time.monotonic()
+    done = generator.generate(requests, SamplingParams(max_new_tokens=64))
+    tokens = sum(len(one.token_ids) for one in done)
+    per_s = tokens / (time.monotonic() - began)
+    return check(
+        *(f"sampling by vLLM ({way})", tokens > 0),
+        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
+        tokens_per_s=per_s,
+    )
+
+
 #: The tiny recipe, as little of it as hangs and dies.
 SMALL = (
     "seed=0",
@@ -216,16 +246,86 @@ SMALL = (
     "data.synthetic_rl_rows=40",
     "sft.pack_length=512",
 )
+_GIB = 2**30
+_FAULT_LENGTHS = [40, 60, 80, 100] * 8
 
 
 def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """A worker that is killed, and goes on."""
+    """Planted faults but for the hang, the quick ones first."""
+    write_rows(folder / "rows", _FAULT_LENGTHS)
+    yield _not_finite(order, folder)
+    yield _out_of_memory(order, folder)
     yield _killed(order, folder)
 
 
 def hang_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """The planted hang, which mostly waits."""
     yield _hang(order, folder)
+
+
+def _named(name: str, wanted: str, act: Callable[[], object]) -> CertifiedCheck:
+    try:
+        act()
+    except Exception as error:
+        found = classify(error)
+        return check(
+            *(name, wanted in (found.failure, type(error).__name__)),
+            f"planted, and named {found.failure}: {str(error).splitlines()[0][:160]}",
+        )
+    return check(name, False, f"planted, and the training ended as if nothing were: not {wanted}")
+
+
+# ---------------------------------------------------------------- in this process
+
+
+def _not_finite(order: Order, folder: Path) -> CertifiedCheck:
+    small = replace(order, model="tiny", checkpointing=False)
+    model = random_model(small, folder / "nan-model")
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    weights[name][0, 0] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return _named(
+        *("planted loss that is not finite", "NotFiniteError"),
+        lambda: _train(small, folder / "nan", folder / "rows", str(model)),
+    )
+
+
+def _out_of_memory(order: Order, folder: Path) -> CertifiedCheck:
+    """Packs of many rows on a device that has next to nothing left."""
+    small = replace(order, model="tiny", checkpointing=False)
+    model = random_model(small, folder / "model")
+    rows = write_rows(folder / "long-rows", [2048] * 32)
+
+    def act() -> None:
+        _train(small, folder / "oom", rows, str(model), pack=1 << 16)
+
+    name = "planted out-of-memory"
+    if order.gpus:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, _GIB / 2 / total))
+        try:
+            return _named(name, "gpu_out_of_memory", act)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + _GIB // 2, limits[1]))
+    try:
+        return _named(name, "out_of_memory", act)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _train(order: Order, place: Path, rows: Path, model: str, pack: int = 256) -> None:
+    config = short_sft(recipe(order))
+    config = replace(config, sft=replace(config.sft, pack_length=pack))
+    train_sft(
+        config, data_dir=rows, model_ref=model, output_dir=place / "output", io=open_io(place)
+    )
+
+
+# ---------------------------------------------------------------- as real runs
 
 
 def _overrides(order: Order, folder: Path) -> tuple[str, ...]:

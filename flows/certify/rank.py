@@ -1,7 +1,7 @@
 """Program of each rank of a certification: ``python -m flows.certify.rank``, under torchrun.
 
 In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
-losses and gradient norms of a short SFT, and the rate of sums over ranks.
+losses and gradient norms of a short SFT, and what collectives gave and took.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,28 +82,57 @@ def _measured(order: Order, folder: Path, ranks: Ranks) -> dict[str, Any]:
         except UnsupportedError as error:  # no DeepSpeed: the same on every rank
             found["missing"][str(zero)] = error.what
     if ranks.world > 1:
-        found["all_reduce"] = _all_reduce(order, ranks)
+        found["collectives"] = _collectives(order, ranks)
     return found
 
 
-def _all_reduce(order: Order, ranks: Ranks) -> dict[str, Any]:
-    """Bus bandwidth (as NCCL's tests count it) and on how many ranks a sum is wrong."""
+def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:
+    """Bus bandwidth (as NCCL's tests count it) and whether the result is what it must be."""
     import torch
     import torch.distributed as dist
 
     world, size = ranks.world, _ELEMENTS[order.gpus > 0]
     device = torch.device("cuda", torch.cuda.current_device()) if order.gpus else "cpu"
-    right, seconds = list[bool](), list[float]()
-    for _ in range(_ROUNDS + 1):
-        value = torch.full((size,), float(ranks.rank + 1), device=device)
-        began = time.perf_counter()
+    mine = torch.full((size,), float(ranks.rank + 1), device=device)
+    shared = torch.empty(world * size, device=device)
+    total = world * (world + 1) / 2
+    spread = torch.arange(1.0, world + 1, device=device).repeat_interleave(size)
+
+    def reduce() -> bool:
+        value = mine.clone()
         dist.all_reduce(value)
-        right.append(bool((value == world * (world + 1) / 2).all()))
-        seconds.append(time.perf_counter() - began)
-    wrong = ranks.add([float(not all(right))])[0]
-    # The first one connects.
-    rate = 4 * 2 * (world - 1) / world * size / statistics.median(seconds[1:]) / 1e9
-    return {"gb_per_s": rate, "wrong_ranks": int(wrong)}
+        return bool((value == total).all())
+
+    def gather() -> bool:
+        dist.all_gather_into_tensor(shared, mine)
+        return bool((shared == spread).all())
+
+    def scatter() -> bool:
+        value = torch.empty_like(mine)
+        dist.reduce_scatter_tensor(value, mine.repeat(world))
+        return bool((value == total).all())
+
+    found: dict[str, Any] = {}
+    parts: dict[str, tuple[Callable[[], bool], float]] = {
+        "all_reduce": (reduce, 2 * (world - 1) / world * size),
+        "all_gather": (gather, (world - 1) * size),
+        "reduce_scatter": (scatter, (world - 1) * size),
+    }
+    for name, (act, elements) in parts.items():
+        try:
+            right = [act()]  # the first one connects
+            seconds = []
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                right.append(act())
+                seconds.append(time.perf_counter() - began)
+        except (RuntimeError, NotImplementedError) as error:  # gloo of older versions has not all
+            found[name] = {"missing": f"{error}".splitlines()[0]}
+            continue
+        wrong = ranks.add([float(not all(right))])[0]
+        rate = 4 * elements / statistics.median(seconds) / 1e9
+        found[name] = {"gb_per_s": rate, "wrong_ranks": int(wrong)}
+    return found
 
 
 if __name__ == "__main__":

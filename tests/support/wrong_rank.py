@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch.distributed as dist
 
 from flows.certify import rank
-from flows.ranks.rank import run_rank
 
 
-def main() -> None:
+def main() -> int:
     """Run the rank on top of a wrong all_reduce."""
     right = dist.all_reduce
 
@@ -22,8 +22,8 @@ def main() -> None:
         return done
 
     dist.all_reduce = wrong
-    run_rank(rank._measure_as)
+    return rank.main()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
