@@ -74,7 +74,7 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
     same_layout
         Both ended on as many processes.
     """
-    from refiner_core.training.state.equality import (
+    from refiner_core.training.equality import (
         compare_checkpoints,
         compare_rollouts,
         compare_traces,

@@ -4,7 +4,7 @@ In: plans and a workspace (measured history first, sizes of models else). Out: a
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
 finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits.
 
-A checkpoint holds what :mod:`refiner_core.training.state.checkpoint` writes: the weights, two
+A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
 moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
 bytes per parameter in float32, 14 in bfloat16, with any engine and number of processes, each of
 which writes its share into files of its own; and the rollouts that were sampled ahead. A step that
