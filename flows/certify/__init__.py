@@ -9,7 +9,7 @@ In: a recipe (or none), and how much time there is. Out: a
                         numerics   kernels, bf16 against fp32, sampling     (one device)
                         ranks      plain against ZeRO, collectives          (torchrun: rank.main)
                         speed      SFT, GRPO update, sampling, memory, save (one device)
-                        servers    vLLM: new weights
+                        servers    vLLM: every way of weight transfer
                         faults     a planted NaN and out-of-memory; kill -9 and resume
                         hang       a planted hang
 

@@ -6,9 +6,9 @@ Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; colle
 of ranks is one start of torchrun, through the launcher that training stages use
 (:mod:`infra.ranks.launch`), with every engine in turn.
 
-Servers, where an environment has vLLM: the start, new weights, and the key of the routes. Weights
-are changed between two transfers, and a fixed prompt is scored on both sides: what a server has has
-to be the new weights, not those before.
+Servers, where an environment has vLLM: the start, every way of weight transfer, and the key of the
+routes. Weights are changed between two transfers, and a fixed prompt is scored on both sides: what
+a server has has to be the new weights, not those before.
 
 Faults: a loss that is not finite, memory that runs out, a rank that hangs, a worker that is killed
 with SIGKILL and goes on; each has to be named rightly, and none may cost what was saved. NaN and
@@ -140,16 +140,21 @@ _CONTROL = "/pause"
 
 
 def server_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """New weights on a server; absent without an environment that has vLLM."""
-    if order.vllm:
-        yield from _served(order, folder / "reload")
-    else:
-        why = "no environment with vLLM is given (grpo.rollout_server.python=…)"
-        yield absent("vLLM, weights by reload", why)
+    """Every way of weight transfer; absent without an environment that has vLLM."""
+    for way in ("reload", "nccl", "ipc"):
+        name = f"vLLM, weights by {way}"
+        if not order.vllm:
+            yield absent(name, "no environment with vLLM is given (grpo.rollout_server.python=…)")
+        elif way == "nccl" and order.gpus < 2:
+            yield absent(name, "it takes two GPUs: one trains, the other serves")
+        elif way == "ipc" and not order.gpus:
+            yield absent(name, "it shares the memory of a GPU, and there is none")
+        else:
+            yield from _served(order, way, folder / way)
 
 
-def _served(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    config, name = _config(order), "vLLM, weights by reload"
+def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
+    config = _config(order, way)
     model = load_model(_MODEL, config.model)
     model.to("cuda:0" if order.gpus else "cpu")
     tokenizer = load_tokenizer(_MODEL, config.model)
@@ -175,26 +180,29 @@ def _served(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
             gap = admin.difference(make_canary(model, tokenizer, _WINDOW), "after")
             stale = admin.difference(old, "after")
             yield check(
-                *(name, gap <= tolerance < stale),
+                *(f"vLLM, weights by {way}", gap <= tolerance < stale),
                 f"up in {start_s:.0f} s; new weights in {seconds:.2g} s, log-probabilities off by "
                 f"{gap:.2g} (at most {tolerance:g}), from the old ones by {stale:.2g}",
                 start_s=start_s,
                 seconds=seconds,
                 gap=gap,
             )
-            yield _keyed(endpoint)
-            yield _sampling(rollouts.generator)
+            yield _keyed(endpoint, way)
+            yield _sampling(rollouts.generator, way)
     except UnsupportedError as error:
-        yield absent(name, error.what)
+        yield absent(f"vLLM, weights by {way}", error.what)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield check(name, False, why)
+        yield check(f"vLLM, weights by {way}", False, why)
 
 
-def _config(order: Order) -> RecipeConfig:
+def _config(order: Order, way: str) -> RecipeConfig:
+    apart = way == "nccl"
     config = recipe(replace(order, checkpointing=False), ranks=1)
-    server = RolloutServerConfig(**{**order.vllm, "colocate": bool(order.gpus)})
-    resources = replace(config.grpo.resources, gpus=1 if order.gpus else 0)
+    server = RolloutServerConfig(
+        **{**order.vllm, "weight_transfer": way, "colocate": bool(order.gpus) and not apart}
+    )
+    resources = replace(config.grpo.resources, gpus=(2 if apart else 1) if order.gpus else 0)
     grpo = replace(
         config.grpo,
         generation_backend="vllm",
@@ -206,9 +214,9 @@ def _config(order: Order) -> RecipeConfig:
     return replace(config, grpo=grpo)
 
 
-def _keyed(endpoint: Endpoint) -> CertifiedCheck:
+def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
     """True if a route that changes the server turns away who has no key."""
-    name = "vLLM, key of its control routes (reload)"
+    name = f"vLLM, key of its control routes ({way})"
     request = urllib.request.Request(endpoint.url.removesuffix("/v1") + _CONTROL, method="POST")
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
@@ -218,14 +226,14 @@ def _keyed(endpoint: Endpoint) -> CertifiedCheck:
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
 
 
-def _sampling(generator: Any) -> CertifiedCheck:
+def _sampling(generator: Any, way: str) -> CertifiedCheck:
     requests = [GenerationRequest(tuple(range(20, 60 + i % 4)), i) for i in range(64)]
     began = time.monotonic()
     done = generator.generate(requests, SamplingParams(max_new_tokens=64))
     tokens = sum(len(one.token_ids) for one in done)
     per_s = tokens / (time.monotonic() - began)
     return check(
-        *("sampling by vLLM (reload)", tokens > 0),
+        *(f"sampling by vLLM ({way})", tokens > 0),
         f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
         tokens_per_s=per_s,
     )

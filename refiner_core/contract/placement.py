@@ -354,7 +354,10 @@ def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
     grpo = config.grpo
     if grpo.generation_backend != "vllm":
         return {}
-    found = {"weights for servers": weights}
-    if not grpo.resources.gpus:
+    has_gpus, how = grpo.resources.gpus > 0, grpo.rollout_server.weight_transfer
+    found = {}
+    if how == "reload" or (how == "auto" and not has_gpus):
+        found["weights for servers"] = weights
+    if not has_gpus:
         found["servers"] = grpo.vllm_num_engines * (weights + 2 * _PROCESS)
     return found

@@ -117,7 +117,7 @@ def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
     with_vllm: Order, tmp_path: Path
 ) -> None:
     found = {c.name: c for c in server_checks(with_vllm, tmp_path / "work")}
-    assert [c.verdict for c in found.values()] == ["pass", "pass", "pass"]
+    assert [c.verdict for c in found.values()] == ["pass", "pass", "pass", "absent", "absent"]
     assert found["vLLM, weights by reload"].figures["gap"] < 1e-3
     assert "HTTP 401" in found["vLLM, key of its control routes (reload)"].why
 
@@ -125,7 +125,7 @@ def test_new_weights_reach_a_server_and_its_control_routes_ask_for_the_key(
 def test_weights_that_are_changed_on_their_way_are_found(
     with_vllm: Order, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from refiner_core.generation.vllm.sync import write_folder
+    from refiner_core.generation.vllm.transfer import write_folder
 
     def perturbed(model: Any, tokenizer: Any, folder: Path) -> None:
         if folder.name.endswith("-2"):  # the second transfer
@@ -144,7 +144,7 @@ def test_weights_that_are_changed_on_their_way_are_found(
     assert "differ from the trainer's" in first.why
 
 
-def test_without_vllm_it_is_absent_and_says_which_field(tmp_path: Path) -> None:
+def test_without_vllm_every_way_is_absent_and_says_which_field(tmp_path: Path) -> None:
     found = list(server_checks(CPU, tmp_path))
     assert {c.verdict for c in found} == {"absent"}
     assert "grpo.rollout_server.python" in found[0].why

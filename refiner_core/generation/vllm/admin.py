@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -136,6 +136,27 @@ class Admin:
             return canary.difference(read_scores(raw, canary.prompt_ids))
         except Unusable as error:
             raise Failed(f"its answer to the canary cannot be used: {error}") from error
+
+    def world_size(self) -> int:
+        """Number of its workers, over all of its GPUs."""
+        found = json.loads(self._ask("GET", "/get_world_size", None))
+        return int(found["world_size"])
+
+    def begin_transfer(self, init_info: Mapping[str, Any]) -> None:
+        """Open the channel over which weights come (once)."""
+        self._post("/init_weight_transfer_engine", {"init_info": dict(init_info)})
+
+    def start_update(self) -> None:
+        """Make ready for weights."""
+        self._post("/start_weight_update")
+
+    def update(self, names: Sequence[str], update_info: Mapping[str, Any]) -> None:
+        """Receive the weights of these names; answers when they are there."""
+        self._post("/update_weights", {"update_info": {"names": list(names), **update_info}})
+
+    def finish_update(self) -> None:
+        """Put the received weights to use."""
+        self._post("/finish_weight_update", {})
 
     def _post(self, route: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         raw = self._ask("POST", route, None if body is None else json.dumps(body).encode())

@@ -5,7 +5,7 @@ have them, proven by a canary (:mod:`refiner_core.generation.vllm.admin`).
 
 ::
 
-    sync ── trainer scores the canary, weights are written
+    sync ── trainer scores the canary, weights are written or sent
       │        each server: pause ─ load ─ version ─ drop prefixes ─ resume ─ canary
       │                       └────── anything fails ──────┘            │
       │                                     v                           v wrong
@@ -16,14 +16,14 @@ last canary: that is what a rollout waits for. The server's own pause is lifted 
 canary, because a paused server answers nobody. One whose load has failed is never resumed: it may
 say 200 and be wrong. It is ended, and another one started in its place.
 
-Weights go by a folder in memory, complete or not at all. The folder of the current version stays
-while servers may have to be started on it.
+Under ``reload`` and at every start, weights go by a folder in memory; ``nccl`` and ``ipc`` send
+them from GPU to GPU (:mod:`refiner_core.generation.vllm.transfer`). The folder of the current
+version stays while servers may have to be started on it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -32,12 +32,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from refiner_core.contract.errors import KilledError, NoSpaceError, StageFailed
+from refiner_core.contract.errors import KilledError, StageFailed
 from refiner_core.contract.types import Endpoint, RolloutServers
 from refiner_core.generation.completions import stop_ids
 from refiner_core.generation.vllm.admin import Admin, Canary, Failed, make_canary
+from refiner_core.generation.vllm.transfer import Transfer, write_folder
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +56,8 @@ class WeightSync:
         How far a canary may be off.
     window
         Tokens that the servers were started for.
+    transfer
+        Sends weights to servers that run; none is by folders.
     timeout_s
         How long one step of a server may take: loading, or compiling before its first answer.
     """
@@ -69,12 +70,13 @@ class WeightSync:
         *,
         tolerance: float,
         window: int,
+        transfer: Transfer | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self.busy = threading.Lock()
         self._servers, self._folder, self._tokenizer = servers, folder, tokenizer
         self._tolerance, self._window = tolerance, window
-        self._timeout_s = timeout_s
+        self._transfer, self._timeout_s = transfer, timeout_s
         self._endpoints: list[Endpoint] = []
         self._version = self._coming = ""
         self._stop_ids: frozenset[int] = frozenset()
@@ -112,9 +114,17 @@ class WeightSync:
         Raises
         ------
         KilledError
-            Servers had to be replaced too often.
+            Its weights are nowhere but in the other servers (``nccl``, ``ipc``), or servers had to
+            be replaced too often.
         """
-        assert self._current is not None
+        if self._current is None:
+            raise KilledError(
+                f"Rollout server {index} is lost ({why}), and its weights were sent from GPU to "
+                "GPU and are in no folder",
+                expected="servers that last from one step to the next",
+                fix="nothing; the stage goes on from its last checkpoint. "
+                "grpo.rollout_server.weight_transfer=reload keeps weights in memory meanwhile",
+            )
         return self._replace(index, why, self._current)
 
     # ---- new weights
@@ -123,7 +133,7 @@ class WeightSync:
         """Give all servers the model's weights; they are started at the first call.
 
         Waits for a call of the generator that is under way. ``whole`` is entered once, and left as
-        soon as the weights are written.
+        soon as the weights are written or sent.
 
         Raises
         ------
@@ -136,12 +146,16 @@ class WeightSync:
         """
         with self.busy:
             before, self._version, self._coming = self._current, "", version
+            by_folder = self._transfer is None or not self._endpoints
             with whole as model:
                 self._stop_ids = stop_ids(model, self._tokenizer)
                 self._canary = make_canary(model, self._tokenizer, self._window)
-                self._current = self._write(model)
-            self._load(self._current)
-            if before is not None:
+                self._current = self._write(model) if by_folder else None
+                if not by_folder:
+                    self._send(model)
+            if by_folder:
+                self._load()
+            if before is not None and before != self._current:
                 shutil.rmtree(before, ignore_errors=True)
             self._version = version
 
@@ -151,24 +165,62 @@ class WeightSync:
         write_folder(model, self._tokenizer, folder)
         return folder
 
-    def _load(self, weights: Path) -> None:
+    def _load(self) -> None:
+        assert self._current is not None
         if not self._endpoints:
-            self._endpoints = self._servers.start(weights)
+            self._endpoints = self._servers.start(self._current)
             for index in range(len(self._endpoints)):
                 self._require(index)
+            self._drop_unused()
             return
-        with ThreadPoolExecutor(len(self._endpoints)) as pool:
-            failures = list(pool.map(self._reload, range(len(self._endpoints))))
+        failures = self._each(self._reload)
         for index, why in enumerate(failures):
             if why:
-                self._replace(index, why, weights)
+                self._replace(index, why, self._current)
+
+    def _drop_unused(self) -> None:
+        """Servers hold the weights themselves; with a transfer the folder is not needed again."""
+        if self._transfer is not None and self._current is not None:
+            shutil.rmtree(self._current, ignore_errors=True)
+            self._current = None
+
+    def _send(self, model: Any) -> None:
+        """From GPU to GPU; servers that fail are replaced by others, on a folder."""
+        assert self._transfer is not None
+        admins = [self._admin(index) for index in range(len(self._endpoints))]
+        try:
+            for admin in admins:
+                admin.pause()
+            self._transfer.send(model, admins)
+            failures = self._each(self._finish)
+        except Failed as error:
+            failures = [str(error)] * len(admins)
+        if any(failures):
+            self._transfer.close()  # a channel with a member that is gone is of no use
+            self._current = self._write(model)
+            for index, why in enumerate(failures):
+                if why:
+                    self._replace(index, why, self._current)
+            self._drop_unused()
+
+    def _each(self, step: Any) -> list[str]:
+        """Do a step on all servers side by side; per server why it failed, or nothing."""
+        with ThreadPoolExecutor(len(self._endpoints)) as pool:
+            return list(pool.map(step, range(len(self._endpoints))))
 
     def _reload(self, index: int) -> str:
-        """Load new weights, make them count, and look whether they do; why not, or nothing."""
         admin = self._admin(index)
         try:
             admin.pause()
             admin.load(str(self._current))
+        except Failed as error:
+            return str(error)
+        return self._finish(index)
+
+    def _finish(self, index: int) -> str:
+        """After weights have come: make them count, lift the pause, and look whether they did."""
+        admin = self._admin(index)
+        try:
             admin.note_version(self._coming)
             admin.forget_prefixes()
             admin.resume()
@@ -212,46 +264,3 @@ class WeightSync:
 
     def _admin(self, index: int) -> Admin:
         return Admin(self._endpoints[index], self._timeout_s)
-
-
-#: Largest file of weights; host memory holds about one beside what is written.
-PART_SIZE = "2GB"
-#: What configuration and tokenizer may need beside the weights, bytes.
-_SMALL_FILES = 64 << 20
-
-
-def write_folder(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model, configuration and tokenizer completely, or nothing under that name.
-
-    Raises
-    ------
-    NoSpaceError
-        It does not fit; says how much it is.
-    """
-    size = sum(weight.nbytes for weight in model.parameters())
-    part = folder.with_name(f".{folder.name}.part")
-    for leftover in (part, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    info = os.statvfs(folder.parent)
-    free = info.f_bavail * info.f_frsize
-    if free < size + _SMALL_FILES:
-        raise _no_room(size, folder.parent, f"{free / 2**30:.1f} GiB are free")
-    try:
-        part.mkdir(mode=0o700)
-        model.save_pretrained(part, max_shard_size=PART_SIZE)
-        tokenizer.save_pretrained(part)
-        part.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise _no_room(size, folder.parent, str(error)) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-
-
-def _no_room(size: int, folder: Path, why: str) -> NoSpaceError:
-    return NoSpaceError(
-        f"New weights for the rollout servers ({size / 2**30:.2f} GiB) cannot be written to "
-        f"{folder}: {why}",
-        expected="room in memory for two versions of the weights",
-        fix="set grpo.rollout_server.weights_dir to a folder with more room, or give the job more "
-        "memory (grpo.resources.memory_gb): what lies in /dev/shm counts as memory",
-    )
