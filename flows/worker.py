@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from infra.attempt.attempt import AttemptRun
 from infra.attempt.stage_io import set_up_logging
 from infra.jobs.signals import AttemptClosed, attempt_to_run, job_of
-from infra.ranks.launch import node_number, wait_for_work
 from infra.store.provenance import refuse_other_code
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import NoSpaceError, RefinerError
@@ -39,8 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         workspace = Workspace.open(args.workspace)
         job = job_of(workspace, args.stage_id, args.attempt)
-        if job is not None and (node := node_number()):
-            return wait_for_work(workspace, args.stage_id, job, node)
+        if job is not None:
+            from infra.ranks.launch import node_number, wait_for_work
+
+            if node := node_number():
+                return wait_for_work(workspace, args.stage_id, job, node)
         number = attempt_to_run(workspace, args.stage_id, args.attempt, job)
         attempt = AttemptRun(workspace, args.stage_id, number, job)
         set_up_logging(attempt.config)

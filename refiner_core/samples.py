@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
@@ -25,10 +25,11 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnGenerator,
 )
-from refiner_core.environments.episodes import run_episodes
-from refiner_core.environments.play import EpisodeRequest, EpisodeSettings
-from refiner_core.environments.protocol import Environment, task_of_row
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
+
+if TYPE_CHECKING:
+    from refiner_core.environments.play import EpisodeSettings
+    from refiner_core.environments.protocol import Environment
 
 
 class Wanted(NamedTuple):
@@ -107,6 +108,10 @@ def sample_episodes(
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
     """Run one episode of each task; ``finished(place, completion)`` is told of it as it ends."""
+    from refiner_core.environments.episodes import run_episodes
+    from refiner_core.environments.play import EpisodeRequest
+    from refiner_core.environments.protocol import task_of_row
+
     run_episodes(
         *(generator, environment, tokenizer),
         [EpisodeRequest(task_of_row(w.prompt), w.prompt.prompt_ids, w.seed) for w in wanted],

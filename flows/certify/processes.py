@@ -43,8 +43,7 @@ from safetensors.torch import load_file, save_file
 from flows.certify.rank import short_sft, train
 from flows.certify.work import Order, absent, check, open_io, random_model, recipe, write_rows
 from flows.proving.planning import Asked, plan_proofs
-from flows.proving.runs import Room, run_recipe_in
-from flows.proving.work import prove_resume
+from flows.proving.runs import Room, prove_resume, run_recipe_in
 from infra.jobs.failures import classify
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.ranks.protocol import ORDER

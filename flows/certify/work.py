@@ -119,11 +119,11 @@ def random_model(order: Order, folder: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from refiner_core.models.tokenizer import build_tokenizer
+    from refiner_core.models import tiny_tokenizer
 
     if folder.is_dir():
         return folder
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     shape = SHAPES[order.model]
     config = Qwen3Config(
         **{**shape, "vocab_size": max(shape["vocab_size"], len(tokenizer))},

@@ -23,9 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.proving.planning import Asked, Point
 from flows.proving.planning import Asked, OneStage, Plans, Point, interruption_line
-from flows.running.background import Launch
 from flows.running.calls import (
     Pinned,
     RunOutcome,
@@ -367,7 +365,7 @@ def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> li
     same_layout
         Both ended on as many processes.
     """
-    from refiner_core.training.state.equality import (
+    from refiner_core.training.equality import (
         compare_checkpoints,
         compare_rollouts,
         compare_traces,

@@ -11,11 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from flows.ranks.training import train
 from flows.stages.work import StageWork, judged_as_planned
 from infra.process.minder import die_with_parent
 from infra.ranks.agent import ignore_stop_signals
@@ -24,14 +24,9 @@ from infra.ranks.protocol import ORDER, tell_error
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
-from refiner_core.contract.placement import TrainingStage, section_of, training_stage
+from refiner_core.contract.placement import section_of, training_stage
 from refiner_core.contract.records import StageSpec, from_json
 from refiner_core.contract.types import Progress
-
-if TYPE_CHECKING:
-    from refiner_core.training.engines.protocol import Engine
-    from refiner_core.training.ranks import Ranks
-    from refiner_core.training.rollouts.policies import Servers
 
 
 def run_rank(act: Callable[[int], None]) -> NoReturn:
@@ -89,50 +84,6 @@ def _work(order: dict[str, Any], io: RemoteIO | None) -> StageWork:
         stage_id=stage_id,
         workspace=workspace,
         attempt=attempt,
-    )
-
-
-def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train a stage in this process, as one of several ranks or alone."""
-    if stage != "grpo":
-        from refiner_core.training.sft import train_sft
-
-        return train_sft(
-            work.config,
-            data_dir=work.inputs["data"],
-            model_ref=work.model_ref,
-            output_dir=work.output_dir,
-            io=work.io,
-            ranks=ranks,
-            stage=stage,
-        )
-    from flows.stages.judging import judge_for
-    from refiner_core.training.grpo import train_grpo
-
-    first = ranks is None or ranks.rank == 0
-    with judge_for(work) if first else nullcontext((None, None)) as (judge, io):
-        return train_grpo(
-            work.config,
-            data_dir=work.inputs["data"],
-            model_ref=work.model_ref,
-            output_dir=work.output_dir,
-            io=io,
-            judge=judge,
-            open_servers=partial(_rollout_servers, work) if first else None,
-            ranks=ranks,
-        )
-
-
-def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
-    """The stage's own vLLM servers, as children of this process."""
-    from infra.rollouts.servers import open_vllm
-
-    return open_vllm(
-        work.config,
-        engine.tokenizer,
-        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
-        should_stop=work.io.should_stop,
-        tell=work.starts("starting rollout servers"),
     )
 
 

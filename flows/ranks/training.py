@@ -10,12 +10,12 @@ torch there alone: the worker keeps the heartbeat, the fence and the outcome.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows.stages.work import StageWork, as_planned
 from infra.jobs.signals import job_of
-from infra.ranks.launch import OtherNodes, RanksJob, run_ranks
 from infra.store import atomic
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
@@ -27,6 +27,11 @@ from refiner_core.contract.placement import (
     section_of,
     training_stage,
 )
+
+if TYPE_CHECKING:
+    from refiner_core.training.engines.protocol import Engine
+    from refiner_core.training.ranks import Ranks
+    from refiner_core.training.rollouts.policies import Servers
 
 #: Beside an attempt: what it trained on.
 _FILE = "ranks.json"
@@ -51,12 +56,9 @@ def run_training(work: StageWork) -> dict[str, Any]:
     }
     paths = work.workspace.layout.attempt(work.stage_id, work.attempt)
     atomic.write_json(paths.control / _FILE, used)
-    if in_worker(work.config, stage):
-        from flows.ranks.rank import train
-
-        report = train(work, stage)
-    else:
-        report = run_ranks(_job(work, placement), work.io)
+    report = (
+        train(work, stage) if in_worker(work.config, stage) else _train_in_ranks(work, placement)
+    )
     return {**report, **used, "resumed_on": resumed_on(work, used)}
 
 
@@ -72,7 +74,53 @@ def engine_name(config: RecipeConfig, stage: TrainingStage) -> str:
     return f"DeepSpeed ZeRO-{zero}" if zero else "torch"
 
 
-def _job(work: StageWork, placement: Placement) -> RanksJob:
+def train(work: StageWork, stage: TrainingStage, ranks: Ranks | None = None) -> dict[str, Any]:
+    """Train a stage in this process, as one of several ranks or alone."""
+    if stage != "grpo":
+        from refiner_core.training.sft import train_sft
+
+        return train_sft(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=work.io,
+            ranks=ranks,
+            stage=stage,
+        )
+    from flows.stages.judging import judge_for
+    from refiner_core.training.grpo import train_grpo
+
+    first = ranks is None or ranks.rank == 0
+    with judge_for(work) if first else nullcontext((None, None)) as (judge, io):
+        return train_grpo(
+            work.config,
+            data_dir=work.inputs["data"],
+            model_ref=work.model_ref,
+            output_dir=work.output_dir,
+            io=io,
+            judge=judge,
+            open_servers=partial(_rollout_servers, work) if first else None,
+            ranks=ranks,
+        )
+
+
+def _rollout_servers(work: StageWork, engine: Engine) -> AbstractContextManager[Servers]:
+    """The stage's own vLLM servers, as children of this process."""
+    from infra.rollouts.servers import open_vllm
+
+    return open_vllm(
+        work.config,
+        engine.tokenizer,
+        work.workspace.layout.stage(work.stage_id).control,  # the same in every attempt
+        should_stop=work.io.should_stop,
+        tell=work.starts("starting rollout servers"),
+    )
+
+
+def _train_in_ranks(work: StageWork, placement: Placement) -> dict[str, Any]:
+    from infra.ranks.launch import OtherNodes, RanksJob, run_ranks
+
     layout = work.workspace.layout
 
     def meet() -> OtherNodes:
@@ -87,7 +135,7 @@ def _job(work: StageWork, placement: Placement) -> RanksJob:
             layout.attempt(work.stage_id, work.attempt).control, job, placement.nodes - 1
         )
 
-    return RanksJob(
+    job = RanksJob(
         placement=placement,
         module="flows.ranks.rank",
         order={
@@ -102,6 +150,7 @@ def _job(work: StageWork, placement: Placement) -> RanksJob:
         check_fence=partial(work.check_fence, "ranks end"),
         meet=meet if placement.nodes > 1 else None,
     )
+    return run_ranks(job, work.io)
 
 
 def resumed_on(work: StageWork, used: dict[str, Any]) -> list[dict[str, Any]]:

@@ -468,7 +468,7 @@ def check_supported(config: RecipeConfig) -> None:
         A Hub data set without a pinned revision, or a model whose files do not fit the recipe.
     """
     from refiner_core.data.sources import resolve_source
-    from refiner_core.training.support import refuse_unsupported
+    from refiner_core.training.ranks import refuse_unsupported
 
     for which in ("sft", "rl"):
         resolve_source(config.data, which)  # refuses a revision that may move

@@ -25,7 +25,7 @@ from flows.stages.work import StageWork
 from infra.host.processes import node_address
 from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed
-from infra.services.judges import Server, live_endpoints, service_key, write_endpoint
+from infra.services.judges import Server
 from infra.store.orchestrators import Lease, LeaseWatch, attempt_holder, hand_holder
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
@@ -43,6 +43,7 @@ from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
 if TYPE_CHECKING:
     from infra.judgements.store import WorkspaceStore
+    from infra.services.judges import Server
     from refiner_core.judges.surroundings import Surroundings
 
 
@@ -68,6 +69,8 @@ def run_serve(work: StageWork) -> dict[str, Any]:
     RefinerError
         It could not be started, or has ended by itself; or somebody wanted it to.
     """
+    from infra.services.judges import Server, service_key, write_endpoint
+
     judge, ref = work.config.judge, AttemptRef(work.stage_id, work.attempt)
     folder = work.workspace.layout.service(work.stage_id)
     key, source = "", "none"
@@ -149,6 +152,8 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
     judge = work.config.judge
     service = judge_service(work.config)
     if service is not None:
+        from infra.services.judges import live_endpoints
+
         folder = work.workspace.layout.service(service.id)
         with Lease(folder, attempt_holder(work.stage_id, work.attempt)):
             yield functools.partial(live_endpoints, work.workspace, service.id)
@@ -160,6 +165,8 @@ def judge_endpoints(work: StageWork) -> Iterator[Endpoints | None]:
 
 
 def _server_beside(work: StageWork) -> Server:
+    from infra.services.judges import Server, service_key
+
     judge, paths = work.config.judge, work.workspace.layout.attempt(work.stage_id, work.attempt)
     key = ""
     if engine_of(judge) != "transformers":
@@ -279,6 +286,8 @@ def endpoints_by_hand(
     if service is None or config.base_url or config.base_urls:
         yield None
         return
+    from infra.services.judges import live_endpoints
+
     if not live_endpoints(workspace, service.id):
         if not calls:
             yield tuple

@@ -6,7 +6,7 @@ finished stages' checkpoints may go. :func:`fit` proposes the cheapest change th
 what earlier stages took (sizes, seconds), per kind of stage and, where it is known, per model. The
 number of a model's parameters is told without loading it, from a header, a configuration or a name.
 
-A checkpoint holds what :mod:`refiner_core.training.state.checkpoint` writes: the weights, two
+A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
 moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
 bytes per parameter in float32, 14 in bfloat16, with any engine and number of processes, each of
 which writes its share into files of its own; and the rollouts that were sampled ahead. A step that
@@ -242,7 +242,6 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
     """
     if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
         return 0  # its judgements are not kept
-    from infra.judgements.segments import RECORD_BYTES, summarise
 
     total = limit = 0
     of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}

@@ -18,11 +18,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from infra.disk.forecast import size_of_model
-from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
-from infra.doctor.slurm import slurm_settings
-from infra.host.secrets import masked
-from infra.hub.target import endpoint_now
-from infra.disk.history import size_of_model
 from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, gib
 from refiner_core.contract.config import RecipeConfig
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined, Template
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.data.sources import SYNTHETIC, Which, source_digest
@@ -122,13 +122,10 @@ def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
 @functools.cache
 def _template() -> Template:
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return Template(
-        text,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
+    return environment.from_string(text)
 
 
 def tally_of(config: RecipeConfig, which: Which) -> Tally:

@@ -55,7 +55,6 @@ from refiner_core.generation.sampling import (
     refuse_not_finite,
     uniform_streams,
 )
-from refiner_core.generation.turns import TurnDecoding
 
 
 class SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -292,6 +291,8 @@ class TransformersGenerator:
         At most ``batch_size`` conversations are under way. How it runs:
         :mod:`refiner_core.generation.turns`. Errors as of :meth:`generate`, and those of the desk.
         """
+        from refiner_core.generation.turns import TurnDecoding
+
         with _ready(self.model):
             TurnDecoding(
                 *(self.model, self.tokenizer, desk, self.stop_ids),

@@ -11,7 +11,7 @@ How it runs:
 2. The desk is asked for turns every :data:`STEPS_BETWEEN` steps of decoding, or sooner once an
    eighth of the batch has nothing to do. Turns that begin join by one padded prefill of the tokens
    that are new to them. What new conversations have in common with each other, or with what is
-   cached, is computed once and copied (:mod:`refiner_core.generation.slots`).
+   cached, is computed once and copied: those that would compute the same join one wave later.
 3. All live turns decode side by side, one token a step, each with its own parameters and its own
    stream of random numbers. A turn that ends is told to the desk at once; its slot waits, and stops
    being computed once an eighth of the places wait.
@@ -53,14 +53,13 @@ from refiner_core.generation.sampling import (
     uniform_streams,
 )
 from refiner_core.generation.slots import (
+    LEAST_SHARED,
     Pass,
     Slot,
     SlotCache,
     Slots,
-    Span,
     Turn,
     common_prefix,
-    plan_spans,
 )
 
 #: Steps of decoding between two looks for turns that may begin.
@@ -167,42 +166,47 @@ class TurnDecoding:
         lengths = [len(turn.context()) for turn in self._waiting]
         lengths += [len(slot.ids) for slot in self._slots.live()]
         self._fit(max(lengths) + 1)
-        joined: list[Slot] = []
-        new: list[bool] = []
+        while wave := self._wave():
+            self._sample([slot for slot, _ in wave], self._prefill(wave))
+
+    def _wave(self) -> list[tuple[Slot, bool]]:
+        """Slots for turns that wait, and whether their conversations are new; but for new ones that
+        begin like one of these, and with more than is cached: they copy it in the next wave."""
+        wave: list[tuple[Slot, bool]] = []
+        heads: list[list[int]] = []
         left: deque[Turn] = deque()
         for turn in self._waiting:
-            evict = not joined and not self._slots.live()
-            known = turn.request.conversation in self._slots.of
-            slot = self._slots.take(turn, turn.context(), evict=evict)
+            context, new = turn.context(), turn.request.conversation not in self._slots.of
+            shared = max((common_prefix(context, head) for head in heads), default=0) if new else 0
+            if shared >= self._slots.longest_known(context, 0)[1] + LEAST_SHARED:
+                left.append(turn)
+                continue
+            evict = not wave and not self._slots.live()
+            slot = self._slots.take(turn, context, evict=evict)
             if slot is None:
                 left.append(turn)
-            else:
-                joined.append(slot)
-                new.append(not known)
+                continue
+            wave.append((slot, new))
+            if new:
+                heads.append(context)
         self._waiting = left
-        if joined:
-            self._sample(joined, self._prefill(joined, new))
+        return wave
 
     def _fit(self, columns: int) -> None:
         self._waiting.extendleft(reversed(self._slots.fit(columns, len(self._known))))
 
-    def _prefill(self, slots: Sequence[Slot], new: Sequence[bool]) -> Tensor:
+    def _prefill(self, wave: Sequence[tuple[Slot, bool]]) -> Tensor:
         """Compute the contexts of slots as far as they are not cached; next-token logits [J, V]."""
+        slots = [slot for slot, _ in wave]
         contexts = [slot.turn.context() for slot in slots if slot.turn is not None]
-        known = self._copy_known(slots, contexts, new)
-        *shared, last = plan_spans(contexts, known)
-        for level in shared:
-            self._forward(slots, contexts, level)
-            self._slots.cache.copy(
-                [slots[span.context].row for span in level for _ in span.copies],
-                [slots[copy].row for span in level for copy in span.copies],
-                min(span.start for span in level),
-                max(span.stop for span in level),
-            )
-        logits = self._forward(slots, contexts, last)
+        known = self._copy_known(slots, contexts, [new for _, new in wave])
+        parts = prefill_parts([len(c) - n for c, n in zip(contexts, known, strict=True)])
+        logits = [
+            self._forward([(slots[n], contexts[n], known[n]) for n in part]) for part in parts
+        ]
         for slot, context in zip(slots, contexts, strict=True):
             slot.ids = context
-        return logits
+        return torch.cat(logits)[np.argsort([n for part in parts for n in part])]
 
     def _copy_known(
         self, slots: Sequence[Slot], contexts: Sequence[list[int]], new: Sequence[bool]
@@ -224,26 +228,18 @@ class TurnDecoding:
             slot.ids = context[:length]
         return known
 
-    def _forward(
-        self, slots: Sequence[Slot], contexts: Sequence[list[int]], spans: Sequence[Span]
-    ) -> Tensor:
-        """Compute spans, some at a time; logits [spans, V] behind the last token of each."""
-        parts = prefill_parts([span.stop - span.start for span in spans])
-        logits = []
-        for part in parts:
-            rows = [spans[n] for n in part]
-            given = self._slots.cache.prefill(
-                [slots[span.context].row for span in rows],
-                [span.start for span in rows],
-                [span.stop for span in rows],
-            )
-            tokens = [contexts[span.context][span.start : span.stop] for span in rows]
-            longest = max(map(len, tokens))
-            padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])
-            last = torch.tensor([[len(ids) - 1] for ids in tokens], device=self._model.device)
-            logits.append(self._run(padded, given, last))
-        places = [n for part in parts for n in part]
-        return torch.cat(logits)[np.argsort(places)]
+    def _forward(self, rows: Sequence[tuple[Slot, list[int], int]]) -> Tensor:
+        """Compute contexts behind what is known of each; logits [rows, V] behind their ends."""
+        given = self._slots.cache.prefill(
+            [slot.row for slot, _, _ in rows],
+            [known for _, _, known in rows],
+            [len(context) for _, context, _ in rows],
+        )
+        tokens = [context[known:] for _, context, known in rows]
+        longest = max(map(len, tokens))
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in tokens])
+        last = torch.tensor([[len(ids) - 1] for ids in tokens], device=self._model.device)
+        return self._run(padded, given, last)
 
     # ---- decoding
 

@@ -1,16 +1,15 @@
-"""Models that need no download: tokenizers, random models of any size, small pre-trained bases.
+"""Models that need no download: small pre-trained bases as folders, random models of any size.
 
 :func:`builtin_model_dir` is where the packaged base models of the recipes `tiny` and `tiny-tools`
-are. Nothing here imports torch until :mod:`refiner_core.models.random_model`,
-:mod:`refiner_core.models.pretrain` or :mod:`refiner_core.models.tools` is imported.
+are; their cards say how they were made. Nothing here imports torch until
+:mod:`refiner_core.models.random_model` is imported.
 """
 
 from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
-
-__all__ = ["BUILTIN_MODELS", "builtin_model_dir", "tiny_model_dir"]
+from typing import Any
 
 #: Folders of the packaged models, by the name behind ``builtin:``.
 BUILTIN_MODELS = {"tiny": "tiny", "tiny-tools": "tiny_tools"}
@@ -24,3 +23,11 @@ def builtin_model_dir(name: str) -> Path:
 def tiny_model_dir() -> Path:
     """The folder of the packaged base model of the recipe `tiny`."""
     return builtin_model_dir("tiny")
+
+
+def tiny_tokenizer() -> Any:
+    """The tokenizer of the embedded world: whole words for its own vocabulary, bytes for the rest,
+    so that any text comes back exactly."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model_dir(), local_files_only=True)

@@ -1,6 +1,6 @@
 """A checkpoint of a training that goes on becomes a model folder.
 
-In: a complete checkpoint (:mod:`refiner_core.training.state.checkpoint`), and a folder or Hub id
+In: a complete checkpoint (:mod:`refiner_core.training.engines.protocol`), and a folder or Hub id
 whose architecture and tokenizer the model has. Out: ``model/`` as ``from_pretrained`` takes it, the
 same bytes as the training stage would have left had it ended there, and the report that it would
 have given. Only the checkpoint's weights are read, not the optimiser's state; nothing runs on a
@@ -17,9 +17,9 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
 from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
+from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import load_weights
-from refiner_core.training.state.checkpoint import PROGRESS
 from refiner_core.training.steps.boundary import curve
 
 _COUNTED = ("tokens", "epoch", "counts", "judge")

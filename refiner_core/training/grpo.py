@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
@@ -39,7 +39,6 @@ from refiner_core.contract.errors import (
 )
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
-from refiner_core.environments.protocol import Environment
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import set_threads
 from refiner_core.judges.surroundings import (
@@ -54,8 +53,8 @@ from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import Ranks, RanksIO, on_first
-from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of, open_lane
+from refiner_core.training.ranks import Ranks, RanksIO, on_first, refuse_unsupported
+from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
@@ -67,8 +66,10 @@ from refiner_core.training.rollouts.policies import (
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
 from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
-from refiner_core.training.support import refuse_unsupported
 from refiner_core.training.updates import GrpoUpdate
+
+if TYPE_CHECKING:
+    from refiner_core.environments.protocol import Environment
 
 TRAIN_FILE = "rl_train.parquet"
 #: Metrics whose course the report keeps.
@@ -145,7 +146,7 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
-        See :func:`refiner_core.training.support.refuse_unsupported`; or nobody starts servers.
+        See :func:`refiner_core.training.ranks.refuse_unsupported`; or nobody starts servers.
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
@@ -432,3 +433,29 @@ class _GrpoRun:
     def _report(self, part: str, values: Mapping[str, float]) -> None:
         """Say where the step is."""
         self.io.progress(Progress(self.step - 1, self.grpo.num_training_steps, part, values))
+
+
+def open_lane(
+    config: RecipeConfig,
+    *,
+    judge: Judge | None,
+    environment: Environment | None,
+    samples: bool,
+) -> Lane:
+    """The lane of a recipe.
+
+    Parameters
+    ----------
+    environment
+        The one to use; None opens the recipe's, where it has one and this rank ``samples``.
+
+    Raises
+    ------
+    ConfigurationError, UnsupportedError
+        See :func:`refiner_core.environments.registry.open_environment`.
+    """
+    if not config.environment.name:
+        return Lane(config, judge)
+    from refiner_core.training.rollouts.episodes import EpisodeLane
+
+    return EpisodeLane(config, judge, environment, samples=samples)

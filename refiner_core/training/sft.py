@@ -50,10 +50,9 @@ from refiner_core.training.batches import (
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import Ranks, RanksIO
+from refiner_core.training.ranks import Ranks, RanksIO, refuse_unsupported
 from refiner_core.training.steps.boundary import Boundary, curve, require_finite
 from refiner_core.training.steps.health import HealthMonitor
-from refiner_core.training.support import refuse_unsupported
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
@@ -102,7 +101,7 @@ def train_sft(
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.support.refuse_unsupported`.
+        See :func:`refiner_core.training.ranks.refuse_unsupported`.
     """
     refuse_unsupported(config, stage)
     run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())

@@ -35,8 +35,8 @@ from refiner_core.contract.types import (
 )
 from refiner_core.data.prepared import write_prompts
 from refiner_core.generation import transformers_backend
+from refiner_core.models import tiny_tokenizer
 from refiner_core.models.random_model import save_random_model
-from refiner_core.models.tokenizer import build_tokenizer
 from tests.support.stage_io import FolderStageIO
 from tests.support.tiny_training import NoJudge, train_rewarded
 
@@ -232,7 +232,7 @@ class FixedRollouts:
 
 def fixed_rollouts(work: Work, rows: Sequence[PromptRow]) -> FixedRollouts:
     """Random tokens of the scripted lengths, none of them special."""
-    vocabulary = len(build_tokenizer())
+    vocabulary = len(tiny_tokenizer())
     rng = np.random.default_rng(1)
     return FixedRollouts(
         {

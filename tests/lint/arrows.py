@@ -31,7 +31,7 @@ ROOMS: Mapping[str, Sequence[str]] = {
         *("training", "rejection", "judge_report", "rescoring"),
     ),
     "refiner_core.training": (
-        *("support", "ranks", "batches", "model", "state", "engines", "steps", "export"),
+        *("ranks", "batches", "equality", "model", "engines", "steps", "export"),
         *("rollouts", "updates", "sft", "grpo"),
     ),
     "infra": (

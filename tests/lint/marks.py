@@ -19,7 +19,6 @@ from tests.lint.source import Module, modules
 SPEAKERS = (
     *("flows/cli/", "flows/examples/", "flows/worker.py", "flows/running/console.py"),
     *("flows/running/calls.py", "flows/sweeping/live.py", "infra/services/process.py"),
-    *("refiner_core/models/pretrain.py", "refiner_core/models/tools.py"),
     "refiner_core/environments/desk/__main__.py",
 )
 #: Scripts whose text stands in cells of markdown.

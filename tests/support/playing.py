@@ -34,7 +34,7 @@ from refiner_core.environments.protocol import (
     row_of_task,
 )
 from refiner_core.environments.turns import call_text
-from refiner_core.models.tokenizer import build_tokenizer
+from refiner_core.models import tiny_tokenizer
 
 #: (decoding, sample_id, attempt) -> what the attempt is.
 Plan = Callable[[str, str, int], str]
@@ -120,7 +120,7 @@ class Player:
     """A generator that plays every attempt as the plan says."""
 
     def __init__(self, config: RecipeConfig, rows: Sequence[PromptRow], plan: Plan) -> None:
-        self.tokenizer = build_tokenizer()
+        self.tokenizer = tiny_tokenizer()
         self.config, self.batches = config, 0
         self.texts: dict[int, str] = {}
         self.params: list[SamplingParams] = []

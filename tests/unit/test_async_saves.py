@@ -22,7 +22,6 @@ from refiner_core.contract.errors import DamagedCheckpoint, Interrupted, NoSpace
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.ranks import Ranks
 from refiner_core.training.sft import train_sft
-from refiner_core.training.state.checkpoint import HostCopies
 from refiner_core.training.steps.boundary import Boundary
 from tests.support.plans import claim, small_plan
 from tests.support.stage_io import FolderStageIO
@@ -211,38 +210,6 @@ def test_a_save_that_fails_at_the_end_of_the_stage_fails_the_stage(training: Tra
     training.io.go_on.set()
     with pytest.raises(OSError, match="went away"), training.edge:
         training.go(2)
-
-
-# ---------------------------------------------------------------- memory
-
-
-class Held:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-def copied(copies: HostCopies, tensor: torch.Tensor) -> Held:
-    copies.begin()
-    held = Held(copies.copy("weight", tensor))
-    copies.lend(held)
-    return held
-
-
-def test_the_memory_of_a_copy_serves_again_once_nobody_holds_it() -> None:
-    copies, weight = HostCopies(), torch.arange(12.0).reshape(3, 4)
-    first = copied(copies, weight.t())
-    where = first.tensor.data_ptr()
-    second = copied(copies, weight.t() + 1)
-    assert second.tensor.data_ptr() != where, "the first one is still held"
-    assert torch.equal(first.tensor, weight.t())
-    where = second.tensor.data_ptr()
-    del second
-    third = copied(copies, weight.t() + 2)
-    assert third.tensor.data_ptr() == where
-    assert torch.equal(third.tensor, weight.t() + 2)
-    assert third.tensor.is_contiguous()
-    del third
-    assert copied(copies, torch.zeros(5)).tensor.shape == (5,), "another shape, other memory"
 
 
 # ---------------------------------------------------------------- real training, the real store

@@ -22,7 +22,7 @@ from refiner_core.environments.conversation import (
     prompt_ids,
 )
 from refiner_core.environments.protocol import Message, ToolCall, ToolSpec
-from refiner_core.models.tokenizer import build_tokenizer
+from refiner_core.models import tiny_tokenizer
 from tests.support.qwen_like import qwen_like
 
 POLICY = "Be kind.\nThe user is always right."
@@ -41,7 +41,7 @@ TRICKS = (
 
 @pytest.fixture(scope="module", params=["tiny", "qwen"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return build_tokenizer() if request.param == "tiny" else qwen_like()
+    return tiny_tokenizer() if request.param == "tiny" else qwen_like()
 
 
 def text_of(tokenizer: Any, ids: Any) -> str:

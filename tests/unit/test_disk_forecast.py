@@ -37,6 +37,7 @@ from refiner_core.contract.config import (
     DiskConfig,
     GrpoConfig,
     JudgeConfig,
+    ModelConfig,
     PublishConfig,
     RecipeConfig,
 )
@@ -72,11 +73,15 @@ def need(plan: Plan, workspace: Workspace, kind: str = "grpo") -> StageNeed:
 def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
     import torch
 
+    from refiner_core.training.engines.plain import PlainEngine
+    from refiner_core.training.model.loading import Loaded
     from refiner_core.training.model.optim import Updater
-    from refiner_core.training.state.checkpoint import save_state
+    from tests.support.tiny_training import tiny_tokenizer
 
     class Layer(torch.nn.Linear):
-        """What the updater asks of a model; of transformers it needs nothing."""
+        """What an engine asks of a model; of transformers it needs nothing."""
+
+        device = torch.device("cpu")
 
         def get_input_embeddings(self) -> None: ...
 
@@ -89,7 +94,8 @@ def test_a_checkpoint_is_as_large_as_forecast(tmp_path: Path) -> None:
         updater.step(1.0)
         folder = tmp_path / dtype
         folder.mkdir()
-        save_state(folder, model, updater, {})
+        loaded = Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+        PlainEngine(loaded, updater, ModelConfig()).snapshot({}).write(folder)
         written = sum(p.stat().st_size for p in folder.iterdir())
         parameters = sum(p.numel() for p in model.parameters())
         assert written == pytest.approx(parameters * STATE_BYTES[dtype], rel=0.1)

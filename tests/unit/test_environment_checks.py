@@ -22,7 +22,7 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.records import StageSpec
 from refiner_core.environments.protocol import row_of_task
 from refiner_core.environments.registry import load_own
-from refiner_core.training.rollouts.lane import EpisodeLane
+from refiner_core.training.rollouts.episodes import EpisodeLane
 from tests.support.stage_io import FolderStageIO
 
 OWN = Path(__file__).parents[1] / "support" / "own_environment.py"

@@ -104,9 +104,9 @@ class Bench:
 
 
 def _tokenizer() -> Any:
-    from refiner_core.models.tokenizer import build_tokenizer
+    from refiner_core.models import tiny_tokenizer
 
-    return build_tokenizer()
+    return tiny_tokenizer()
 
 
 _TOKENIZER = _tokenizer()

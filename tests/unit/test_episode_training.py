@@ -403,7 +403,7 @@ def test_rows_that_are_no_tasks_are_refused(tmp_path, inputs):
 
 
 def test_a_rank_that_samples_without_the_judge_of_its_environment_says_so():
-    from refiner_core.training.rollouts.lane import open_lane
+    from refiner_core.training.grpo import open_lane
 
     config = recipe({"nl_assertions": "judge"})
     with pytest.raises(UnsupportedError, match="one process of a stage has it"):

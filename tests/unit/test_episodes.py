@@ -30,11 +30,11 @@ from refiner_core.environments.episodes import (
     settings_of,
 )
 from refiner_core.environments.protocol import EpisodeRecord, Message, Task, record_from_json
-from refiner_core.models.tokenizer import build_tokenizer
+from refiner_core.models import tiny_tokenizer
 from tests.support.command import wait_until
 from tests.support.counting import RULES, TOOLS, Counting, Scripted, call, task_of
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = tiny_tokenizer()
 PROMPT = prompt_ids(TOKENIZER, RULES, TOOLS)
 SECTION = EnvironmentConfig(
     max_turns=5,

@@ -315,14 +315,14 @@ def test_rows_without_rubrics_or_evidence_are_not_zeros(tmp_path: Path) -> None:
 
 def test_a_model_is_loaded_by_reference_and_measured(tmp_path: Path) -> None:
     """The real path: a saved model, its tokenizer, our own sampling."""
+    from refiner_core.models import tiny_tokenizer
     from refiner_core.models.random_model import save_random_model
-    from refiner_core.models.tokenizer import build_tokenizer
 
     model = save_random_model(
         tmp_path / "model", hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         head_dim=32, intermediate_size=32, max_position_embeddings=512,
     )  # fmt: skip
-    encode = build_tokenizer().encode
+    encode = tiny_tokenizer().encode
     rows = [
         dataclasses.replace(p, prompt_ids=tuple(encode(p.prompt_text)))
         for p in (prompt(1), prompt(2))

@@ -429,13 +429,13 @@ def test_top_k_and_temperature_are_in_the_logprobs() -> None:
 
 def test_text_shows_special_tokens_but_for_the_last() -> None:
     from refiner_core.generation.completions import completion_text
-    from refiner_core.models.tokenizer import IM_END, IM_START, build_tokenizer
+    from refiner_core.models import tiny_tokenizer
 
-    tokenizer = build_tokenizer()
-    ids = tuple(tokenizer.encode(f"<answer>a</answer>{IM_START}b{IM_END}"))
+    tokenizer = tiny_tokenizer()
+    ids = tuple(tokenizer.encode("<answer>a</answer><|im_start|>b<|im_end|>"))
     logprobs = (0.0,) * len(ids)
     stopped = completion_text(tokenizer, Completion(ids, logprobs, "stop"))
-    assert stopped == f"<answer>a</answer>{IM_START}b"
+    assert stopped == "<answer>a</answer><|im_start|>b"
     cut = completion_text(tokenizer, Completion(ids[:-1], logprobs[:-1], "length"))
     assert cut == stopped
 
@@ -496,9 +496,9 @@ def test_damaged_files_of_a_model_are_no_bug_of_ours(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_takes_the_configured_chat_template(tmp_path: Path) -> None:
-    from refiner_core.models.tokenizer import build_tokenizer
+    from refiner_core.models import tiny_tokenizer
 
-    build_tokenizer().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path), ModelConfig()).chat_template
     named = ModelConfig(chat_template="{{ messages }}", tokenizer_name_or_path=str(tmp_path))
     assert load_tokenizer("owner/name", named).chat_template == "{{ messages }}"

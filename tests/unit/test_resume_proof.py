@@ -36,7 +36,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of
 from refiner_core.training.engines.plain import open_engine
-from refiner_core.training.state.equality import (
+from refiner_core.training.equality import (
     Row,
     compare_checkpoints,
     compare_rollouts,
@@ -180,18 +180,6 @@ def test_checkpoints_of_other_ranks_are_compared_by_the_names_of_what_they_hold(
     _, optimiser = compare_checkpoints(one, near, 1e-3, same_layout=False)
     assert optimiser.differing == 4
     assert optimiser.largest == pytest.approx(2e-4, rel=0.01)
-
-
-def test_the_folders_of_version_1_are_compared_too(tmp_path: Path) -> None:
-    for name, word in (("1", 3), ("2", 4)):
-        (tmp_path / name).mkdir()
-        states = {"updater": [torch.ones(2)], "rng": {"python": [word]}}
-        torch.save(states, tmp_path / name / "state.pt")
-    found = compare_checkpoints(tmp_path / "1", tmp_path / "2", 1e-3, same_layout=True)
-    assert [(c.quantity, c.differing) for c in found if c.compared] == [
-        ("optimiser", 0),
-        ("random states", 1),
-    ]
 
 
 # ------------------------------------------------------------ what came about

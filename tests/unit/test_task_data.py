@@ -22,7 +22,7 @@ from refiner_core.environments.registry import (
     open_environment,
     own_digest,
 )
-from refiner_core.models.tokenizer import build_tokenizer
+from refiner_core.models import tiny_tokenizer
 
 OWN = Path(__file__).parents[1] / "support" / "own_environment.py"
 DESK = {
@@ -44,7 +44,7 @@ def prepared(config: RecipeConfig, folder: Path) -> dict[str, Any]:
         config,
         environment=open_environment(config, evaluation=False),
         digest=environment_digest(config),
-        tokenizer=build_tokenizer(),
+        tokenizer=tiny_tokenizer(),
         output_dir=folder,
     )
 
@@ -90,7 +90,7 @@ def test_demonstrations_learn_turns_and_their_ends_alone(
     desk: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, report = desk
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     rows = load_demonstrations(folder / "sft_train.parquet")
     for row in rows[:8]:
         learned = [i for i, m in zip(row.input_ids, row.loss_mask, strict=True) if m]
@@ -160,7 +160,7 @@ def test_a_test_task_among_the_training_tasks_is_refused(tmp_path: Path) -> None
             config,
             environment=environment,
             digest="x",
-            tokenizer=build_tokenizer(),
+            tokenizer=tiny_tokenizer(),
             output_dir=tmp_path,
         )
     renamed = Task("other", "lamps", "test", "red lamp", {"lamp": "red"})
@@ -170,7 +170,7 @@ def test_a_test_task_among_the_training_tasks_is_refused(tmp_path: Path) -> None
             config,
             environment=environment,
             digest="x",
-            tokenizer=build_tokenizer(),
+            tokenizer=tiny_tokenizer(),
             output_dir=tmp_path,
         )
 
@@ -241,7 +241,7 @@ def _conversations(
     own = [{"task_id": 12}, {"task_id": 13}] if ids else [{}, {}]
     rows = [conversation(CALL, **own[0], **more), conversation(CALL, CALL, **own[1], **more)]
     config = config_of(with_rows(tmp_path, *rows))
-    found = read_conversations(config, build_tokenizer(), held_out)
+    found = read_conversations(config, tiny_tokenizer(), held_out)
     return [one if isinstance(one, str) else one.named for one in found]
 
 

@@ -33,7 +33,7 @@ from refiner_core.environments.protocol import (
 from refiner_core.environments.scoring import partial_score
 from refiner_core.environments.tau2 import Tau2Environment, missing_tau2, package, tau2_digest
 from refiner_core.environments.tau2.tasks import failure_of, read_reward_info
-from refiner_core.models.tokenizer import build_tokenizer
+from refiner_core.models import tiny_tokenizer
 from tests.support.judge_server import JudgeServer, Reply
 from tests.support.tau2_contract import (
     KEY_ENV,
@@ -595,7 +595,7 @@ def test_published_rows_are_read_and_held_out_tasks_left_out(helpful: str, tmp_p
     environment = environment_at(helpful, "kiosk")
     held_out = {task.id for task in environment.tasks("test")}
     config = replace_fields(RecipeConfig(), {"data.sft_path": str(file)})
-    kept, left_out = read_conversations(config, build_tokenizer(), held_out)
+    kept, left_out = read_conversations(config, tiny_tokenizer(), held_out)
     assert left_out == "held_out_task"
     assert not isinstance(kept, str)
     assert kept.domain == "kiosk"
@@ -610,7 +610,7 @@ def test_the_runner_plays_it_and_counts_an_outage_apart(helpful: str) -> None:
     from refiner_core.environments.turns import call_text
     from tests.support.counting import Scripted
 
-    tokenizer = build_tokenizer()
+    tokenizer = tiny_tokenizer()
     turns = [call_text(one) for one in (SEAT, say("Your seat is 7F."), DONE)]
     turns.insert(0, call_text(ToolCall("find_ticket", {"ticket_id": "T1"})))
     gone = {"environment.max_turns": 20, "grpo.max_token_length": 6000, "grpo.response_length": 120}

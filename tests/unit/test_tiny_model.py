@@ -14,21 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from refiner_core import words  # noqa: E402
 from refiner_core.data.synthetic import generate_rows  # noqa: E402
 from refiner_core.data.truth import score_truth  # noqa: E402
-from refiner_core.models import tiny_model_dir  # noqa: E402
-from refiner_core.models.pretrain import (  # noqa: E402
-    PretrainOptions,
-    encode_documents,
-    pretrain,
-    rate_factor,
-    weighted_loss,
-)
-from refiner_core.models.pretrain_text import draw_document  # noqa: E402
-from refiner_core.models.random_model import (  # noqa: E402
-    make_random_model,
-    save_random_model,
-    wire_previous_token_heads,
-)
-from refiner_core.models.tokenizer import build_tokenizer  # noqa: E402
+from refiner_core.models import tiny_model_dir, tiny_tokenizer  # noqa: E402
+from refiner_core.models.random_model import make_random_model, save_random_model  # noqa: E402
 from tests.support.real_rows import REAL_ROWS  # noqa: E402
 
 TALK = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "<answer></answer>"}]
@@ -37,7 +24,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -179,50 +166,9 @@ def test_a_random_model_of_any_size_is_read_back_from_its_folder(tmp_path: Path)
     assert model.dtype == torch.float32
     assert model.config.vocab_size == len(tokenizer)
     assert _round_trip(tokenizer, " Nabsuf … <answer>") == " Nabsuf … <answer>"
-    assert tokenizer.chat_template == build_tokenizer().chat_template
+    assert tokenizer.chat_template == tiny_tokenizer().chat_template
     out = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
     assert out.shape[1] <= 5
-
-
-def test_wired_heads_look_one_two_and_three_tokens_back():
-    model = make_random_model(hidden_size=128, num_attention_heads=4, head_dim=64)
-    wire_previous_token_heads(model)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        ids = torch.randint(0, 800, (1, 150), generator=torch.Generator().manual_seed(0))
-        attention = model(ids, output_attentions=True).attentions[0][0]
-    for head in range(3):
-        assert attention[head].diagonal(-(head + 1)).min() > 0.95
-
-
-def test_wiring_refuses_a_shape_without_room():
-    with pytest.raises(ValueError, match="at least 3 heads"):
-        wire_previous_token_heads(make_random_model(hidden_size=32, num_attention_heads=2))
-
-
-def test_the_rate_warms_up_stays_and_ends_at_zero():
-    options = PretrainOptions(warmup_steps=10, decay_share=0.5)
-    assert rate_factor(0.0, 0, options) == pytest.approx(0.1)
-    assert rate_factor(0.4, 40, options) == 1.0
-    assert rate_factor(0.75, 75, options) == pytest.approx(0.5)
-    assert rate_factor(1.0, 100, options) == 0.0
-
-
-def test_pre_training_gives_the_same_weights_for_the_same_seed():
-    options = PretrainOptions(steps=2, documents_per_step=2, seed=4)
-    one, two = pretrain(options), pretrain(options)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
-
-
-def test_pre_training_documents_hold_nothing_of_the_task():
-    rng = random.Random(0)
-    read = "".join(text for _ in range(300) for text, _ in draw_document(rng, 0.5))
-    assert not any(tag in read for tag in ("<answer>", "<query>", "<tool_output>", "<|im_start|>"))
-    for row in generate_rows("rl", 200, 1):
-        for fact in row["truth"]["facts"]:
-            assert fact["entity"] not in read
-            assert fact["value"] not in read
-            assert not any(cited in read for cited in fact["ids"])
 
 
 def test_the_packaged_base_is_small_stock_and_complete(base):
@@ -235,29 +181,7 @@ def test_the_packaged_base_is_small_stock_and_complete(base):
     assert base.dtype == torch.float32
     assert base.config.max_position_embeddings == 32768
     assert base.config.tie_word_embeddings
-    assert base.generation_config.eos_token_id == build_tokenizer().eos_token_id
-
-
-def test_the_packaged_tokenizer_is_the_built_one(tokenizer):
-    packaged = AutoTokenizer.from_pretrained(tiny_model_dir())
-    assert packaged.get_vocab() == tokenizer.get_vocab()
-    assert packaged.chat_template == tokenizer.chat_template
-    assert (packaged.eos_token_id, packaged.pad_token_id, packaged.padding_side) == (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-        "left",
-    )
-    rng = random.Random(1)
-    for text in (_random_text(rng) for _ in range(200)):
-        assert _round_trip(packaged, text) == text
-
-
-def test_the_packaged_base_finds_evidence_in_documents_of_its_own_kind(base, tokenizer):
-    rng = random.Random("held out")
-    ids, weights = encode_documents(tokenizer, [draw_document(rng, 0.0) for _ in range(24)])
-    with torch.no_grad():
-        _, accuracy = weighted_loss(base, ids, weights)
-    assert accuracy > 0.95
+    assert base.generation_config.eos_token_id == tiny_tokenizer().eos_token_id
 
 
 def test_the_packaged_base_does_not_know_the_task(base, tokenizer):

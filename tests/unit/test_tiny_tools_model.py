@@ -17,11 +17,7 @@ from refiner_core.environments.conversation import Conversation, prompt_ids  # n
 from refiner_core.environments.desk import DeskEnvironment  # noqa: E402
 from refiner_core.environments.turns import call_text, parse_turn  # noqa: E402
 from refiner_core.generation.load import load_model, load_tokenizer, resolve_ref  # noqa: E402
-from refiner_core.models import builtin_model_dir, tiny_model_dir  # noqa: E402
-from refiner_core.models.pretrain import encode_documents, weighted_loss  # noqa: E402
-from refiner_core.models.pretrain_text import draw_document, draw_records_document  # noqa: E402
-from refiner_core.models.tokenizer import bare_and_spaced, build_tokenizer  # noqa: E402
-from refiner_core.models.tools import desk_tokenizer, make_tools_model  # noqa: E402
+from refiner_core.models import builtin_model_dir, tiny_tokenizer  # noqa: E402
 
 FOLDER = builtin_model_dir("tiny-tools")
 
@@ -91,10 +87,10 @@ def test_random_text_comes_back_exactly(tokenizer):
 
 
 def test_what_the_base_model_knew_keeps_its_ids(tokenizer):
-    old, new = build_tokenizer().get_vocab(), tokenizer.get_vocab()
+    old, new = tiny_tokenizer().get_vocab(), tokenizer.get_vocab()
     assert all(new[token] == index for token, index in old.items())
     text = " Fetmel festival<snippet id=S_a5B5>"
-    assert ids_of(tokenizer, text)[:3] == ids_of(build_tokenizer(), text)[:3]
+    assert ids_of(tokenizer, text)[:3] == ids_of(tiny_tokenizer(), text)[:3]
 
 
 def test_what_is_said_at_the_desk_needs_no_bytes(tokenizer, desk):
@@ -154,48 +150,6 @@ def test_calls_and_results_of_a_conversation_are_rendered(tokenizer):
     )
 
 
-def test_new_rows_are_made_by_the_seed_and_old_ones_stay(tokenizer):
-    one, same, other = (make_tools_model(tokenizer, seed) for seed in (1, 1, 2))
-    rows = [model.get_input_embeddings().weight for model in (one, same, other)]
-    old = AutoModelForCausalLM.from_pretrained(tiny_model_dir())
-    known = old.get_input_embeddings().weight
-    assert torch.equal(rows[0], rows[1])
-    assert not torch.equal(rows[0], rows[2])
-    assert torch.equal(rows[2][: len(known)], known)
-    assert one.lm_head.weight is one.get_input_embeddings().weight
-    assert one.config.vocab_size == len(tokenizer)
-    for name, weight in old.named_parameters():
-        assert "embed" in name or torch.equal(weight, one.get_parameter(name))
-
-
-def test_a_word_begins_as_the_same_word_with_a_space_before_it(tokenizer):
-    rows = make_tools_model(tokenizer).get_input_embeddings().weight
-    known = len(build_tokenizer())
-    pairs = [(bare, spaced) for bare, spaced in bare_and_spaced(tokenizer) if bare >= known]
-    apart = torch.stack([rows[bare] - rows[spaced] for bare, spaced in pairs])
-    assert len(pairs) > 150
-    assert torch.allclose(apart, apart[0], atol=1e-5)
-
-
-def test_documents_are_cut_where_tokens_are_and_show_nothing_of_the_task(tokenizer):
-    rng = random.Random(0)
-    for _ in range(40):
-        document = draw_records_document(rng)
-        text = "".join(part for part, _ in document)
-        assert "tool_call" not in text
-        assert "<|im_start|>" not in text
-        if "snippet" not in text and "Table" not in text:
-            parts = [token for part, _ in document for token in ids_of(tokenizer, part)]
-            assert parts == ids_of(tokenizer, text)
-
-
-def test_the_packaged_tokenizer_is_the_built_one(tokenizer):
-    built = desk_tokenizer()
-    assert tokenizer.get_vocab() == built.get_vocab()
-    assert tokenizer.chat_template == built.chat_template
-    assert (tokenizer.eos_token, tokenizer.padding_side) == ("<|im_end|>", "left")
-
-
 def test_the_packaged_base_is_small_stock_and_complete(base, tokenizer):
     names = {path.name for path in FOLDER.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
@@ -203,22 +157,6 @@ def test_the_packaged_base_is_small_stock_and_complete(base, tokenizer):
     assert type(base).__name__ == "Qwen3ForCausalLM"
     assert base.config.vocab_size == len(tokenizer)
     assert base.generation_config.eos_token_id == tokenizer.eos_token_id
-
-
-def test_the_packaged_base_copies_what_records_say(base, tokenizer):
-    rng = random.Random("held out")
-    documents = [draw_records_document(rng) for _ in range(12)]
-    with torch.no_grad():
-        _, accuracy = weighted_loss(base, *encode_documents(tokenizer, documents))
-    assert accuracy > 0.9
-
-
-def test_the_packaged_base_has_not_forgotten_registers(base, tokenizer):
-    rng = random.Random("held out")
-    documents = [draw_document(rng, 0.0) for _ in range(8)]
-    with torch.no_grad():
-        _, accuracy = weighted_loss(base, *encode_documents(tokenizer, documents))
-    assert accuracy > 0.85
 
 
 def test_it_is_found_by_its_name_and_a_wrong_name_lists_what_there_is():

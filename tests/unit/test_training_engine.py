@@ -6,7 +6,6 @@ import importlib.util
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,18 +22,21 @@ from refiner_core.contract.errors import (
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Sample, build_pack, collate
+from refiner_core.training.engines.plain import PlainEngine
+from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import Updater
-from refiner_core.training.state import checkpoint
-from refiner_core.training.state.checkpoint import load_state, save_state
-from refiner_core.training.support import refuse_unsupported
+from refiner_core.training.ranks import refuse_unsupported
 from tests.support.tiny_training import BATCH_ROPES, save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
 
 
-def updater(model) -> Updater:
-    return Updater(model, learning_rate=1e-3, weight_decay=0.0, max_grad_norm=1.0)
+def engine(model, muon: float | None = None) -> PlainEngine:
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    updater = Updater(model, **settings, muon_learning_rate=muon)
+    loaded = loading.Loaded(model, tiny_tokenizer(), share_prompts=False, balance=None)
+    return PlainEngine(loaded, updater, ModelConfig())
 
 
 def sharded(**changes) -> RecipeConfig:
@@ -143,14 +145,14 @@ def test_an_exported_model_loads_as_it_was(tmp_path, tied):
 
 def test_a_state_comes_back_with_every_random_state(tmp_path):
     model = tiny_model()
-    save_state(tmp_path, model, updater(model), {"step": 3, "losses": [0.1, 1 / 3]})
+    engine(model).snapshot({"step": 3, "losses": [0.1, 1 / 3]}).write(tmp_path)
 
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     expected = draw()
     other = tiny_model(seed=1)
-    progress = load_state(tmp_path, other, updater(other))
+    progress = engine(other).restore(tmp_path)
     assert progress == {"step": 3, "losses": [0.1, 1 / 3]}
     assert draw() == expected
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
@@ -160,78 +162,51 @@ def test_a_state_comes_back_with_every_random_state(tmp_path):
 
 def test_a_checkpoint_of_another_model_or_format_is_refused(tmp_path):
     model = tiny_model()
-    save_state(tmp_path, model, updater(model), {})
+    engine(model).snapshot({}).write(tmp_path)
     other = tiny_model(num_hidden_layers=1)
     with pytest.raises(WorkspaceError, match="another model"):
-        load_state(tmp_path, other, updater(other))
-    (tmp_path / checkpoint.PROGRESS).write_text(json.dumps({"format": 99}))
+        engine(other).restore(tmp_path)
+    (tmp_path / PROGRESS).write_text(json.dumps({"format": 99}))
     with pytest.raises(WorkspaceError, match="another format"):
-        load_state(tmp_path, model, updater(model))
+        engine(model).restore(tmp_path)
 
 
 @pytest.mark.parametrize("muon", [None, 0.02])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checkpoint_of_the_first_format_goes_on_bitwise(tmp_path, dtype, muon):
-    """One file with what torch's optimisers said, parameters counted in the order of groups."""
-
-    def of(seed: int):
-        model = tiny_model(seed).to(dtype)
-        settings = {"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 1.0}
-        return model, Updater(model, **settings, muon_learning_rate=muon)
-
-    def train(model, up) -> list[float]:
+def test_a_checkpoint_goes_on_bitwise(tmp_path, dtype, muon):
+    def train(engine: PlainEngine) -> list[float]:
         ids = torch.arange(3, 13)[None]
         losses = []
         for _ in range(2):
-            loss = model(ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            up.step(1.0)
+            loss = engine.model(ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            engine.step(1.0)
             losses.append(float(loss.detach()))
         return losses
 
-    model, up = of(0)
-    train(model, up)
-    save_state(tmp_path, model, up, {"step": 2})
-    for path in tmp_path.glob("*rank*"):
-        path.unlink()
-    masters = [up.state_of(name).get("master") for name in up.groups.order]
-    optimizers = [optimizer.state_dict() for optimizer in up._optimizers]
-    torch.save(
-        {"updater": {"optimizers": optimizers, "masters": masters}, "rng": checkpoint.rng_state()},
-        tmp_path / checkpoint.STATE,
-    )
-    (tmp_path / checkpoint.PROGRESS).write_text(json.dumps({"format": 1, "step": 2}))
-    other, other_up = of(1)
-    assert load_state(tmp_path, other, other_up) == {"step": 2}
-    assert train(other, other_up) == train(model, up)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+    one, two = (engine(tiny_model(seed).to(dtype), muon) for seed in (0, 1))
+    train(one)
+    one.snapshot({"step": 2}).write(tmp_path)
+    assert two.restore(tmp_path) == {"step": 2}
+    assert train(two) == train(one)
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["model", "state-rank00000-of-00001", "rng-rank00000-of-00001"])
 def test_a_file_that_is_cut_short_is_found_before_anything_changes(tmp_path, name):
     model = tiny_model()
-    save_state(tmp_path, model, updater(model), {})
+    engine(model).snapshot({}).write(tmp_path)
     [path] = tmp_path.glob(f"{name}.*")
     path.write_bytes(path.read_bytes()[:-40])
     other = tiny_model(seed=1)
     before = {key: value.clone() for key, value in other.state_dict().items()}
     with pytest.raises(DamagedCheckpoint, match="cannot be read"):
-        load_state(tmp_path, other, updater(other))
+        engine(other).restore(tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in other.state_dict().items())
 
 
 def test_nan_never_enters_the_progress_file(tmp_path):
     model = tiny_model()
     with pytest.raises(ValueError, match="JSON"):
-        save_state(tmp_path, model, updater(model), {"loss": float("nan")})
-
-
-class FullAfter:
-    """Lets this many bytes through, then has no room left."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __truediv__(self, name: str) -> Path:
-        return Path("/dev/full") if name == checkpoint.STATE else self.path / name
+        engine(model).snapshot({"loss": float("nan")}).write(tmp_path)

@@ -25,7 +25,7 @@ from refiner_core.contract.types import (
 from refiner_core.generation import turns as turns_module
 from refiner_core.generation.completions import LockstepTurns, turn_generator
 from refiner_core.generation.load import load_model, load_tokenizer
-from refiner_core.generation.slots import SlotCache, common_prefix, plan_spans
+from refiner_core.generation.slots import SlotCache, common_prefix
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.generation.turns import prefill_parts
 from refiner_core.models import tiny_model_dir
@@ -327,62 +327,6 @@ def test_a_generator_that_samples_turns_is_used_as_it_is(model: Any) -> None:
 
 
 # ---------------------------------------------------------------- plans
-
-
-def test_spans_cover_each_context_once_from_what_it_has() -> None:
-    rng = np.random.default_rng(0)
-    trunk = [int(x) for x in rng.integers(0, 9, 120)]
-    for _ in range(200):
-        contexts = []
-        for _ in range(int(rng.integers(1, 9))):
-            cut = int(rng.choice([0, 10, 30, 60, 61, 119]))
-            tail = [int(x) for x in rng.integers(0, 2, int(rng.integers(1, 40)))]
-            contexts.append(trunk[:cut] + tail)
-        known = [min(common_prefix(ids, trunk[:50]), len(ids) - 1) for ids in contexts]
-        have = [ids[:n] for ids, n in zip(contexts, known, strict=True)]
-        levels = plan_spans(contexts, known)
-        for level in levels[:-1]:
-            for context, start, stop, copies in level:
-                assert len(have[context]) >= start
-                have[context] = have[context][:start] + contexts[context][start:stop]
-                for copy in copies:
-                    assert len(have[copy]) >= start
-                    have[copy] = have[copy][:start] + have[context][start:stop]
-        for number, (context, start, stop, copies) in enumerate(levels[-1]):
-            assert (number, len(contexts[number]), ()) == (context, stop, copies)
-            assert have[number] == contexts[number][:start]
-            assert start < stop
-
-
-def test_what_a_context_knows_is_never_written_over() -> None:
-    """Tries at one task are at different turns: one knows what another has still to compute.
-    Padding is written behind a span, and copies are as wide as the widest of their level; what they
-    reach of a longer conversation must not be lost, or it goes on from another's context."""
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        trunks = [[int(x) for x in rng.integers(0, 9, 120)] for _ in range(2)]
-        contexts = []
-        for _ in range(int(rng.integers(2, 7))):
-            cut = int(rng.integers(1, 119))
-            tail = [int(x) for x in rng.integers(0, 2, int(rng.integers(1, 40)))]
-            contexts.append(trunks[int(rng.integers(2))][:cut] + tail)
-        known = [int(rng.integers(0, len(ids))) for ids in contexts]
-        rows = np.full((len(contexts), 200), -1)
-        for row, ids, n in zip(rows, contexts, known, strict=True):
-            row[:n] = ids[:n]
-        *shared, last = plan_spans(contexts, known)
-        for level in shared:
-            for context, start, stop, _ in level:
-                assert list(rows[context][:start]) == contexts[context][:start]
-                rows[context][start:stop] = contexts[context][start:stop]
-                rows[context][stop] = -2
-            first, end = min(span.start for span in level), max(span.stop for span in level)
-            for span in level:
-                for copy in span.copies:
-                    rows[copy][first:end] = rows[span.context][first:end]
-        for span in last:
-            seen = list(rows[span.context][: span.start])
-            assert seen == contexts[span.context][: span.start]
 
 
 def test_common_prefixes() -> None:

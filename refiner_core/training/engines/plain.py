@@ -10,7 +10,7 @@ Weights stay bitwise equal on all ranks; a snapshot and an export check that the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,17 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import TrainingStage, section_of
 from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Batch, seed_random
-from refiner_core.training.engines.protocol import Engine, evaluating
+from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
+from refiner_core.training.model.loading import (
+    SavedTensors,
+    copy_weights,
+    model_tensors,
+    shapes_of,
+)
 from refiner_core.training.model.logprobs import Entropy, TokenScores, token_scores
-from refiner_core.training.model.optim import Updater
+from refiner_core.training.model.optim import Updater, trainable
 from refiner_core.training.ranks import Ranks, gpu_of
-from refiner_core.training.state import checkpoint
 
 #: Gradients that travel together (float32 elements): 256 MiB.
 BUCKET_ELEMENTS = 1 << 26
@@ -42,8 +47,7 @@ class PlainEngine(Engine):
         config: ModelConfig,
         ranks: Ranks | None = None,
     ) -> None:
-        state = checkpoint.ReplicatedState(loaded.model, updater)
-        super().__init__(loaded, loaded.device, state, config, ranks or Ranks())
+        super().__init__(loaded, loaded.device, config, ranks or Ranks())
         self.updater, self._summed = updater, False
 
     def score(
@@ -80,6 +84,34 @@ class PlainEngine(Engine):
         """The model, which is always whole here, in evaluation mode."""
         with evaluating(self.model):
             yield self.model
+
+    def sizes(self) -> dict[str, int]:
+        """Names and numbers of elements of trained parameters."""
+        return {name: p.numel() for name, p in trainable(self.model).items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all weights."""
+        return shapes_of(model_tensors(self.model))
+
+    def weights(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """The weights themselves."""
+        for name, tensor in model_tensors(self.model).items():
+            yield name, tensor if wanted(name) else None
+
+    def states(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, ParameterState]]:
+        """What the updater keeps of each."""
+        for name in trainable(self.model):
+            if wanted(name):
+                yield name, self.updater.state_of(name)
+
+    def set_weights(self, weights: SavedTensors) -> None:
+        """Copy weights in."""
+        copy_weights(model_tensors(self.model), weights)
+
+    def set_states(self, state_of: Callable[[str], ParameterState]) -> None:
+        """Hand states to the updater."""
+        for name in trainable(self.model):
+            self.updater.set_state_of(name, state_of(name))
 
     def _sum(self) -> None:
         """Once per step: this rank's gradients become those of all."""

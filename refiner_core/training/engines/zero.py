@@ -33,13 +33,12 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig, SftConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
-from refiner_core.training.engines.protocol import Engine, evaluating
+from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import SavedTensors, model_tensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
-from refiner_core.training.model.optim import Groups, adamw, parameter_groups, trainable
+from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
-from refiner_core.training.state.checkpoint import ParameterState, ReplicatedState
 
 #: What DeepSpeed puts in the place of a norm that is not finite.
 _INVALID = -1.0
@@ -100,13 +99,194 @@ def _combined(norms: Any) -> float:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class ZeroState(ReplicatedState):
-    """State that a snapshot is taken of; every method is called by all ranks alike."""
+@contextmanager
+def gathered(tensors: list[Any], *, changed: bool = False) -> Iterator[None]:
+    """Whole weights of ZeRO-3 parameters on every rank; others are whole already. With ``changed``
+    rank 0's values go to all at the end."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed
 
-    def __init__(self, model: Any, wrapped: Any, groups: Groups, stage: int) -> None:
-        self.model, self._wrapped, self.groups = model, wrapped, groups
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changed else None):
+        yield
+
+
+def _shape(tensor: Any) -> Any:
+    return getattr(tensor, "ds_shape", tensor.shape)
+
+
+def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, padded like DeepSpeed's."""
+    import torch.distributed as dist
+
+    size = parameter.ds_tensor.numel()
+    flat = whole.flatten()
+    start = min(len(flat), dist.get_rank() * size)
+    part = flat[start : start + size]
+    return torch.cat([part, part.new_zeros(size - len(part))])
+
+
+def _keep(state: dict[str, Any], kind: str, whole: Any, wanted: bool) -> None:
+    if wanted and whole is not None:
+        state[kind] = whole
+
+
+log = logging.getLogger(__name__)
+
+#: Numbers that DeepSpeed gathers or reduces at once.
+BUCKET_ELEMENTS = 200_000_000
+
+
+def open_zero_engine(
+    section: SftConfig | GrpoConfig,
+    config: ModelConfig,
+    model_ref: str,
+    ranks: Ranks,
+    device: Any,
+) -> ZeroEngine:
+    """The model of ``model_ref`` under ``section.deepspeed_stage``, which is 1, 2 or 3.
+
+    Raises
+    ------
+    UnsupportedError
+        DeepSpeed is not installed, or cannot be used here.
+    """
+    stage = int(section.deepspeed_stage or 0)
+    deepspeed = _import_deepspeed(device)
+    _join_process_group(device)
+    loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
+    groups = parameter_groups(loaded.model)
+    weights = trainable(loaded.model)
+    width = loaded.model.config.get_text_config().hidden_size
+    settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
+    optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
+    module = ScoringModel(loaded.model)
+    module.train(loaded.model.training)
+    said = io.StringIO()
+    with redirect_stdout(said):  # it prints how much memory the machine has, and more
+        wrapped, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+    log.debug("DeepSpeed: %s", said.getvalue())
+    wrapped.module.train(loaded.model.training)
+    return ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
+
+
+def _deepspeed_settings(
+    section: SftConfig | GrpoConfig, stage: int, config: ModelConfig, width: int, *, cuda: bool
+) -> dict[str, Any]:
+    """Settings of DeepSpeed, as the dictionary that it takes for a file."""
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "overlap_comm": cuda,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
+    }
+    if section.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+    if stage == 3:
+        zero |= {
+            # Vectors stay whole everywhere; matrices do not, however small.
+            "stage3_param_persistence_threshold": 10 * width,
+            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
+            "memory_efficient_linear": False,  # it would replace torch's own for the whole process
+        }
+        if section.offload_param:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # losses are weighted by us
+        "gradient_accumulation_steps": 1,  # and boundaries are set by us
+        "gradient_clipping": max(0.0, section.max_grad_norm),
+        "bf16": {"enabled": config.dtype == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU, unbuilt
+        "zero_optimization": zero,
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+
+
+class ZeroEngine(Engine):
+    """A model that DeepSpeed shares out."""
+
+    def __init__(
+        self,
+        loaded: loading.Loaded,
+        wrapped: Any,
+        stage: int,
+        config: ModelConfig,
+        ranks: Ranks,
+        learning_rate: float,
+    ) -> None:
+        super().__init__(loaded, wrapped.device, config, ranks)
         #: Whether weights are shared out.
         self.name, self.partitioned = f"zero{stage}", stage == 3
+        self._wrapped, self._learning_rate = wrapped, learning_rate
+        self._pending: Any = None  # a loss whose backward pass was put off
+        self._last: tuple[Batch, float, Entropy] | None = None
+        self._begun = self._reduced = False
+        self._norm: float | None = None
+
+    def score(
+        self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
+    ) -> TokenScores:
+        """Log-probabilities of the batch's targets."""
+        self._run_pending(last=False)
+        if torch.is_grad_enabled():
+            self._last = (batch, temperature, entropy)
+            return TokenScores(*self._wrapped(batch, temperature, entropy))
+        with evaluating(self._wrapped.module):  # nothing to recompute
+            return TokenScores(*self._wrapped(batch, temperature, entropy))
+
+    def backward(self, loss: Any) -> None:
+        """Add the gradients of a loss, before anything else happens to them."""
+        if self._reduced:
+            raise RuntimeError("gradients were summed over the ranks already; step or drop first")
+        self._run_pending(last=False)
+        self._pending = loss * self.ranks.world
+        self._begun = True
+
+    def step(self, factor: float) -> float:
+        """Update, clear the gradients, and return their norm before clipping."""
+        norm = self.gradient_norm()
+        if not self._begun or not math.isfinite(norm):
+            self.drop()
+            return norm
+        for group in self._wrapped.basic_optimizer.param_groups:
+            group["lr"] = self._learning_rate * factor
+        self._wrapped.step()
+        self._clear()
+        return norm
+
+    def gradient_norm(self) -> float:
+        """The norm of the gradients; no more can be added to them."""
+        if not self._begun:
+            return 0.0
+        self._reduce()
+        if self._norm is None:
+            self._norm = gradient_norm(self._wrapped.optimizer)
+        return self._norm
+
+    def drop(self) -> None:
+        """Clear the gradients."""
+        if self._begun:
+            self._reduce()
+            drop_gradients(self._wrapped)
+        self._clear()
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
+        ZeRO-3 it takes the memory of all weights on every rank."""
+        self._run_pending(last=False)
+        parameters = list(self.model.parameters())
+        with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
+            yield self.model
 
     def sizes(self) -> dict[str, int]:
         """Names and numbers of elements of trained parameters."""
@@ -246,208 +426,17 @@ class ZeroState(ReplicatedState):
             optimizer._hp_optimizer_states_linked = False
             optimizer._lazy_init_hp_params_optimizer_state()
 
-
-@contextmanager
-def gathered(tensors: list[Any], *, changed: bool = False) -> Iterator[None]:
-    """Whole weights of ZeRO-3 parameters on every rank; others are whole already. With ``changed``
-    rank 0's values go to all at the end."""
-    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
-    if not partitioned:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if changed else None):
-        yield
-
-
-def _shape(tensor: Any) -> Any:
-    return getattr(tensor, "ds_shape", tensor.shape)
-
-
-def _share(parameter: Any, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, padded like DeepSpeed's."""
-    import torch.distributed as dist
-
-    size = parameter.ds_tensor.numel()
-    flat = whole.flatten()
-    start = min(len(flat), dist.get_rank() * size)
-    part = flat[start : start + size]
-    return torch.cat([part, part.new_zeros(size - len(part))])
-
-
-def _keep(state: dict[str, Any], kind: str, whole: Any, wanted: bool) -> None:
-    if wanted and whole is not None:
-        state[kind] = whole
-
-
-log = logging.getLogger(__name__)
-
-#: Numbers that DeepSpeed gathers or reduces at once.
-BUCKET_ELEMENTS = 200_000_000
-
-
-def open_zero_engine(
-    section: SftConfig | GrpoConfig,
-    config: ModelConfig,
-    model_ref: str,
-    ranks: Ranks,
-    device: Any,
-) -> ZeroEngine:
-    """The model of ``model_ref`` under ``section.deepspeed_stage``, which is 1, 2 or 3.
-
-    Raises
-    ------
-    UnsupportedError
-        DeepSpeed is not installed, or cannot be used here.
-    """
-    stage = int(section.deepspeed_stage or 0)
-    deepspeed = _import_deepspeed(device)
-    _join_process_group(device)
-    loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
-    groups = parameter_groups(loaded.model)
-    weights = trainable(loaded.model)
-    width = loaded.model.config.get_text_config().hidden_size
-    settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
-    optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
-    module = ScoringModel(loaded.model)
-    module.train(loaded.model.training)
-    said = io.StringIO()
-    with redirect_stdout(said):  # it prints how much memory the machine has, and more
-        wrapped, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, dist_init_required=False
-        )
-    log.debug("DeepSpeed: %s", said.getvalue())
-    wrapped.module.train(loaded.model.training)
-    state = ZeroState(loaded.model, wrapped, groups, stage)
-    return ZeroEngine(loaded, wrapped, state, config, ranks, section.learning_rate)
-
-
-def _deepspeed_settings(
-    section: SftConfig | GrpoConfig, stage: int, config: ModelConfig, width: int, *, cuda: bool
-) -> dict[str, Any]:
-    """Settings of DeepSpeed, as the dictionary that it takes for a file."""
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "contiguous_gradients": True,
-        "reduce_scatter": True,
-        "overlap_comm": cuda,
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "allgather_bucket_size": BUCKET_ELEMENTS,
-    }
-    if section.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
-    if stage == 3:
-        zero |= {
-            # Vectors stay whole everywhere; matrices do not, however small.
-            "stage3_param_persistence_threshold": 10 * width,
-            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
-            "memory_efficient_linear": False,  # it would replace torch's own for the whole process
-        }
-        if section.offload_param:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
-    return {
-        "train_micro_batch_size_per_gpu": 1,  # losses are weighted by us
-        "gradient_accumulation_steps": 1,  # and boundaries are set by us
-        "gradient_clipping": max(0.0, section.max_grad_norm),
-        "bf16": {"enabled": config.dtype == "bfloat16"},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW runs on the CPU, unbuilt
-        "zero_optimization": zero,
-        "steps_per_print": None,
-        "wall_clock_breakdown": False,
-    }
-
-
-class ZeroEngine(Engine):
-    """A model that DeepSpeed shares out."""
-
-    _state: ZeroState
-
-    def __init__(
-        self,
-        loaded: loading.Loaded,
-        wrapped: Any,
-        state: ZeroState,
-        config: ModelConfig,
-        ranks: Ranks,
-        learning_rate: float,
-    ) -> None:
-        super().__init__(loaded, wrapped.device, state, config, ranks)
-        self._wrapped, self._learning_rate = wrapped, learning_rate
-        self._pending: Any = None  # a loss whose backward pass was put off
-        self._last: tuple[Batch, float, Entropy] | None = None
-        self._begun = self._reduced = False
-        self._norm: float | None = None
-
-    def score(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: Entropy = "off"
-    ) -> TokenScores:
-        """Log-probabilities of the batch's targets."""
-        self._run_pending(last=False)
-        if torch.is_grad_enabled():
-            self._last = (batch, temperature, entropy)
-            return TokenScores(*self._wrapped(batch, temperature, entropy))
-        with evaluating(self._wrapped.module):  # nothing to recompute
-            return TokenScores(*self._wrapped(batch, temperature, entropy))
-
-    def backward(self, loss: Any) -> None:
-        """Add the gradients of a loss, before anything else happens to them."""
-        if self._reduced:
-            raise RuntimeError("gradients were summed over the ranks already; step or drop first")
-        self._run_pending(last=False)
-        self._pending = loss * self.ranks.world
-        self._begun = True
-
-    def step(self, factor: float) -> float:
-        """Update, clear the gradients, and return their norm before clipping."""
-        norm = self.gradient_norm()
-        if not self._begun or not math.isfinite(norm):
-            self.drop()
-            return norm
-        for group in self._wrapped.basic_optimizer.param_groups:
-            group["lr"] = self._learning_rate * factor
-        self._wrapped.step()
-        self._clear()
-        return norm
-
-    def gradient_norm(self) -> float:
-        """The norm of the gradients; no more can be added to them."""
-        if not self._begun:
-            return 0.0
-        self._reduce()
-        if self._norm is None:
-            self._norm = gradient_norm(self._wrapped.optimizer)
-        return self._norm
-
-    def drop(self) -> None:
-        """Clear the gradients."""
-        if self._begun:
-            self._reduce()
-            drop_gradients(self._wrapped)
-        self._clear()
-
-    @contextmanager
-    def whole(self) -> Iterator[Any]:
-        """The model with all its weights, in evaluation mode and without DeepSpeed's hooks. Under
-        ZeRO-3 it takes the memory of all weights on every rank."""
-        self._run_pending(last=False)
-        parameters = list(self.model.parameters())
-        with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
-            yield self.model
-
     def _exported(self) -> dict[str, Any]:
         """Whole weights, which rank 0 gathers in host memory."""
         first = self.ranks.rank == 0
         return {
             name: tensor.to("cpu", copy=True)
-            for name, tensor in self._state.weights(lambda _: first)
+            for name, tensor in self.weights(lambda _: first)
             if tensor is not None
         }
 
     def _require_equal_weights(self) -> None:
-        if not self._state.partitioned:
+        if not self.partitioned:
             super()._require_equal_weights()
 
     def _run_pending(self, *, last: bool) -> None:

@@ -101,18 +101,11 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped her
 
 
 class Groups(NamedTuple):
-    """Names of a model's parameters by how they are trained; a tied one under its first name.
-    ``order`` has all of them, in the model's order."""
+    """Names of a model's parameters by how they are trained; a tied one under its first name."""
 
-    order: tuple[str, ...]
     decayed: tuple[str, ...]
     rest: tuple[str, ...]
     hidden: tuple[str, ...]
-
-    @property
-    def adam(self) -> tuple[str, ...]:
-        """Parameters that AdamW trains, in the order of its groups."""
-        return self.decayed + self.rest
 
 
 def parameter_groups(model: Any, *, muon: bool = False) -> Groups:
@@ -130,7 +123,7 @@ def parameter_groups(model: Any, *, muon: bool = False) -> Groups:
             hidden.append(name)
         else:
             (decayed if weight.ndim >= 2 else rest).append(name)
-    return Groups(tuple(trainable(model)), tuple(decayed), tuple(rest), tuple(hidden))
+    return Groups(tuple(decayed), tuple(rest), tuple(hidden))
 
 
 def trainable(model: Any) -> dict[str, Any]:

@@ -14,23 +14,37 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from refiner_core.contract.config import GrpoConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.types import Completion, PromptRow, RewardResult
+from refiner_core.contract.config import GrpoConfig, RecipeConfig
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
+from refiner_core.contract.sections.environment import alpha_of, check_domains
+from refiner_core.contract.types import Completion, Judge, OnCompletion, PromptRow, RewardResult
+from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
     FAILURES,
     Environment,
     EpisodeRecord,
     TellsProgress,
+    domain_of_id,
     record_from_json,
     task_of_row,
 )
-from refiner_core.environments.scoring import unscored_kinds
+from refiner_core.environments.registry import open_environment
+from refiner_core.environments.scoring import (
+    Curriculum,
+    require_episodes,
+    shaped_reward,
+    unscored_kinds,
+)
+from refiner_core.rewards import RewardStream
+from refiner_core.samples import Wanted, check_room, sample_episodes
+from refiner_core.training.rollouts.lane import Attempts, Lane, sampled
+from refiner_core.training.rollouts.policies import Policy
 from refiner_core.training.rollouts.rollout import (
     GroupAdvantages,
     Normalization,
@@ -362,3 +376,135 @@ def _without_durations(sample: Sampled) -> dict[str, Any]:
     values = dict(sample.completion.episode or {})
     values["turns"] = [{**turn, "seconds": 0.0} for turn in values["turns"]]
     return values
+
+
+#: Where the counters of tasks stand in the progress.
+PROGRESS = "curriculum"
+
+
+class EpisodeLane(Lane):
+    """Tasks and episodes, with counters of attempts by task that are part of the progress.
+
+    Parameters
+    ----------
+    environment
+        The one to use; None opens the recipe's, where this rank ``samples``.
+
+    Raises
+    ------
+    UnsupportedError
+        The environment asks a judge, which rank 0 alone has, and every rank samples.
+    """
+
+    counts = EPISODE_COUNTS
+    curves = EPISODE_CURVES
+
+    def __init__(
+        self,
+        config: RecipeConfig,
+        judge: Judge | None,
+        environment: Environment | None,
+        *,
+        samples: bool,
+    ) -> None:
+        super().__init__(config, judge)
+        self.environment = environment
+        if environment is None and samples:
+            if judge is None and config.environment.nl_assertions == "judge":
+                raise UnsupportedError(
+                    "environment.nl_assertions is judge, and this process samples episodes "
+                    "without a judge: one process of a stage has it",
+                    expected="one training process, or rollout servers, from which it samples",
+                    fix="set grpo.nproc_per_node=1, grpo.generation_backend=vllm, or "
+                    "environment.nl_assertions=exclude",
+                )
+            self.environment = open_environment(config, evaluation=False, judge=judge)
+        self.curriculum = Curriculum(config.grpo.curriculum)
+
+    def check(self, prompts: Sequence[PromptRow]) -> None:
+        """Refuse, before anything is sampled, rows that are no tasks or leave no room; and see
+        :func:`check_progress`."""
+        for row in prompts:
+            task_of_row(row)
+        check_room(prompts, self.grpo)
+        if self.environment is not None and not self.config.environment.domains:
+            # the data stage has said so too, but is skipped where its outputs are there already
+            check_domains(self.config.environment.shaping, self.environment.domains())
+        if self.environment is not None and self.grpo.credit == "turn_rewards":
+            check_progress(self.environment, prompts)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that the model can sample in one episode."""
+        longest = self.grpo.response_length * self.config.environment.max_turns
+        return min(self.grpo.max_token_length, longest)
+
+    def sample(
+        self, policy: Policy, tokenizer: Any, wanted: Sequence[Wanted], finished: OnCompletion
+    ) -> None:
+        """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
+        assert self.environment is not None, "this rank samples nothing"
+        temperature, top_p = self.grpo.temperature, self.grpo.top_p
+        settings = settings_of(self.config, self.environment, temperature=temperature, top_p=top_p)
+        sample_episodes(
+            *(policy, wanted, self.environment, tokenizer, settings, finished),
+            should_stop=policy.cancelled,
+        )
+
+    def read(self, tokenizer: Any, wanted: Wanted, completion: Completion) -> Sampled:
+        """An episode with its text: all that was said in it, by whomever."""
+        text: str = tokenizer.decode(
+            list(completion.token_ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+        )
+        return sampled(wanted, completion, text)
+
+    def rewards(self, *, patient: bool) -> None:
+        """Nothing is asked: the environment has said rewards already."""
+
+    def results(
+        self,
+        rewards: RewardStream | None,
+        samples: Sequence[Sampled],
+        on_judged: Callable[[int, int], None],
+    ) -> list[RewardResult]:
+        """Rewards of the environment, shaped; refuses where errors ended too many episodes."""
+        environment = self.config.environment
+        results = [shaped_reward(record_of(sample), environment) for sample in samples]
+        require_episodes(results, environment.max_error_share, of="episodes of a step")
+        return results
+
+    def groups(self, samples: Sequence[Sampled], results: Sequence[RewardResult]) -> EpisodeBatch:
+        """Advantages by the recipe's credit, times the curriculum's weights before this step."""
+        return form_episode_groups(
+            samples,
+            results,
+            [record_of(sample) for sample in samples],
+            self.grpo,
+            alpha=partial(alpha_of, self.config.environment.shaping),
+            weight=self.curriculum.weight,
+        )
+
+    metrics = staticmethod(episode_metrics)
+    rows = staticmethod(episode_rows)
+    attempts = staticmethod(attempts)
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """The counters of tasks."""
+        self.curriculum.restore(progress.get(PROGRESS))
+
+    def count(self, progress: dict[str, Any], attempts: Attempts) -> None:
+        """Add a step's attempts to the counters."""
+        for task, (tried, solved) in attempts.items():
+            self.curriculum.count(task, tried, solved)
+        progress[PROGRESS] = self.curriculum.state()
+
+    def report(self) -> dict[str, Any]:
+        """Attempts and successes in training, by domain."""
+        domains: dict[str, dict[str, int]] = {}
+        for task, (tried, solved) in sorted(self.curriculum.state().items()):
+            found = domains.setdefault(domain_of_id(task), {"attempts": 0, "successes": 0})
+            found["attempts"] += tried
+            found["successes"] += solved
+        return {"domains": domains}

@@ -41,9 +41,8 @@ from refiner_core.contract.errors import (
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
-from refiner_core.training.engines.protocol import Engine
+from refiner_core.training.engines.protocol import Engine, StateSnapshot
 from refiner_core.training.ranks import RanksIO
-from refiner_core.training.state.checkpoint import StateSnapshot
 
 
 class BackgroundSave:
