@@ -65,12 +65,6 @@ ATTRIBUTES: tuple[str, ...] = (
     "drum", "lamp", "ship", "bread", "bird", "wine", "cloth", "road",
 )  # fmt: skip
 SURVEY_WORDS: tuple[str, ...] = ("survey", "report", "letter")
-TEMPLATE_WORDS: tuple[str, ...] = (
-    "The", "the", "In", "in", "of", "is", "are", "and", "has", "as", "its", "What", "what", "A",
-    "a", "looks", "at", "for", "I", "search", "Here", "answer", "to", "from", "with", "on",
-    "by", "this", "that", "Notes", "Done", "Index", "Find", "Table", "only", "no", "not", "user",
-    "assistant", "system", "tool", "name", "arguments",
-)  # fmt: skip
 
 
 def _in_world(left: int, right: int, world: World) -> bool:
