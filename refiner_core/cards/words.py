@@ -29,7 +29,7 @@ from refiner_core.cards.facts import (
     quoted,
 )
 from refiner_core.cards.public import read_proof
-from refiner_core.cards.results import cell, own_entries, without_value
+from refiner_core.cards.results import Entry, about_tasks, cell, own_entries, without_value
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, RewardConfig
 from refiner_core.contract.fingerprint import get_field
@@ -97,6 +97,11 @@ class Sentences:
         """The lines of a macro, without blank ones."""
         said = str(getattr(self._macros, name)(*words)).split("\n")
         return [line.replace(_HELD, "\n") for line in said if line]
+
+    def protocol(self, fingerprint: str, entries: Sequence[Entry] = ()) -> str:
+        """A protocol in words, with what its numbers mean; empty where nobody has recorded it."""
+        known = self._facts.protocols.get(fingerprint)
+        return self.text("protocol", known, entries, about_tasks(entries)) if known else ""
 
     def earlier(self) -> list[Earlier]:
         """The stages of the same run that this one started from, the last first."""
