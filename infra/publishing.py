@@ -31,6 +31,7 @@ from typing import Any, Literal, Protocol
 from infra.store import atomic
 from infra.store.atomic import no_space_guard, put_back, swap_in
 from infra.store.stage_records import CARD, EVIDENCE, OLD_MANIFEST, Lying, lying_at, read_evidence
+from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
 from refiner_core.contract.records import OutputFile
@@ -153,12 +154,6 @@ class Target(Protocol):
 
     def read_text(self, repo_id: str, revision: str, name: str) -> str | None:
         """A small text file of a revision; None if there is none."""
-
-
-def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
-    """Name of the tag or branch of a step; ``main`` where steps do not share a repository."""
-    alone = config.per_step == "repository" or (config.which == "final" and final)
-    return "main" if alone else f"step-{step}"
 
 
 def report_of(published: Published, publication: Publication) -> dict[str, Any]:

@@ -26,14 +26,14 @@ import yaml
 
 from flows.checking.sources import resolve_sources
 from infra.orchestrator.observe import differences
-from refiner_core.cards.evidence import (
+from refiner_core.cards.facts import public_name
+from refiner_core.cards.public import (
     SHOWN_EXECUTION,
     public_body,
     public_command,
     public_protocol,
     public_text,
 )
-from refiner_core.cards.facts import public_name
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError, StageFailed

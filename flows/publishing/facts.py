@@ -26,12 +26,11 @@ from flows.publishing.lineage import (
     weights_of,
 )
 from flows.stages.work import StageWork
-from infra.publishing import step_revision
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
-from refiner_core.cards.facts import UNKNOWN, CardFacts, attempt_notes, finite
-from refiner_core.cards.words import public_certificate, public_proof
+from refiner_core.cards.facts import UNKNOWN, CardFacts, attempt_notes, finite, step_revision
+from refiner_core.cards.public import public_certificate, public_proof
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import model_order

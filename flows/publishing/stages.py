@@ -188,9 +188,16 @@ def _send(
     message: str,
 ) -> dict[str, Any]:
     """Send card and evidence, and ``weights`` where they are not there already; ``others`` are the
-    publication's files beside card and evidence."""
+    publication's files beside card and evidence. A card at the target that says the same of the
+    same weights and more stays (a stage that is repeated after a later one)."""
+    sent = {paper.name: paper for paper in papers(found.facts, others)}
     target = make_target(work.config, work.workspace.layout.published)
-    sent, kept = _papers(work, found, target, others)
+    there = _newer(target, found.facts, _text(sent[EVIDENCE]))
+    if there:
+        log.info("the card that is published has more numbers than this stage knows: it stays")
+    sent |= {name: FileToPublish.of_text(name, text) for name, text in there.items()}
+    for name, paper in sent.items():
+        (work.output_dir / name).write_bytes(paper.content or b"")
     publication = Publication(
         repo_id=repo_id,
         files=(*(weights or ()), *sent.values()),
@@ -205,8 +212,8 @@ def _send(
         **report_of(published, publication),
         "final": publication.final,
         "only_these": publication.only_these,
-        "card": (sent[CARD].content or b"").decode(),
-        "card_kept": kept,
+        "card": _text(sent[CARD]),
+        "card_kept": bool(there),
         "made_with": dict(found.decided),
     }
     if found.choice is not None:
@@ -214,21 +221,8 @@ def _send(
     return report
 
 
-def _papers(
-    work: StageWork, found: Collected, target: Target, files: Sequence[OutputFile]
-) -> tuple[dict[str, FileToPublish], bool]:
-    """Card and evidence to send, by name: those of this stage, unless (True) others that lie there
-    already say the same of the same weights and more (a stage that is repeated after a later
-    one)."""
-    sent = {paper.name: paper for paper in papers(found.facts, files)}
-    evidence = (sent[EVIDENCE].content or b"").decode()
-    there = _newer(target, found.facts, evidence)
-    if there:
-        log.info("the card that is published has more numbers than this stage knows: it stays")
-    sent |= {name: FileToPublish.of_text(name, text) for name, text in there.items()}
-    for name, paper in sent.items():
-        (work.output_dir / name).write_bytes(paper.content or b"")
-    return sent, bool(there)
+def _text(paper: FileToPublish) -> str:
+    return (paper.content or b"").decode()
 
 
 def _newer(target: Target, facts: CardFacts, evidence: str) -> dict[str, str]:

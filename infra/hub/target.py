@@ -42,9 +42,9 @@ from infra.publishing import (
     check_update,
     holds,
     moves_main,
-    step_revision,
 )
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence
+from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused
 from refiner_core.contract.types import Progress

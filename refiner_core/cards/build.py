@@ -208,7 +208,7 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "cost": words.lines("cost"),
         "format": shape,
         "usage": words.text("usage", shape),
-        "tables": result_tables(facts),
+        "tables": result_tables(facts, words.protocol),
         "progression": progression_tables(facts),
         "preferred": preferred_step(facts),
         "curve": training_curve(facts),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.records import Attempt
@@ -245,6 +245,12 @@ def record_of(facts: CardFacts, path: str) -> str | None:
     while path and path not in facts.records:
         path = path.rpartition(".")[0]
     return facts.records.get(path)
+
+
+def step_revision(config: PublishConfig, step: int, *, final: bool) -> str:
+    """Name of the tag or branch of a step; ``main`` where steps do not share a repository."""
+    alone = config.per_step == "repository" or (config.which == "final" and final)
+    return "main" if alone else f"step-{step}"
 
 
 def file_digest(text: str) -> str:

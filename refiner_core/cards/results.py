@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from refiner_core.cards.facts import MISSING, CardFacts, finite, number, public_name
+from refiner_core.cards.facts import MISSING, CardFacts, finite, number
 from refiner_core.contract.kinds import KINDS, TRAINED
-from refiner_core.contract.planned import stage_changes
 from refiner_core.evaluation.metric_names import FAILURE, FAILURE_WORDS, FIRST, base_of, domain_of
 from refiner_core.evaluation.metrics import FAILURE_METRICS, higher_is_better, of_tasks
 
@@ -186,63 +185,14 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
     )
 
 
-def agent_protocol_words(
-    known: Mapping[str, Any], entries: Sequence[Entry], trained_with: str = ""
-) -> str:
-    """Protocol of tasks in words, with what its numbers mean. ``trained_with`` is the model of the
-    user in training; empty for the environment's own script."""
-    sampling, environment = known.get("sampling") or {}, known.get("environment") or {}
-    attempts = int(known.get("samples_per_prompt") or 1)
-    top_k = f", top_k {sampling['top_k']}" if sampling.get("top_k") else ""
-    parts = [
-        f"{known.get('num_prompts')} {known.get('split')} tasks × {attempts} "
-        f"attempt{'s' * (attempts != 1)} per task, "
-        f"temperature {sampling.get('temperature')}, top_p {sampling.get('top_p')}{top_k}, at most "
-        f"{sampling.get('max_new_tokens')} tokens a turn, {environment.get('max_turns')} turns and "
-        f"{sampling.get('context_tokens')} tokens an episode",
-        f"environment `{public_name(str(environment.get('name')))}` "
-        f"{environment.get('version')}, user: {_user(environment.get('user'), trained_with)}",
-    ]
-    if left := [str(one) for one in environment.get("excluded") or ()]:
-        parts.append(f"not measured: {', '.join(left)}")
-    if reward := known.get("reward"):
-        weights = ", ".join(str(weight) for weight in reward.get("weights") or ())
-        parts.append(f"weights of checks in `partial`: {weights}")
-    text = "; ".join(parts) + ". n counts tasks."
-    if not about_tasks(entries):
-        return text
-    meaning = "pass@1 is the share of tasks that the one attempt solves."
-    lost = "Tasks whose attempt an error of the infrastructure ended are left out."
-    if attempts > 1:
-        meaning = (
-            "pass@k is the chance that at least one of k attempts at a task succeeds, pass^k that "
-            f"all of k do (so it falls with k); both are unbiased estimates from {attempts} "
-            "attempts. `pass@1_first` is the first attempt alone."
-        )
-        lost = (
-            "Attempts that an error of the infrastructure ended count as none, so that some tasks "
-            f"have fewer than {attempts} valid attempts, and with fewer than k no pass@k."
-        )
-    has_errors = any(e.whole("numerator") for e in entries if e.metric == _ERRORS)
-    return f"{text} {meaning} {lost}" if has_errors else f"{text} {meaning}"
-
-
-def _user(user: Any, trained_with: str) -> str:
-    """With whom it talked."""
-    if not isinstance(user, Mapping):
-        return str(user) if user else "not recorded"
-    model = str(user.get("model") or "")
-    settings = (f"{k} {v}" for k, v in user.items() if k != "model" and v is not None)
-    said = [f"`{public_name(model)}`", *settings] if model else ["the environment's own script"]
-    return ", ".join(said) + (" (another one than in training)" if model != trained_with else "")
-
-
 # ---------------------------------------------------------------- tables
 
 
-def result_tables(facts: CardFacts) -> list[Table]:
+def result_tables(
+    facts: CardFacts, about: Callable[[str, list[Entry]], str] = lambda *_: ""
+) -> list[Table]:
     """One table per (protocol, decoding): this model, and what it is to be held against; of an
-    agent one more, of failures."""
+    agent one more, of failures. ``about`` says what a protocol with these numbers is."""
     tables = []
     for group in by_protocol(facts).values():
         entries = [e for e in group if e.model == facts.own or not _STEP.fullmatch(e.model)]
@@ -256,7 +206,7 @@ def result_tables(facts: CardFacts) -> list[Table]:
         tables.append(
             Table(
                 _title(usual),
-                protocol_words(facts, usual.values["protocol"], entries),
+                about(usual.values["protocol"], entries),
                 ("metric", *(label(model, facts) for model in models)),
                 _rows(
                     {metric: f"`{metric}`" for metric in metrics},
@@ -307,40 +257,6 @@ def _title(entry: Entry) -> str:
         f"{values.get('protocol_name') or 'protocol'}, {values['decoding']} decoding, n = "
         f"{entry.number('n', values['n'])} (protocol `{values['protocol'][:12]}`)"
     )
-
-
-def protocol_words(facts: CardFacts, protocol: str, entries: Sequence[Entry] = ()) -> str:
-    """Protocol in words; empty where nobody has recorded it."""
-    known = facts.protocols.get(protocol)
-    if not known:
-        return ""
-    if known.get("environment"):
-        return agent_protocol_words(known, entries, facts.config.environment.user.model)
-    sampling, judge = known.get("sampling") or {}, known.get("judge") or {}
-    rubrics, reward = known.get("rubrics") or {}, known.get("reward")
-    parts = [
-        f"{known.get('num_prompts')} {known.get('split')} prompts × "
-        f"{known.get('samples_per_prompt')} sample{'s' * (known.get('samples_per_prompt') != 1)}, "
-        f"temperature {sampling.get('temperature')}, top_p {sampling.get('top_p')}, "
-        f"at most {sampling.get('max_new_tokens')} tokens",
-    ]
-    if judge:
-        revision = f" at `{judge['revision']}`" if judge.get("revision") else ""
-        parts.append(
-            f"judge `{public_name(str(judge.get('model')))}`{revision} with prompts "
-            f"`{judge.get('prompt')}`, temperature {judge.get('temperature')}"
-        )
-    if rubrics:
-        named = f" (`{public_name(str(rubrics['static']))}`)" if rubrics.get("static") else ""
-        parts.append(f"rubrics: {rubrics.get('source')}{named}, {rubrics.get('aggregation')}")
-    if reward:
-        parts.append(
-            f"reward: {reward.get('combination')}, scale {reward.get('verification_reward')}, "
-            f"citation weight {reward.get('paper_citation_weight')}"
-        )
-    if (version := known.get("version", 1)) > 1:
-        parts.append(f"rewards of version {version}: {stage_changes('evaluate', version)}")
-    return "; ".join(parts) + "."
 
 
 def _rank(model: str) -> tuple[int, str]:

@@ -2,16 +2,15 @@
 
 In: :class:`CardFacts`. Out: what ``words.md.jinja`` says of them, line by line; and what sentences
 and tables need beside facts: curves, hours, what was certified, and every setting by its name (flag
-lines in the reference trainer's names and order, all else as overrides of ours). Messages of
-failures are left out on purpose: they name paths and hosts. Of a proof that training resumes
-exactly the verdict is made again each time, and what is written of it is compared.
+lines in the reference trainer's names and order, all else as overrides of ours).
+Messages of failures are left out on purpose: they name paths and hosts.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -29,17 +28,15 @@ from refiner_core.cards.facts import (
     public_name,
     quoted,
 )
-from refiner_core.cards.results import cell, own_entries, without_value
+from refiner_core.cards.public import read_proof
+from refiner_core.cards.results import Entry, about_tasks, cell, own_entries, without_value
 from refiner_core.contract.checks.environment import ONLY_OF_AGENTS
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, RewardConfig
-from refiner_core.contract.errors import DataError
 from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.planned import stage_changes
-from refiner_core.contract.proofs import PROOF_VERSION, Certificate, ResumeProof
-from refiner_core.contract.records import from_json, to_json
 
 _UNITS = ("gpu_hours", "core_hours")
 #: What stands for a line end within a line: the command of another trainer may have several.
@@ -100,6 +97,11 @@ class Sentences:
         """The lines of a macro, without blank ones."""
         said = str(getattr(self._macros, name)(*words)).split("\n")
         return [line.replace(_HELD, "\n") for line in said if line]
+
+    def protocol(self, fingerprint: str, entries: Sequence[Entry] = ()) -> str:
+        """A protocol in words, with what its numbers mean; empty where nobody has recorded it."""
+        known = self._facts.protocols.get(fingerprint)
+        return self.text("protocol", known, entries, about_tasks(entries)) if known else ""
 
     def earlier(self) -> list[Earlier]:
         """The stages of the same run that this one started from, the last first."""
@@ -204,99 +206,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-# ---------------------------------------------------------------- proofs and certificates
-
-
-def public_proof(proof: ResumeProof) -> dict[str, Any]:
-    """A proof as evidence has it: without where and with what settings of a machine it was made."""
-    kept = replace(proof, overrides=(), changed={}, provenance={})
-    return {**to_json(kept), "verdict": proof.verdict}
-
-
-def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
-    """The proof in a card's facts; None without one.
-
-    Raises
-    ------
-    DataError
-        It is none, or of a newer version.
-    """
-    if not known:
-        return None
-    try:
-        if int(known["version"]) <= PROOF_VERSION:
-            return from_json(ResumeProof, known)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"facts.proof is damaged ({error})",
-            expected="a proof",
-            fix="take the refiner.json that lies beside the card",
-        ) from error
-    raise DataError(
-        f"facts.proof has version {known['version']}",
-        expected=f"version {PROOF_VERSION} or older",
-        fix="install the version of refiner that the card names",
-    )
-
-
-def proof_problems(facts: CardFacts) -> Iterator[str]:
-    """Statements of a proof that do not follow from its own numbers, or is about another stage."""
-    proof = read_proof(facts.proof)
-    if proof is None:
-        return
-    said = facts.proof.get("verdict")
-    if said != proof.verdict:
-        yield f"proof.verdict is {said!r}, and its comparisons give {proof.verdict!r}"
-    if facts.fingerprint and proof.fingerprint != facts.fingerprint:
-        yield f"proof is of the stage {proof.fingerprint[:12]}, not of {facts.fingerprint[:12]}"
-    if not proof.interruptions:
-        yield "proof has no interruption, so that nothing was tried"
-    for found in proof.comparisons:
-        if not 0 <= found.differing <= found.compared or not found.compared:
-            counts = f"{found.differing} of {found.compared}"
-            yield f"proof: {counts} of {found.quantity} differ, which cannot be"
-
-
-def public_certificate(
-    certificates: list[Certificate], trained_on: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The newest certificate of the kind of machine that a training ran on, without its name.
-
-    Parameters
-    ----------
-    certificates
-        Those of a workspace, oldest first.
-    trained_on
-        Provenance of the training stage: its ``host`` and ``versions``.
-
-    Returns
-    -------
-    dict
-        ``made_at`` (day), ``gpus`` (how many), ``gpu`` (name), ``passed``, ``failed``, ``absent``;
-        empty where no certificate is of the same processor, GPUs and torch, or it did not pass.
-    """
-    host, torch = trained_on.get("host") or {}, (trained_on.get("versions") or {}).get("torch")
-    same = [
-        made
-        for made in certificates
-        if made.passed
-        and made.host.get("cpu") == host.get("cpu")
-        and list(made.host.get("gpus") or ()) == list(host.get("gpus") or ())
-        and made.versions.get("torch") == torch
-    ]
-    if not same:
-        return {}
-    made = same[-1]
-    return {
-        "made_at": made.made_at[:10],
-        "gpus": len(made.gpus),
-        "gpu": made.gpus[0] if made.gpus else "",
-        "passed": made.count("pass"),
-        "failed": made.count("fail"),
-        "absent": made.count("absent"),
-    }
 
 
 # ---------------------------------------------------------------- curves

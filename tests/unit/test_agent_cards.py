@@ -15,12 +15,12 @@ from refiner_core.cards.facts import CardFacts, unmarked
 from refiner_core.cards.lint import check_card, lint_card
 from refiner_core.cards.lint.quantities import metric_of
 from refiner_core.cards.results import (
-    agent_protocol_words,
     model_index,
     progression_tables,
     result_tables,
 )
 from refiner_core.cards.words import Sentences, grpo_flags, training_curve
+from refiner_core.contract.fields import replace_fields
 from refiner_core.evaluation.episodes import evaluate_episodes
 from tests.support.playing import (
     Desk,
@@ -90,7 +90,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
 
 
 def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
-    main = next(t for t in result_tables(facts) if "sampled" in t.title and "pass" in t.about)
+    tables = result_tables(facts, Sentences(facts).protocol)
+    main = next(t for t in tables if "sampled" in t.title and "pass" in t.about)
     assert "4 held-out tasks × 4 attempts per task" in main.about
     assert "top_k 20" in main.about
     assert "user: scripted" in main.about
@@ -106,11 +107,14 @@ def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
     assert "n = 4" in unmarked(main.title)
 
 
-def test_a_user_that_is_another_one_than_in_training_is_said() -> None:
-    known = {"environment": {"name": "tau2", "user": {"model": "gpt-4.1", "temperature": 0.0}}}
-    said = agent_protocol_words(known, [], "qwen3-32b")
-    assert "user: `gpt-4.1`, temperature 0.0 (another one than in training)" in said
-    assert "another one" not in agent_protocol_words(known, [], "gpt-4.1")
+def test_a_user_that_is_another_one_than_in_training_is_said(facts: CardFacts) -> None:
+    user = {"model": "gpt-4.1", "temperature": 0.0}
+    for trained_with, other in (("qwen3-32b", True), ("gpt-4.1", False)):
+        config = replace_fields(facts.config, {"environment.user.model": trained_with})
+        protocols = {"p": {"environment": {"name": "tau2", "user": user}}}
+        said = Sentences(replace(facts, config=config, protocols=protocols)).protocol("p")
+        assert "user: `gpt-4.1`, temperature 0.0" in said
+        assert ("(another one than in training)" in said) is other
 
 
 def test_a_card_claims_no_more_of_held_out_tasks_than_rows_tell() -> None:

@@ -18,12 +18,10 @@ from refiner_core.cards.evidence import (
     facts_from_json,
     facts_to_json,
     load_evidence,
-    public_address,
-    public_command,
-    public_text,
     published_facts,
 )
 from refiner_core.cards.facts import AttemptNote, CardFacts, record_of
+from refiner_core.cards.public import public_address, public_command, public_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.fields import replace_fields

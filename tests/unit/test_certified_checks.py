@@ -23,7 +23,7 @@ from flows.running.calls import make_recipe_plan
 from infra.store.provenance import read_certificate, read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
-from refiner_core.cards.words import public_certificate
+from refiner_core.cards.public import public_certificate
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Certificate, CertifiedCheck

@@ -22,7 +22,7 @@ from flows.stages.fetch import _wanted
 from flows.why.figures import Figure, figures_of_stages, parse_query
 from infra.disk.forecast import evaluation_samples
 from infra.store.workspace import Workspace
-from refiner_core.cards.evidence import public_protocol
+from refiner_core.cards.public import public_protocol
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flows.cards.reproduction import Made, Reproduction, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
-from refiner_core.cards.evidence import public_command
+from refiner_core.cards.public import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
 from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.kinds import KINDS

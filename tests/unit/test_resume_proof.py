@@ -31,7 +31,7 @@ from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.lint import check_card
-from refiner_core.cards.words import public_proof
+from refiner_core.cards.public import public_proof
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, WorkspaceError
 from refiner_core.contract.proofs import Comparison, Interruption, ResumeProof, verdict_of

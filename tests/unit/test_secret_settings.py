@@ -20,7 +20,8 @@ from infra.host.secrets import mask_keys_of, masked, without_secrets
 from infra.slurm.profiles import load_profile
 from infra.store.provenance import masked_command
 from refiner_core.cards.build import build_card
-from refiner_core.cards.evidence import evidence_text, public_body, public_command, published_facts
+from refiner_core.cards.evidence import evidence_text, published_facts
+from refiner_core.cards.public import public_body, public_command
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.checks.secrets import given_secrets, has_secret, is_secret_name
 from refiner_core.contract.config import RecipeConfig

@@ -21,8 +21,9 @@ from refiner_core.cards.build import build_card, marked_card
 from refiner_core.cards.evidence import Evidence, load_evidence
 from refiner_core.cards.facts import CardFacts, finite, numbers_in, record_of
 from refiner_core.cards.lint.markdown import Finding
+from refiner_core.cards.public import proof_problems
 from refiner_core.cards.results import index_numbers
-from refiner_core.cards.words import flag_of, proof_problems
+from refiner_core.cards.words import flag_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.marks import walk
