@@ -24,13 +24,12 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.reporting.run.report import WrittenRun
     from flows.reporting.writing import Written
     from infra.store.workspace import Workspace
     from refiner_core.report.run.document import RunReport
     from refiner_core.report.sweep.document import SweepReport
 
-W = TypeVar("W", "Written", "WrittenRun")
+W = TypeVar("W", "Written[SweepReport]", "Written[RunReport]")
 _MOST_INCIDENTS = 5
 #: Tables of numbers that a terminal shows; the page has all.
 _MOST_TABLES = 2
