@@ -17,11 +17,10 @@ from typing import Any
 
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
-from refiner_core.report.pages import leaf, parts_of
+from refiner_core.report.pages import parts_of
 from refiner_core.report.sweep import wording as words
 from refiner_core.report.sweep.document import (
     Agreement,
-    ArmNumber,
     Comparison,
     MatrixCell,
     MatrixRow,
@@ -66,6 +65,7 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
+    ("attempts", "Why attempts fail"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -75,19 +75,16 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
-#: What they are called in a report of agents; the first of these has a view of its own there.
-ATTEMPTS = ("attempts", "Why attempts fail")
+#: What they are called in a report of agents.
 OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
 
 
-def views_of(report: SweepReport) -> tuple[tuple[str, str], ...]:
+def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report: of agents without those of judges, which are not asked about them."""
     if not report.attempts:
-        return VIEWS
+        return {i: name for i, name in VIEWS if i != "attempts"}
     empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
-    kept = [(i, OF_AGENTS.get(i, name)) for i, name in VIEWS if not empty.get(i)]
-    place = [i for i, _ in kept].index("arms") + 1
-    return (*kept[:place], ATTEMPTS, *kept[place:])
+    return {i: OF_AGENTS.get(i, name) for i, name in VIEWS if not empty.get(i)}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
@@ -111,7 +108,8 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         report=report,
         parts=parts,
         reload_s=reload_s if report.state == "running" else 0,
-        views=views_of(report),
+        views=views_of(report).items(),
+        names=views_of(report),
         w=words,
         marked=marked,
         conversation=conversation,
@@ -132,7 +130,6 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         prompts=shown,
         attempts=attempts_of(a for one in shown for a in one["answers"]),
         attempts_tables=attempts_tables(report.attempts, few),
-        spelt=spelt_protocols(report.protocols),
         flips=report.flips[:MOST_FLIPS],
         costs=words.costs(report),
         whole=words.cost_of("all arms", report.trials),
@@ -165,14 +162,10 @@ def leading_arms(report: SweepReport) -> list[str]:
     arms = arms_in_order(report)
     if len(arms) <= FEW_ARMS or report.primary is None:
         return arms[:FEW_ARMS]
-    found: dict[str, ArmNumber] = {n.arm: n for n in report.primary.numbers}
-
-    def size(arm: str) -> float:
-        number = found.get(arm)
-        return -abs(number.difference or 0.0) if number is not None else 0.0
-
-    leading = {report.baseline, *sorted(arms, key=size)[: FEW_ARMS - 1]}
-    return [arm for arm in arms if arm in leading][:FEW_ARMS]
+    size = {n.arm: abs(n.difference or 0.0) for n in report.primary.numbers}
+    by_size = sorted(arms, key=lambda arm: -size.get(arm, 0.0))
+    leading = {report.baseline, *by_size[: FEW_ARMS - 1]}
+    return [arm for arm in arms if arm in leading]
 
 
 def plots(
@@ -258,31 +251,3 @@ def judge_name(row: MatrixRow) -> str:
     """A judge with its rubric set and the protocol in which it asks."""
     rubrics = f" with {row.rubrics}" if row.rubrics else ""
     return f"{row.judge or 'no judge'}{rubrics} ({row.protocol})"
-
-
-# ---------------------------------------------------------------- small things
-
-
-def spelt_protocols(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Protocols field by field: what all share, and in what they differ."""
-    flat = {fingerprint: dict(_flat(protocol)) for fingerprint, protocol in protocols.items()}
-    fields = list(dict.fromkeys(name for found in flat.values() for name in found))
-    shared, different = [], []
-    for name in fields:
-        texts = [found.get(name, printing.MISSING) for found in flat.values()]
-        if len(set(texts)) == 1 and name != "name":
-            shared.append((name, texts[0]))
-        else:
-            different.append((name, texts))
-    return {"fingerprints": list(flat), "shared": shared, "different": different}
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Fields by dotted name, as text."""
-    for key, found in value.items():
-        if isinstance(found, Mapping) and found:
-            yield from _flat(found, f"{before}{key}.")
-        elif isinstance(found, list | tuple) and found:
-            yield f"{before}{key}", ", ".join(leaf(v) for v in found)
-        else:
-            yield f"{before}{key}", leaf(found)
