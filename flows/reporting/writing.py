@@ -26,17 +26,17 @@ from refiner_core.contract.records import from_json
 from refiner_core.report.printing import whole
 from refiner_core.report.run.document import RunReport
 from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
-from refiner_core.report.sweep.exports import (
+from refiner_core.report.sweep.rendering import (
     TRIAL_HEADER,
     document,
     markdown,
     number_header,
     number_rows,
     numbers_csv,
+    page,
     trial_rows,
     trials_csv,
 )
-from refiner_core.report.sweep.html import page
 
 #: Seconds after which the page of a running sweep loads itself again.
 RELOAD_S = 15

@@ -38,8 +38,7 @@ from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sa
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.exports import markdown
-from refiner_core.report.sweep.html import page, views_of
+from refiner_core.report.sweep.rendering import markdown, page, views_of
 from sweeps.checks import measures
 from tests.support.made_evidence import MadeSweep
 from tests.support.playing import (

@@ -12,7 +12,7 @@ from refiner_core.answers import parse_answer
 from refiner_core.report.drawing import shares
 from refiner_core.report.printing import plain
 from refiner_core.report.run.document import RewardPart, StageRow
-from refiner_core.report.run.html import page
+from refiner_core.report.run.rendering import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from tests.support.run_reports import empty_report, hostile_report
 

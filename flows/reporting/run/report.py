@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows.reporting.run.examples import evaluation_examples, rollout_examples
-from flows.reporting.run.numbers import (
+from flows.reporting.run.results import (
     change_rows,
+    evaluation_examples,
     evaluations_of_run,
     number_rows,
+    rollout_examples,
     training_curves,
 )
 from flows.reporting.run.stages import (
@@ -330,8 +331,10 @@ def report_run(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    from refiner_core.report.run.html import page  # templates are of no use to who only gathers
-    from refiner_core.report.run.tables import markdown
+    from refiner_core.report.run.rendering import (
+        markdown,
+        page,  # templates are of no use to who only gathers
+    )
 
     report = report_of_run(run, workspace)
     reports = Workspace.read_only(workspace).layout.reports
