@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flows.running.status import find_run
+from flows.running.status import required_run
 from infra.store.checkpoints import reclaimed_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, DataError
@@ -306,14 +306,7 @@ def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecor
         There is none, or several; names the nearest.
     """
     room = Workspace.read_only(workspace)
-    found = find_run(room, run)
-    if found is None:
-        raise ConfigurationError(
-            f"No run is recorded in {room.root}.",
-            expected="a workspace in which something was run",
-            fix="name another one with workspace=, or begin with `refiner run tiny`",
-        )
-    return room, found
+    return room, required_run(room, run, "a workspace in which something was run")
 
 
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:

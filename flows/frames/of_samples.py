@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from flows.stored import newest_rollouts, results_of, the_stage
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metrics import weighed
 
 if TYPE_CHECKING:
@@ -117,25 +116,15 @@ def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: s
     return steps
 
 
-@contextmanager
-def _opened(path: Path, expected: str, fix: str) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read ({error}).", expected=expected, fix=fix) from error
-
-
 def _read_rollouts(path: Path, columns: Sequence[str] | None) -> Any:
     """An Arrow table of one file."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
+    from flows.reporting.samples import opened
+
     expected = "the rollouts of one step, as refiner has written them"
-    with _opened(path, expected, "leave this step out with steps=, or restore the file") as file:
+    with opened(path, path, expected, "leave this step out with steps=, or restore it") as file:
         there = file.schema_arrow.names
         made = [name for name, source in _MADE.items() if source in there and name not in there]
         known = [n for n in TABLES["rollouts"] if n in there or n in made]
@@ -329,8 +318,9 @@ def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
     """An Arrow table of one file, with where it is from in front."""
     import pyarrow as pa
 
-    fix = "restore it, or delete its stage's folder and run the recipe again"
-    with _opened(found.path, "a samples file of an evaluation", fix) as file:
+    from flows.reporting.samples import opened
+
+    with opened(found.path, found.path) as file:
         there = [n for n in file.schema_arrow.names if n not in _PLACE]
         short = [n for n in there if n not in _LONG_SAMPLES]
         wanted = None if columns is None else [c for c in columns if c not in _PLACE]

@@ -346,9 +346,7 @@ VIEWS = (
     ("settings", "Settings and provenance"),
 )
 MOST_CURVES = 120
-MOST_INCIDENTS, MOST_ATTEMPTS, MOST_SETTINGS, MOST_WARNINGS = 400, 100, 500, 50
-#: Incidents and numbers of the summary.
-FEW_INCIDENTS, FEW_NUMBERS = 5, 10
+MOST_SETTINGS = 500
 
 
 def page(report: RunReport, *, reload_s: int = 0) -> str:
@@ -381,15 +379,8 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         index=model_index(report),
         settings=list(report.settings.items())[:MOST_SETTINGS],
         kind_of=drawing.kind_of,
-        most={
-            "incidents": MOST_INCIDENTS,
-            "attempts": MOST_ATTEMPTS,
-            "numbers": FEW_NUMBERS,
-            "all_numbers": MOST_NUMBERS,
-            "few_incidents": FEW_INCIDENTS,
-            "curves": MOST_CURVES,
-            "warnings": MOST_WARNINGS,
-        },
+        most_curves=MOST_CURVES,
+        most_numbers=MOST_NUMBERS,
     )
 
 
