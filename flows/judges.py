@@ -31,9 +31,8 @@ from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
-from refiner_core.judge_report.build import Report, judge_report
+from refiner_core.judge_report.build import Report, judge_report, markdown
 from refiner_core.judge_report.material import Material, run_material, shipped_material
-from refiner_core.judge_report.text import markdown
 from refiner_core.judges import build_judge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings, usage_of, usage_to_json
 

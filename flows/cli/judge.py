@@ -112,7 +112,7 @@ def report_command(
 
 
 def _report_lines(made: Made) -> Iterator[str]:
-    from refiner_core.judge_report.text import about, sections
+    from refiner_core.judge_report.build import about, sections
 
     yield from about(made.report)
     for section in sections(made.report):

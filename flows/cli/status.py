@@ -31,7 +31,7 @@ from refiner_core.report.printing import counted, table_lines
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from flows.reporting.run.report import WrittenRun
+
     from flows.reporting.writing import Written
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
@@ -288,7 +288,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
 # ---------------------------------------------------------------- reports
 
 
-W = TypeVar("W", "Written", "WrittenRun")
+W = TypeVar("W", "Written[SweepReport]", "Written[RunReport]")
 _MOST_INCIDENTS = 5
 #: Tables of numbers that a terminal shows; the page has all.
 _MOST_TABLES = 2
@@ -320,7 +320,7 @@ def report_command(
     from flows.reporting.run.report import report_run, values
     from flows.reporting.writing import log_report, report_sweep
     from infra.store.workspace import Workspace
-    from refiner_core.report.sweep.exports import values as sweep_values
+    from refiner_core.report.sweep.rendering import values as sweep_values
     from refiner_core.report.sweep.wording import state_text
 
     where, rest = split_workspace(words)
@@ -430,7 +430,7 @@ def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, nou
 
 def _run_lines(report: RunReport) -> Iterator[str]:
     from refiner_core.report.printing import moment, plain
-    from refiner_core.report.run import tables as words
+    from refiner_core.report.run import rendering as words
 
     def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> Iterator[str]:
         return table_lines([[plain(cell) for cell in row] for row in rows], header)

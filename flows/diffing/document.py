@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flows.diffing import outcomes, settings
+from flows.diffing import changes
 from flows.diffing.sides import Pair, Side, both_of, find_side, pairs_of
 from infra.orchestrator.timeline import run_incidents
 from infra.store.workspace import Workspace
@@ -49,17 +49,17 @@ class Difference:
     a_workspace: str
     b_workspace: str
     equal: bool | None
-    stages: tuple[settings.StageChange, ...]
-    fields: tuple[settings.FieldChange, ...]
-    sources: tuple[settings.Change, ...]
-    rows: tuple[outcomes.FileRows, ...]
-    code: settings.CodeChange | None
-    judge: tuple[settings.Change, ...]
-    rubrics: tuple[settings.Change, ...]
-    environment: tuple[settings.Change, ...]
-    training: tuple[outcomes.Divergence, ...]
-    samples: tuple[outcomes.SampleChange, ...]
-    numbers: tuple[outcomes.NumberChange, ...]
+    stages: tuple[changes.StageChange, ...]
+    fields: tuple[changes.FieldChange, ...]
+    sources: tuple[changes.Change, ...]
+    rows: tuple[changes.FileRows, ...]
+    code: changes.CodeChange | None
+    judge: tuple[changes.Change, ...]
+    rubrics: tuple[changes.Change, ...]
+    environment: tuple[changes.Change, ...]
+    training: tuple[changes.Divergence, ...]
+    samples: tuple[changes.SampleChange, ...]
+    numbers: tuple[changes.NumberChange, ...]
     attempts: tuple[AttemptChange, ...]
     incidents: tuple[tuple[str, ...], tuple[str, ...]]
 
@@ -100,22 +100,22 @@ def diff_runs(
 def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
-    numbers, samples = outcomes.evaluation_changes(pairs)
+    numbers, samples = changes.evaluation_changes(pairs)
     found = Difference(
         a=a.label,
         b=b.label,
         a_workspace=str(a.workspace.root),
         b_workspace=str(b.workspace.root),
         equal=None,
-        stages=tuple(map(settings.stage_change, pairs)),
-        fields=tuple(settings.field_changes(a, b, pairs)),
-        sources=settings.changes(pairs, settings.sources_of),
-        rows=tuple(outcomes.row_changes(pairs)),
-        code=settings.code_change(a, b, pairs),
-        judge=settings.changes(pairs, settings.judge_of, *CONSUMERS),
-        rubrics=settings.changes(pairs, settings.rubrics_of, *CONSUMERS),
-        environment=settings.changes(pairs, settings.environment_of),
-        training=tuple(outcomes.divergences(pairs)),
+        stages=tuple(map(changes.stage_change, pairs)),
+        fields=tuple(changes.field_changes(a, b, pairs)),
+        sources=changes.changes(pairs, changes.sources_of),
+        rows=tuple(changes.row_changes(pairs)),
+        code=changes.code_change(a, b, pairs),
+        judge=changes.changes(pairs, changes.judge_of, *CONSUMERS),
+        rubrics=changes.changes(pairs, changes.rubrics_of, *CONSUMERS),
+        environment=changes.changes(pairs, changes.environment_of),
+        training=tuple(changes.divergences(pairs)),
         samples=tuple(samples),
         numbers=tuple(numbers),
         attempts=tuple(_attempt_changes(pairs)),
@@ -197,7 +197,7 @@ def _first(found: Difference) -> str:
 
 def _show(value: Any, limit: int = 60) -> str:
     digest = isinstance(value, str) and len(value) == 64
-    return value[:12] if digest else settings.shortened(value, limit)
+    return value[:12] if digest else changes.shortened(value, limit)
 
 
 def next_commands(found: Difference) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from flows.running.status import find_run, stage_names
 from flows.stored import the_stage
 from infra.store.layout import AttemptPaths
-from infra.store.sweep_records import read_sweep, sweep_versions
+from infra.store.sweep_records import sweep_versions
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import Attempt, RunRecord, StageRecord, StageResult, StageSpec
@@ -226,21 +226,6 @@ def _find(workspace: Workspace, word: str) -> Side:
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
         return Side(word, workspace, None, {record.spec.name: word}, single=True)
-    if sweep_versions(workspace, word):
-        trials = [t.name for t in read_sweep(workspace, word).trials]
-        raise ConfigurationError(
-            f"{word} is a sweep of {len(trials)} trials.",
-            expected="two runs, trials or stages",
-            fix=f"name a trial, e.g. {word}:{trials[0] if trials else 'ARM/seed1'}; or compare all "
-            f"arms with `refiner report {word}`",
-        )
-    sweep, at, _ = word.rpartition("@")
-    if at and sweep_versions(workspace, sweep):
-        raise ConfigurationError(
-            f"{word} is a version of a sweep: what was asked for, not a run.",
-            expected="two runs, trials or stages",
-            fix=f"name two trials, as {sweep}:ARM/seedN (`refiner status {sweep}` shows them)",
-        )
     return _of_run(workspace, find_run(workspace, word))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from flows.running.status import find_run
+from flows.running.status import required_run
 from infra.store.checkpoints import reclaimed_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, DataError
@@ -232,6 +232,23 @@ def typed(table: Mapping[str, Column], columns: Mapping[str, Any]) -> pd.DataFra
     return pd.DataFrame(made)
 
 
+def typed_arrow(table: Mapping[str, Column], parts: Sequence[Any], empty: Iterable[str]) -> Any:
+    """A frame of Arrow tables, one below the other; without any, one of the columns ``empty``."""
+    import pyarrow as pa
+
+    if not parts:
+        return typed(table, {name: [] for name in empty})
+    whole = pa.concat_tables(parts, promote_options="permissive")
+    columns = dict(zip(whole.column_names, whole.columns, strict=True))
+    return typed(
+        table,
+        {
+            name: column.to_numpy() if pa.types.is_floating(column.type) else column.to_pylist()
+            for name, column in columns.items()
+        },
+    )
+
+
 def chosen(
     wanted: Sequence[str] | None, default: Sequence[str], there: Sequence[str], of: str
 ) -> list[str]:
@@ -254,33 +271,6 @@ def chosen(
                 fix="name these in columns=[…], or leave it out",
             )
     return list(dict.fromkeys(wanted))
-
-
-def plain(column: Any) -> Any:
-    """An Arrow column of floats as a NumPy array (NaN where it has nothing), others as a list."""
-    import pyarrow as pa
-
-    if pa.types.is_floating(column.type):
-        return column.to_numpy()
-    return column.to_pylist()
-
-
-def stacked(
-    table: Mapping[str, Column], parts: Sequence[Mapping[str, Any]], empty: Iterable[str]
-) -> pd.DataFrame:
-    """A frame of parts, one below the other; without any, one of the columns ``empty``."""
-    names = dict.fromkeys(name for part in parts for name in part) if parts else empty
-    return typed(table, {name: _joined(parts, name) for name in names})
-
-
-def _joined(parts: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """One column of all parts; missing where a part does not have it."""
-    import numpy as np
-
-    found = [part.get(name, [None] * len(next(iter(part.values()), ()))) for part in parts]
-    if found and all(isinstance(values, np.ndarray) for values in found):
-        return np.concatenate(found)
-    return [value for values in found for value in values]
 
 
 def _kind_of(values: Any) -> Kind:
@@ -316,14 +306,7 @@ def the_run(run: str | None, workspace: str | Path) -> tuple[Workspace, RunRecor
         There is none, or several; names the nearest.
     """
     room = Workspace.read_only(workspace)
-    found = find_run(room, run)
-    if found is None:
-        raise ConfigurationError(
-            f"No run is recorded in {room.root}.",
-            expected="a workspace in which something was run",
-            fix="name another one with workspace=, or begin with `refiner run tiny`",
-        )
-    return room, found
+    return room, required_run(room, run, "a workspace in which something was run")
 
 
 def gone(workspace: Workspace, stage_id: str, what: str, run: str) -> DataError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,17 +18,16 @@ from flows.frames.columns import (
     chosen,
     evaluate_stages,
     gone,
-    plain,
-    stacked,
     the_run,
     trials_of,
+    typed_arrow,
 )
 from flows.running.status import stage_names
 from flows.stored import newest_rollouts, results_of, the_stage
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError
+from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.metrics import weighed
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def rollouts_frame(
         raise gone(room, stage_id, "rollouts", record.run)
     table = TABLES["rollouts"]
     parts = [_read_rollouts(files[step], columns) for step in _steps(steps, files, record.run)]
-    return stacked(table, parts, (n for n in table if columns is None or n in columns))
+    return typed_arrow(table, parts, (n for n in table if columns is None or n in columns))
 
 
 def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: str) -> list[int]:
@@ -118,46 +116,30 @@ def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: s
     return steps
 
 
-@contextmanager
-def _opened(path: Path, expected: str, fix: str) -> Iterator[Any]:
+def _read_rollouts(path: Path, columns: Sequence[str] | None) -> Any:
+    """An Arrow table of one file."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            yield file
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read ({error}).", expected=expected, fix=fix) from error
-
-
-def _read_rollouts(path: Path, columns: Sequence[str] | None) -> dict[str, Any]:
-    """Columns of one file: name -> list or array."""
-    expected = "the rollouts of one step, as refiner has written them"
-    with _opened(path, expected, "leave this step out with steps=, or restore the file") as file:
-        there = file.schema_arrow.names
-        names = _names(there, columns)
-        stored = dict.fromkeys(n if n in there else _MADE.get(n, n) for n in names)
-        table = file.read(columns=list(stored))
-    return {n: _column(table, n) for n in names}
-
-
-def _names(there: Sequence[str], columns: Sequence[str] | None) -> list[str]:
-    made = [name for name, source in _MADE.items() if source in there]
-    known = [n for n in TABLES["rollouts"] if n in there or n in made]
-    known += [n for n in there if n not in known and n not in _LONG_ROLLOUTS]
-    long = [n for n in _LONG_ROLLOUTS if n in there]
-    return chosen(columns, known, known + long, "The rollouts")
-
-
-def _column(table: Any, name: str) -> Any:
     import pyarrow.compute as pc
 
-    if name == "response_tokens" and name not in table.column_names:
-        return pc.list_value_length(table.column("response_ids")).to_pylist()
-    if name in _MADE and name not in table.column_names:
+    from flows.reporting.samples import opened
+
+    expected = "the rollouts of one step, as refiner has written them"
+    with opened(path, path, expected, "leave this step out with steps=, or restore it") as file:
+        there = file.schema_arrow.names
+        made = [name for name, source in _MADE.items() if source in there and name not in there]
+        known = [n for n in TABLES["rollouts"] if n in there or n in made]
+        known += [n for n in there if n not in known and n not in _LONG_ROLLOUTS]
+        long = [n for n in _LONG_ROLLOUTS if n in there]
+        names = chosen(columns, known, known + long, "The rollouts")
+        table = file.read(columns=list(dict.fromkeys(_MADE[n] if n in made else n for n in names)))
+    if "response_tokens" in set(made) & set(names):
+        lengths = pc.list_value_length(table.column("response_ids"))
+        table = table.append_column("response_tokens", lengths)
+    if judged := [n for n in names if n in made and _MADE[n] == "judgements"]:
         counted = [_judged(text) for text in table.column("judgements").to_pylist()]
-        return [one[name] for one in counted]
-    return plain(table.column(name))
+        for name in judged:
+            table = table.append_column(name, pa.array([one[name] for one in counted]))
+    return table.select(names)
 
 
 def _judged(text: str | None) -> dict[str, float | None]:
@@ -327,22 +309,24 @@ def _frame(
     files: Sequence[_File], columns: Sequence[str] | None, before: Sequence[str] = ()
 ) -> pd.DataFrame:
     table = {**{n: TABLES["trials"][n] for n in before}, **TABLES["samples"]}
-    parts: list[dict[str, Any]] = []
-    for file in files:
-        read = _read_samples(file.path, columns)
-        size = len(next(iter(read.values()), ()))
-        parts.append({**{key: [value] * size for key, value in file.place.items()}, **read})
+    parts = [_read_samples(file, columns) for file in files]
     wanted = (n for n in table if n in (*before, *_PLACE) or columns is None or n in columns)
-    return stacked(table, parts, wanted)
+    return typed_arrow(table, parts, wanted)
 
 
-def _read_samples(path: Path, columns: Sequence[str] | None) -> dict[str, Any]:
-    fix = "restore it, or delete its stage's folder and run the recipe again"
-    with _opened(path, "a samples file of an evaluation", fix) as file:
+def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
+    """An Arrow table of one file, with where it is from in front."""
+    import pyarrow as pa
+
+    from flows.reporting.samples import opened
+
+    with opened(found.path, found.path) as file:
         there = [n for n in file.schema_arrow.names if n not in _PLACE]
         short = [n for n in there if n not in _LONG_SAMPLES]
         wanted = None if columns is None else [c for c in columns if c not in _PLACE]
         names = chosen(wanted, short, there, "The samples")
         # Something is to be read even where nothing is wanted: it says how many there are.
         table = file.read(columns=names or ["sample_id"])
-    return {name: plain(table.column(name)) for name in table.column_names}
+    place = {key: pa.repeat(value, len(table)) for key, value in found.place.items()}
+    columns_of = dict(zip(table.column_names, table.columns, strict=True))
+    return pa.table({**place, **columns_of})

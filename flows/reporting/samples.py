@@ -49,10 +49,13 @@ class SamplesReader:
         DataError
             The file is missing, damaged, or no samples file.
         """
-        content = _content(path)
+        try:
+            content = path.read_bytes()  # at once: they are small
+        except OSError:
+            content = b""
         key = hashlib.sha256(content).digest()
         if key not in self._files:
-            with _opened(path, content) as file:
+            with opened(path, pa.BufferReader(content) if content else path) as file:
                 metrics = metric_columns(file.schema_arrow)
                 rows = file.read(columns=["sample_id", *metrics], use_threads=False).to_pandas()
             means = rows.groupby("sample_id")[metrics].mean().dropna(axis=1, how="all")
@@ -65,7 +68,7 @@ class SamplesReader:
     ) -> RubricScores | None:
         """Credit per rubric and prompt; see
         :meth:`refiner_core.report.sweep.evidence.Stored.rubrics`."""
-        with _opened(path, _content(path)) as file:
+        with opened(path, path) as file:
             rows = file.read(columns=["sample_id", "judgements"], use_threads=False).to_pydict()
         judged = _judged(rows)
         if judged.empty:
@@ -86,38 +89,34 @@ class SamplesReader:
     def rows(self, path: Path, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, whole; of agents the first attempts."""
         wanted = pc.field("sample_id").isin(list(prompts))
-        with _opened(path, _content(path)) as file:
+        with opened(path, path) as file:
             found = file.read(use_threads=False).filter(wanted).to_pylist()
         return [
             row for row in found if row["sample_index"] < (MOST_ATTEMPTS if "episode" in row else 1)
         ]
 
 
-def _content(path: Path) -> bytes:
-    """A file at once: they are small, and often on a network's file system."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception | str) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({error})",
-        expected="a samples file of an evaluation",
-        fix="restore the file, or delete its stage's folder and run the recipe again",
-    )
-
-
 @contextmanager
-def _opened(path: Path, content: bytes) -> Iterator[Any]:
+def opened(
+    path: Path,
+    source: Any,
+    expected: str = "a samples file of an evaluation",
+    fix: str = "restore the file, or delete its stage's folder and run the recipe again",
+) -> Iterator[Any]:
+    """A Parquet file of answers; ``source`` is its path, or what was read of it already.
+
+    Raises
+    ------
+    DataError
+        It is missing, damaged, or something else.
+    """
     try:
-        with pq.ParquetFile(pa.BufferReader(content), pre_buffer=False) as file:
+        with pq.ParquetFile(source, pre_buffer=False) as file:
             if "sample_id" not in file.schema_arrow.names:
-                raise _unreadable(path, "it has no sample ids")
+                raise pa.ArrowInvalid("it has no sample ids")
             yield file
     except (OSError, pa.ArrowInvalid) as error:
-        raise _unreadable(path, error) from error
+        raise DataError(f"{path} cannot be read ({error})", expected=expected, fix=fix) from error
 
 
 def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:

@@ -10,8 +10,10 @@ report is a run of its own, in the sweep's group.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from flows.sweeping.status import newest_sweep
 from infra.store import atomic
@@ -21,34 +23,53 @@ from infra.tracking import Table, TrackedRun, log_tables
 from refiner_core.contract.config import RecipeConfig, TrackingConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json
+from refiner_core.report.printing import whole
+from refiner_core.report.run.document import RunReport
 from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
-from refiner_core.report.sweep.exports import (
+from refiner_core.report.sweep.rendering import (
     TRIAL_HEADER,
     document,
     markdown,
     number_header,
     number_rows,
     numbers_csv,
+    page,
     trial_rows,
     trials_csv,
 )
-from refiner_core.report.sweep.html import page
 
 #: Seconds after which the page of a running sweep loads itself again.
 RELOAD_S = 15
 
 
-@dataclass(frozen=True)
-class Written:
-    """A report, and where its files lie."""
+R = TypeVar("R", SweepReport, RunReport)
 
-    report: SweepReport
+
+@dataclass(frozen=True)
+class Written(Generic[R]):
+    """A report of a sweep or a run, and where its files lie."""
+
+    report: R
     folder: Path
 
     @property
     def page(self) -> Path:
         """Page, to be opened in a browser."""
         return self.folder / PAGE
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write a report's files, in this order, each completely or not at all.
+
+    Raises
+    ------
+    NoSpaceError
+        There is no room for the files; those that were there before still are.
+    """
+    with no_space_guard(folder, "writing the report"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            atomic.write_text(folder / name, whole(text))
 
 
 def make_sweep_report(sweep: str, workspace: str | Path = RecipeConfig.workspace) -> SweepReport:
@@ -83,7 +104,7 @@ def report_sweep(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
-) -> Written:
+) -> Written[SweepReport]:
     """The report of a sweep as page, Markdown, CSV and JSON.
 
     Parameters
@@ -119,23 +140,22 @@ def report_sweep(
         )
     place = room.layout.reports / name if folder is None else Path(folder)
     written = Written(make_sweep_report(name, workspace), place)
-    write_files(written, reload_s=reload_s)
+    write_files(place, files_of(written.report, reload_s=reload_s))
     return written
 
 
-def write_files(written: Written, *, reload_s: int = RELOAD_S) -> None:
-    """Write a report's files; the page last, for it speaks of the others."""
-    report, folder = written.report, written.folder
-    with no_space_guard(folder, "writing the report"):
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(folder / VALUES, document(report))
-        atomic.write_text(folder / NUMBERS, numbers_csv(report))
-        atomic.write_text(folder / TRIALS, trials_csv(report))
-        atomic.write_text(folder / TEXT, markdown(report))
-        atomic.write_text(folder / PAGE, page(report, reload_s=reload_s))
+def files_of(report: SweepReport, *, reload_s: int = RELOAD_S) -> dict[str, str]:
+    """Texts of a sweep's report by name; the page last, for it speaks of the others."""
+    return {
+        VALUES: document(report),
+        NUMBERS: numbers_csv(report),
+        TRIALS: trials_csv(report),
+        TEXT: markdown(report),
+        PAGE: page(report, reload_s=reload_s),
+    }
 
 
-def log_report(workspace: Workspace, written: Written) -> str:
+def log_report(workspace: Workspace, written: Written[SweepReport]) -> str:
     """Log two tables, ``arms`` and ``trials``; says where they are.
 
     Raises

@@ -4,7 +4,7 @@
                                 └────────────────────────> RunReport
     a report ──> html (one self-contained page), Markdown; of a sweep also CSV
 
-``sweep`` and ``run`` each have a document, sentences and tables, and templates of a page and of
+``sweep`` and ``run`` each have a document, what renders it, and templates of a page and of
 Markdown. What they share lies here: style and script (``base.css``, ``base.js``), policy and
 templates (``pages``), drawings (values in ``drawing``, markup in ``drawing.html.jinja``),
 transcripts, how numbers are printed. Pure functions of values: nothing here reads a workspace.

@@ -31,7 +31,7 @@ from refiner_core.report.run.document import Said
 from refiner_core.report.sweep.document import Answer, AttemptsRow
 
 MOST_OF_ANSWER = 4_000
-MOST_OF_PROMPT = 12_000
+MOST_OF_PROMPT = 24_000
 #: Characters of all answers and judgements of a page.
 MOST_IN_ALL = 1_500_000
 
@@ -128,8 +128,6 @@ _OUTSIDE = Markup('<span class="outside" title="not in an answer block">{}</span
 _UNCITED = Markup(
     '<span class="claim uncited" data-n="{}" title="claim {}: cites nothing">{}</span>'
 )
-_MOST_BEHIND = 20
-_MOST_OF_SNIPPET = 1_500
 
 
 @dataclass(frozen=True)
@@ -148,21 +146,9 @@ def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
     known = frozenset(parse_evidence(prompt).texts)
     cited = {i for text in answers for span in spans(text[:MOST_OF_ANSWER]) for i in span.ids or ()}
     marker = _Marker(known, frozenset(cited), name)
-    parts: list[Markup] = []
-    behind = 0
-    for span in spans(plain(prompt), any_case=True):
-        if (room := MOST_OF_PROMPT - span.start) > 0:
-            parts.append(marker.piece(_cut(span, room)))
-        elif behind < _MOST_BEHIND and marker.awaited(span.ids or ()):
-            behind += 1
-            parts.append(Markup('<span class="cut"> … </span>'))
-            parts.append(marker.piece(_cut(span, _MOST_OF_SNIPPET)))
-    parts.append(left_out(len(prompt) - MOST_OF_PROMPT))
+    shown = spans(plain(prompt[:MOST_OF_PROMPT]), any_case=True)
+    parts = [*map(marker.piece, shown), left_out(len(prompt) - MOST_OF_PROMPT)]
     return Evidence(Markup("").join(parts), marker.anchors, known)
-
-
-def _cut(span: Span, room: int) -> Span:
-    return span if len(span.text) <= room else span._replace(text=span.text[:room] + " …")
 
 
 @dataclass
@@ -174,10 +160,6 @@ class _Marker:
     name: str
     anchors: dict[str, str] = field(default_factory=dict)
     count: int = 0
-
-    def awaited(self, ids: Iterable[str]) -> bool:
-        """True if an answer cites one of these, and nothing that is shown has it yet."""
-        return any(i in self.cited and i not in self.anchors for i in ids)
 
     def piece(self, span: Span) -> Markup:
         """A snippet, or what stands between two; a web page's opening tag may be cited too."""
@@ -213,18 +195,18 @@ def answer_markup(text: str, evidence: Evidence) -> Markup:
     if body is not None:
         start = next(t.end for t in scan_tags(text) if _opens_answer(t))
         end = start + len(body)
-    parts = [_around(shown[:start], evidence)]
+    parts = [_OUTSIDE.format(shown[:start])]
     count = 0
     for span in spans(shown[start:end]):
         if span.ids is not None:
+            count += 1
             parts.append(_claim(span, evidence, count))
         elif says_something(strip_tags(span.text)):
-            parts.append(_UNCITED.format(count + 1, count + 1, span.text))
+            count += 1
+            parts.append(_UNCITED.format(count, count, span.text))
         else:
             parts.append(escape(span.text))
-            continue
-        count += 1
-    parts += [_around(shown[end:], evidence), left_out(len(text) - MOST_OF_ANSWER)]
+    parts += [_OUTSIDE.format(shown[end:]), left_out(len(text) - MOST_OF_ANSWER)]
     return Markup("").join(parts)
 
 
@@ -233,39 +215,13 @@ def _opens_answer(tag: Tag) -> bool:
     return tag.name == "answer" and not tag.closing and plainly
 
 
-def _around(text: str, evidence: Evidence) -> Markup:
-    """Text that is not in an answer block, or all of it where there is no single one."""
-    return Markup("").join(
-        _outside(span.text) if span.ids is None else _claim(span, evidence, None)
-        for span in spans(text)
-    )
-
-
-def _outside(text: str) -> Markup:
-    parts, at = [], 0
-    for tag in scan_tags(text):
-        parts += [_beside(text[at : tag.start]), _TAG.format(text[tag.start : tag.end])]
-        at = tag.end
-    return Markup("").join([*parts, _beside(text[at:])])
-
-
-def _beside(text: str) -> Markup:
-    return _OUTSIDE.format(text) if says_something(text) else escape(text)
-
-
-def _claim(span: Span, evidence: Evidence, place: int | None) -> Markup:
+def _claim(span: Span, evidence: Evidence, number: int) -> Markup:
     ids = span.ids or ()
     anchors = list(dict.fromkeys(evidence.anchors[i] for i in ids if i in evidence.anchors))
     missing = [i for i in ids if i not in evidence.known]
-    number = "" if place is None else str(place + 1)
-    said = f"claim {number}: " if number else ""
-    if not ids:
-        kind, said = "uncited", said + "cites nothing"
-    elif missing:
-        kind = "unknown"
-        said += f"cites {', '.join(ids)}; not in the prompt: {', '.join(missing)}"
-    else:
-        kind, said = "cites", said + f"cites {', '.join(ids)}"
+    kind = "unknown" if missing else "cites" if ids else "uncited"
+    said = f"claim {number}: cites {', '.join(ids) or 'nothing'}"
+    said += f"; not in the prompt: {', '.join(missing)}" if missing else ""
     if anchors:
         return Markup(
             '<a class="claim {}" href="#{}" data-cites="{}" data-n="{}" title="{}">{}</a>'

@@ -65,7 +65,7 @@ def measure(root: Path, sweep: str) -> dict[str, Any]:
         marks[name] = time.perf_counter() - begun - sum(marks.values())
 
     from flows.reporting.gather import gather
-    from flows.reporting.writing import Written, write_files
+    from flows.reporting.writing import files_of, write_files
     from infra.store.workspace import Workspace
     from refiner_core.report.sweep.comparing import make_report
 
@@ -74,7 +74,7 @@ def measure(root: Path, sweep: str) -> dict[str, Any]:
     mark("gather")
     report = make_report(evidence)
     mark("compare")
-    write_files(Written(report, root / "report"))
+    write_files(root / "report", files_of(report))
     mark("write")
     used = resource.getrusage(resource.RUSAGE_SELF)
     (arm,) = [n for c in report.comparisons if c.primary for n in c.numbers if n.arm == "arm001"]

@@ -78,7 +78,7 @@ from refiner_core.contract.config import RewardConfig
 from refiner_core.contract.types import PromptRow
 from refiner_core.judges.lexical import LexicalJudge
 from refiner_core.rewards import RewardInput, compute_rewards
-from flows.reporting.run.examples import said_in_training
+from flows.reporting.run.results import said_in_training
 
 row = PromptRow("1", "What is it?", "Tell me what it is.", (1,), "{}")
 said = RewardInput(row, "<answer>It is that.</answer>", True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from refiner_core.report.run.html import VIEWS, page
+from refiner_core.report.run.rendering import VIEWS, page
 from tests.support import run_reports
 from tests.support.browser import Page
 from tests.support.looking import POOR_CONTRAST, assert_harmless, go, seen

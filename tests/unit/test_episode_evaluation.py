@@ -38,8 +38,7 @@ from refiner_core.evaluation.protocol import episode_protocol, make_protocol, sa
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.statistics import paired_difference_over_seeds
 from refiner_core.report.sweep.comparing import make_report
-from refiner_core.report.sweep.exports import markdown
-from refiner_core.report.sweep.html import page, views_of
+from refiner_core.report.sweep.rendering import markdown, page, views_of
 from sweeps.checks import measures
 from tests.support.made_evidence import MadeSweep
 from tests.support.playing import (
@@ -530,7 +529,7 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
     assert (after.difference, after.n, after.excluded) == (0.5, 2, 0)
     assert by_metric["failure/no_call"].higher_is_better is False
     assert {f.sample_id for f in report.flips} == {O0}
-    assert [views for views, _ in views_of(report)][:3] == ["summary", "arms", "attempts"]
+    assert list(views_of(report))[:3] == ["summary", "arms", "attempts"]
     (orders,) = (r for r in report.attempts if (r.arm, r.domain) == ("before", "orders"))
     assert (orders.asked, orders.passed, sum(orders.failures.values())) == (8, 4, 4)
     assert "1 seed × 4 tasks" in page(report)

@@ -20,7 +20,7 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judge_report.build import PADDING, findings_of, judge_report
+from refiner_core.judge_report.build import PADDING, findings_of, judge_report, markdown
 from refiner_core.judge_report.material import (
     Asker,
     Attack,
@@ -39,7 +39,6 @@ from refiner_core.judge_report.measures import (
     resistance,
     shift,
 )
-from refiner_core.judge_report.text import markdown
 from refiner_core.judges import LexicalJudge, build_judge
 from refiner_core.judges.prompting import fence
 

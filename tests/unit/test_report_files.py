@@ -36,14 +36,14 @@ from refiner_core.report.printing import (
     with_interval,
 )
 from refiner_core.report.sweep.document import SweepReport
-from refiner_core.report.sweep.exports import (
+from refiner_core.report.sweep.rendering import (
     document,
     markdown,
     number_rows,
     numbers_csv,
+    page,
     trials_csv,
 )
-from refiner_core.report.sweep.html import page
 from refiner_core.report.sweep.wording import answer
 from tests.support.sweep_reports import (
     HOSTILE,

@@ -12,7 +12,7 @@ from refiner_core.answers import parse_answer
 from refiner_core.report.drawing import shares
 from refiner_core.report.printing import plain
 from refiner_core.report.run.document import RewardPart, StageRow
-from refiner_core.report.run.html import page
+from refiner_core.report.run.rendering import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
 from tests.support.run_reports import empty_report, hostile_report
 
@@ -52,17 +52,6 @@ def test_pieces_of_a_text_make_the_text_again() -> None:
             found = list(spans(text, any_case=any_case))
             assert "".join(s.before + s.text + s.after for s in found) == text
             assert [s.start for s in found] == sorted(s.start for s in found)
-
-
-def test_a_cited_snippet_is_shown_though_the_prompt_is_cut_before_it() -> None:
-    filler = "".join(f"<snippet id=S_f{i}> {'word ' * 60}</snippet>" for i in range(100))
-    prompt = f"<tool_output>{filler}<snippet id=S_last> the end</snippet></tool_output>"
-    answer = "<answer>It is <snippet id=S_last>so</snippet></answer>"
-    evidence = evidence_of(prompt, (answer,), "e0")
-    assert "the end" in evidence.markup
-    assert "S_f99" not in evidence.markup
-    assert "characters more are in report.json" in evidence.markup
-    assert f'href="#{evidence.anchors["S_last"]}"' in answer_markup(answer, evidence)
 
 
 def test_ids_of_elements_are_not_repeated() -> None:

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flows.reporting.run.examples import choose, said_in_evaluation, said_in_training
-from flows.reporting.run.numbers import points_of
 from flows.reporting.run.report import changed_settings, shown_overrides
+from flows.reporting.run.results import choose, points_of, said_in_evaluation, said_in_training
 from flows.reporting.samples import SamplesReader
 from infra.host.secrets import HIDDEN, masked, without_secrets
 from infra.store.traces import MetricsLine, read_metrics

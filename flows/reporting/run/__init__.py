@@ -10,6 +10,6 @@ and works while the run goes on, after it failed, and after most of its files we
 cannot be read is a warning in the report.
 """
 
-from flows.reporting.run.report import WrittenRun, report_of_run, report_run
+from flows.reporting.run.report import report_of_run, report_run
 
-__all__ = ["WrittenRun", "report_of_run", "report_run"]
+__all__ = ["report_of_run", "report_run"]

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flows.reporting.run.examples import evaluation_examples, rollout_examples
-from flows.reporting.run.numbers import (
+from flows.reporting.run.results import (
     change_rows,
+    evaluation_examples,
     evaluations_of_run,
     number_rows,
+    rollout_examples,
     training_curves,
 )
 from flows.reporting.run.stages import (
@@ -32,21 +33,20 @@ from flows.reporting.run.stages import (
     stage_rows,
     standing_of,
 )
+from flows.reporting.writing import RELOAD_S, Written, write_files
 from flows.running.status import required_run
 from flows.stored import recorded_field
 from infra.disk.keeper import DiskKeeper
 from infra.disk.usage import KINDS, size_of, stock_of
 from infra.host.secrets import HIDDEN, carries_secrets, masked, shown_override, without_secrets
 from infra.orchestrator.timeline import StageHistory, incidents_of
-from infra.store import atomic
-from infra.store.atomic import no_space_guard
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
 from refiner_core.contract.records import to_json
 from refiner_core.contract.services import is_service
-from refiner_core.report.printing import total, whole
+from refiner_core.report.printing import total
 from refiner_core.report.run.document import (
     RUN_REPORT_VERSION,
     Cost,
@@ -55,6 +55,7 @@ from refiner_core.report.run.document import (
     RunReport,
     StageRow,
 )
+from refiner_core.report.sweep.document import PAGE, TEXT, VALUES
 
 #: What the head of a report says already.
 _IN_THE_HEAD = ("recipe", "description", "workspace")
@@ -81,24 +82,6 @@ def _shown(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_shown(v) for v in value]
     return without_secrets(value) if isinstance(value, str) else value
-
-
-def without_credentials(report: RunReport) -> RunReport:
-    """Mask what stages, servers and libraries have said; answers of models stay as they are."""
-    return replace(
-        report,
-        state_text=masked(report.state_text),
-        stages=tuple(
-            replace(
-                row,
-                reason=masked(row.reason),
-                attempts=tuple(replace(a, text=masked(a.text)) for a in row.attempts),
-            )
-            for row in report.stages
-        ),
-        incidents=tuple(replace(i, text=masked(i.text)) for i in report.incidents),
-        warnings=tuple(map(masked, report.warnings)),
-    )
 
 
 # ---------------------------------------------------------------- what it left
@@ -193,12 +176,11 @@ def _share(row: StageRow, began_at: str) -> float:
 
 def _judge_use(reading: RunReading) -> dict[str, float]:
     """Counts of what judges were asked by all stages of this run; empty where none kept count."""
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     for name in reading.own():
         what, history = f"The judge's count of {name}", reading.histories[name]
-        for key, value in (reading.tried(what, _counts, reading, history) or {}).items():
-            sums[key] = sums.get(key, 0) + value
-    return sums
+        sums.update(reading.tried(what, _counts, reading, history) or {})
+    return dict(sums)
 
 
 def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
@@ -210,13 +192,9 @@ def _counts(reading: RunReading, history: StageHistory) -> dict[str, float]:
         return {}
     newest = history.record.attempts[-1].number
     path = reading.workspace.layout.attempt(history.stage_id, newest).metrics
-    lines = read_metrics(path, [f"judge/{key}" for key in _OF_JUDGE])
-    sums: dict[str, float] = {}
-    for key in _OF_JUDGE:
-        logged = [line.metrics.get(f"judge/{key}") for line in lines]
-        if known := [value for value in logged if value is not None]:
-            sums[key] = sum(known)
-    return sums
+    logged = [line.metrics for line in read_metrics(path, [f"judge/{key}" for key in _OF_JUDGE])]
+    sums = {key: total(metrics.get(f"judge/{key}") for metrics in logged) for key in _OF_JUDGE}
+    return {key: value for key, value in sums.items() if value is not None}
 
 
 # ---------------------------------------------------------------- the disk
@@ -238,18 +216,17 @@ def disk_of_run(reading: RunReading) -> DiskUse:
 def _used(reading: RunReading) -> dict[str, int]:
     """Bytes by kind of file, of all stages that the run names, and of what it published here."""
     stages = [i for i in reading.run.stages.values() if not is_service(i)]
-    sums: dict[str, int] = {}
+    sums: Counter[str] = Counter()
     for item in stock_of(reading.workspace.layout, stages):
-        sums[item.kind] = sums.get(item.kind, 0) + item.size.bytes
+        sums[item.kind] += item.size.bytes
     targets = {
         str(result.report["target"])
         for name in reading.histories
         if (result := reading.result(name)) is not None and result.report.get("target")
     }
     here = [Path(t) for t in targets if Path(t).is_absolute() and Path(t).is_dir()]
-    if here:
-        sums["published"] = sums.get("published", 0) + sum(size_of(p).bytes for p in here)
-    return {kind: sums[kind] for kind in KINDS if sums.get(kind)}
+    sums["published"] += sum(size_of(p).bytes for p in here)
+    return {kind: sums[kind] for kind in KINDS if sums[kind]}
 
 
 def report_of_run(
@@ -286,13 +263,13 @@ def report_of_run(
         for k, v in reading.run.provenance.items()
         if k != "command" and v not in (None, "", {}, [])
     }
-    report = RunReport(
+    return RunReport(
         version=RUN_REPORT_VERSION,
         run=reading.run.run,
         recipe=reading.run.recipe,
         description=reading.config.description,
         state=state,
-        state_text=state_text,
+        state_text=masked(state_text),
         command=(*(Path(w).name for w in words[:1]), *shown_overrides(words[1:])),
         workspace=str(room.root),
         began_at=reading.run.started_at,
@@ -312,27 +289,8 @@ def report_of_run(
         settings=changed_settings(reading.run.config),
         provenance={"code": reading.run.code, **provenance},
         next_commands=next_commands(reading, state, rows, published),
-        warnings=tuple(dict.fromkeys(reading.warnings)),
+        warnings=tuple(dict.fromkeys(map(masked, reading.warnings))),
     )
-    return without_credentials(report)
-
-
-PAGE, TEXT, VALUES = "report.html", "report.md", "report.json"
-#: Seconds after which the page of a running run loads itself again.
-RELOAD_S = 15
-
-
-@dataclass(frozen=True)
-class WrittenRun:
-    """A report, and where its files lie."""
-
-    report: RunReport
-    folder: Path
-
-    @property
-    def page(self) -> Path:
-        """Page, to be opened in a browser."""
-        return self.folder / PAGE
 
 
 def values(report: RunReport) -> dict[str, Any]:
@@ -347,7 +305,7 @@ def report_run(
     *,
     folder: str | Path | None = None,
     reload_s: int = RELOAD_S,
-) -> WrittenRun:
+) -> Written[RunReport]:
     """The report of a run as page, Markdown and JSON: what it did, what it has learned.
 
     Parameters
@@ -363,7 +321,7 @@ def report_run(
 
     Returns
     -------
-    WrittenRun
+    Written
         The report, and where its ``page`` lies.
 
     Raises
@@ -373,17 +331,15 @@ def report_run(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    from refiner_core.report.run.html import page  # templates are of no use to who only gathers
-    from refiner_core.report.run.tables import markdown
+    from refiner_core.report.run.rendering import (
+        markdown,
+        page,  # templates are of no use to who only gathers
+    )
 
     report = report_of_run(run, workspace)
     reports = Workspace.read_only(workspace).layout.reports
-    place = reports / report.run if folder is None else Path(folder)
-    with no_space_guard(place, "writing the report"):
-        place.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
-        atomic.write_text(place / VALUES, whole(text) + "\n")
-        atomic.write_text(place / TEXT, whole(markdown(report)))
-        # Last, for it speaks of the others.
-        atomic.write_text(place / PAGE, page(report, reload_s=reload_s))
-    return WrittenRun(report, place)
+    written = Written(report, reports / report.run if folder is None else Path(folder))
+    text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
+    files = {VALUES: text + "\n", TEXT: markdown(report), PAGE: page(report, reload_s=reload_s)}
+    write_files(written.folder, files)
+    return written

@@ -8,7 +8,7 @@ costs that part and no more. States are those of `refiner status`, but no schedu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 from flows.running.status import RunStatus, StageStatus, Watcher, orchestrator_text, stage_names
 from flows.sweeping.budget import Use, UseReader
 from infra.disk.inventory import edges_of
+from infra.host.secrets import masked
 from infra.orchestrator.timeline import (
     StageHistory,
     first_line,
     incidents_of,
     last_step,
-    read_events,
     run_events,
     stage_history,
 )
@@ -177,9 +177,13 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
     history = reading.histories.get(name)
     row = StageRow(name=name, kind=kind, id=stage_id, fingerprint=fingerprint, state="waiting")
     if name in reading.unreadable:
-        return replace(row, state="unreadable", reason=reading.unreadable[name])
+        return replace(row, state="unreadable", reason=masked(reading.unreadable[name]))
     if history is None:
-        return row if status is None else replace(row, state=status.state, reason=status.reason)
+        return (
+            row
+            if status is None
+            else replace(row, state=status.state, reason=masked(status.reason))
+        )
     spec, result = history.record.spec, history.record.result
     state = history.record.state if status is None else status.state
     step, total = _progress(status)
@@ -189,7 +193,7 @@ def _row(reading: RunReading, name: str, status: StageStatus | None) -> StageRow
         kind=spec.kind,
         fingerprint=spec.fingerprint,
         state=state,
-        reason=first_line(status.reason, _WORD) if status is not None else "",
+        reason=masked(first_line(status.reason, _WORD)) if status is not None else "",
         skipped=reading.skipped(name),
         step=step,
         total=total,
@@ -240,7 +244,7 @@ def _attempt(
         ended_at=attempt.ended_at or "",
         seconds=None if seconds is None else round(float(seconds), 1),
         outcome=ended,
-        text="" if outcome is None else first_line(outcome.message, _WORD),
+        text="" if outcome is None else masked(first_line(outcome.message, _WORD)),
         node=attempt.node,
         job_id=attempt.job_id or "",
         log=str(reading.workspace.layout.attempt(history.stage_id, attempt.number).log),
@@ -252,37 +256,23 @@ def _attempt(
 
 
 def _makers(reading: RunReading) -> dict[str, str]:
-    """Stage name -> the call that made it, for stages that this one did not claim itself."""
-    mine = _claimed(reading.events)
-    wanted = {
-        (reading.run.stages[name], result.attempt): name
-        for name in reading.histories
-        if (result := reading.result(name)) is not None and (name, result.attempt) not in mine
+    """Stage name -> the run that made it, for stages that were there before: of those that name it
+    the last that had begun by then."""
+    claimed = {
+        name: attempt.claimed_at
+        for name, history in reading.histories.items()
+        if (result := reading.result(name)) is not None and reading.skipped(name)
+        for attempt in history.record.attempts
+        if attempt.number == result.attempt
     }
     found: dict[str, str] = {}
-    others = [r for r in reading.workspace.run_ids() if r != reading.run.run]
-    for run_id in reversed(others[-_MOST_RUNS:]):
-        if not set(wanted.values()) - set(found):
-            break
-        made = reading.tried(f"Run {run_id}", _made_by, reading, run_id, wanted)
-        found = dict.fromkeys(made or (), run_id) | found
+    for run_id in reading.workspace.run_ids()[-_MOST_RUNS:] if claimed else ():
+        run = reading.tried(f"Run {run_id}", reading.workspace.read_run, run_id)
+        stages = () if run is None else run.stages.values()
+        for name, at in claimed.items():
+            if run is not None and reading.run.stages[name] in stages and run.started_at <= at:
+                found[name] = run_id
     return found
-
-
-def _made_by(reading: RunReading, run_id: str, wanted: Mapping[tuple[str, int], str]) -> list[str]:
-    """Those of the stages (id and attempt -> name) that a call has made."""
-    run = reading.workspace.read_run(run_id)
-    if not {stage_id for stage_id, _ in wanted} & set(run.stages.values()):
-        return []
-    claimed = _claimed(read_events(reading.workspace.layout.run(run_id).events))
-    made = [(run.stages[name], attempt) for name, attempt in claimed if name in run.stages]
-    return [wanted[key] for key in made if key in wanted]
-
-
-def _claimed(events: Sequence[Mapping[str, object]]) -> set[tuple[str, int]]:
-    """Stage names and attempts that a call has begun."""
-    claims = (e for e in events if e.get("event") == "claim")
-    return {(str(e.get("stage")), int(str(e.get("attempt") or 0))) for e in claims}
 
 
 # ---------------------------------------------------------------- the whole
@@ -292,7 +282,7 @@ def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
     """Incidents of the stages that this run has worked on, oldest first."""
     histories = [reading.histories[name] for name in reading.own()]
     found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
-    return tuple(IncidentLine(i.at, i.stage, i.text, i.resolved) for i in found or ())
+    return tuple(IncidentLine(i.at, i.stage, masked(i.text), i.resolved) for i in found or ())
 
 
 def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[RunState, str]:

@@ -1,7 +1,7 @@
 """The report of a run as values: all that its page and its JSON show.
 
 In: nothing; :mod:`flows.reporting.run` fills these from the records of a workspace, and
-:mod:`refiner_core.report.run.html` draws them. A number that is not known is None, never 0.
+:mod:`refiner_core.report.run.rendering` draws them. A number that is not known is None, never 0.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ from refiner_core.report.sweep.document import (
     RubricRow,
     SideBySide,
 )
-from refiner_core.report.sweep.evidence import Evidence, Group, Question
-from refiner_core.report.sweep.numbers import Setting, paired_layouts
+from refiner_core.report.sweep.evidence import Evidence, Group, Question, judge_and_rubrics
+from refiner_core.report.sweep.numbers import paired_layouts
 
 METRIC = "rubric_score"
 #: Means that differ by less are one rank.
@@ -85,26 +85,25 @@ def _row(
     moved: frozenset[str],
 ) -> MatrixRow:
     protocol = evidence.protocols.get(group.protocol, {})
-    judge, rubrics = protocol.get("judge") or {}, protocol.get("rubrics") or {}
-    asked = _asked(protocol)
+    judge, rubrics = judge_and_rubrics(protocol)
     arms = [arm.name for arm in evidence.sweep.arms]
     means = {arm: _mean(group, arm) for arm in arms}
     known = [m[0] for arm, m in means.items() if m is not None and arm not in moved]
     cells = []
-    for arm in arms:
-        found = means[arm]
-        if found is None:
-            cells.append(MatrixCell(arm, None, None, None, None))
-            continue
-        rank = 1 + sum(other > found[0] + _SAME for other in known)
-        cells.append(MatrixCell(arm, *found, None if arm in moved else rank, arm in moved))
+    for arm, found in means.items():
+        value, low, high = found or (None, None, None)
+        gone = value is not None and arm in moved
+        rank = None
+        if value is not None and not gone:
+            rank = 1 + sum(other > value + _SAME for other in known)
+        cells.append(MatrixCell(arm, value, low, high, rank, gone))
     return MatrixRow(
         protocol=group.name,
-        judge="@".join(str(judge[k]) for k in ("model", "prompt") if judge.get(k)),
-        rubrics=" ".join(str(rubrics[k]) for k in ("source", "static") if rubrics.get(k)),
+        judge=judge,
+        rubrics=rubrics,
         metric=METRIC,
         decoding=group.decoding,
-        trains=tuple(arm for arm in arms if trains.get(arm) == asked),
+        trains=tuple(arm for arm in arms if trains.get(arm) == _asked(protocol)),
         cells=tuple(cells),
     )
 
@@ -231,8 +230,7 @@ _NO_CHANGE = 1e-9
 def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...]:
     """The largest changes of each arm, largest first within an arm."""
     baseline = evidence.sweep.baseline
-    setting = Setting(baseline, tuple(a.name for a in evidence.sweep.arms), evidence.sweep.seeds)
-    layouts = paired_layouts(group, metric, setting)
+    layouts = paired_layouts(group, metric, baseline)
     most = max(2, min(_PER_ARM, _ALL // max(1, len(layouts))))
     asked = group.cells[baseline, group.seeds_of(baseline)[0]]
     prompts, _ = asked.measured.means.about(metric)

@@ -14,7 +14,6 @@ that are shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,7 +153,7 @@ def make_report(evidence: Evidence) -> SweepReport:
     comparisons.sort(key=lambda c: not c.primary)
     matrix = make_matrix(evidence, groups, chosen, comparisons)
     flips = make_flips(evidence, chosen, metric) if chosen else ()
-    report = SweepReport(
+    return SweepReport(
         version=REPORT_VERSION,
         sweep=sweep.name,
         title=sweep.name,
@@ -181,8 +180,8 @@ def make_report(evidence: Evidence) -> SweepReport:
         provenance=evidence.provenance,
         forecast=sweep.forecast,
         warnings=(*evidence.warnings, *problems, *_warnings(evidence, groups)),
+        detectable=_detectable(evidence, chosen, metric),
     )
-    return replace(report, detectable=_detectable(evidence, chosen, metric))
 
 
 def _changes(comparisons: Sequence[Comparison]) -> dict[str, float]:
@@ -252,7 +251,8 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
         found["planned"] = planned
     if chosen is None:
         return found
-    layouts = _layouts(evidence, chosen, metric)
+    every = paired_layouts(chosen, metric, evidence.sweep.baseline).values()
+    layouts = [v for v in every if (~np.isnan(v).any(axis=0)).sum() >= 2]
     if not layouts:
         return {**found, "note": "not known: no arm can be compared with the baseline yet"}
     parts = [variance_components(values) for values in layouts]
@@ -265,7 +265,7 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
         seeds,
         prompts,
     )
-    several = max(1, len(layouts))
+    several = len(layouts)
     return {
         **found,
         "metric": metric,
@@ -278,13 +278,6 @@ def _detectable(evidence: Evidence, chosen: Group | None, metric: str) -> dict[s
         f"seed{'s' * (seeds > 1)}, {prompts} prompts, {several} arm{'s' * (several > 1)} "
         "against the baseline",
     }
-
-
-def _layouts(evidence: Evidence, group: Group, metric: str) -> list[Floats]:
-    """Arm minus baseline [seeds, prompts] of every arm that can be compared."""
-    setting, _ = _setting(evidence, group, [group])
-    layouts = paired_layouts(group, metric, setting).values()
-    return [v for v in layouts if (~np.isnan(v).any(axis=0)).sum() >= 2]
 
 
 # ---------------------------------------------------------------- what is missing

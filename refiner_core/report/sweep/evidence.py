@@ -360,10 +360,14 @@ def judge_text(protocol: Mapping[str, Any]) -> str:
     """``qwen3-32b@v1, instance+static v3``; of agents, where they work and with whom."""
     if environment := protocol.get("environment"):
         return environment_text(environment)
+    return ", ".join(filter(None, judge_and_rubrics(protocol)))
+
+
+def judge_and_rubrics(protocol: Mapping[str, Any]) -> tuple[str, str]:
+    """``qwen3-32b@v1`` and ``instance+static v3``; empty where there are none."""
     judge, rubrics = protocol.get("judge") or {}, protocol.get("rubrics") or {}
     who = "@".join(str(judge[k]) for k in ("model", "prompt") if judge.get(k))
-    what = " ".join(str(rubrics[k]) for k in ("source", "static") if rubrics.get(k))
-    return ", ".join(filter(None, (who, what)))
+    return who, " ".join(str(rubrics[k]) for k in ("source", "static") if rubrics.get(k))
 
 
 def environment_text(environment: Mapping[str, Any]) -> str:

@@ -88,26 +88,18 @@ class Drift(NamedTuple):
 UNKNOWN = Drift("unknown")
 
 
-def drifts(reference: Floats, differences: Floats) -> list[Drift]:
-    """One :class:`Drift` per arm.
+def drift_of(reference: Floats, differences: Floats) -> Drift:
+    """What the reference says of one arm.
 
     Parameters
     ----------
     reference
-        Arm minus baseline of the copier's answers [arms, seeds, prompts]; NaN where either has no
-        value.
+        Arm minus baseline of the copier's answers [seeds, prompts]; NaN where either has no value.
     differences
-        Arm minus baseline of the models' answers, of the same shape.
+        Arm minus baseline of the model's answers, of the same shape.
     """
-    known = np.isfinite(reference)
-    changed = (np.abs(np.where(known, reference, 0.0)) > SAME).sum(axis=(1, 2))
-    return [
-        _one(r, d, int(c), int(k.sum()))
-        for r, d, c, k in zip(reference, differences, changed, known, strict=True)
-    ]
-
-
-def _one(reference: Floats, differences: Floats, changed: int, known: int) -> Drift:
+    known = int(np.isfinite(reference).sum())
+    changed = int((np.abs(np.nan_to_num(reference)) > SAME).sum())
     if not known:
         return UNKNOWN
     if not changed:
@@ -322,9 +314,9 @@ def compare_group(
 def _compare(
     group: Group, metric: str, setting: Setting, missing: Sequence[str], primary: bool
 ) -> Comparison:
-    sides = _sides(group, metric, setting)
+    sides = _sides(group, metric, setting.baseline)
     _means(sides, metric)
-    base = _base(sides, setting)
+    base = _base(sides, setting.baseline)
     if base is not None:
         _differences(group, metric, base, sides)
         _adjust(sides)
@@ -340,24 +332,22 @@ def _compare(
     )
 
 
-def paired_layouts(group: Group, metric: str, setting: Setting) -> dict[str, Floats]:
+def paired_layouts(group: Group, metric: str, baseline: str) -> dict[str, Floats]:
     """Arm minus baseline [seeds that both have, prompts], of every arm that can be compared."""
-    if setting.baseline not in group.arms or metric not in group.metrics:
+    if baseline not in group.arms or metric not in group.metrics:
         return {}
-    sides = _sides(group, metric, setting)
-    base = _base(sides, setting)
-    if base is None:
-        return {}
-    _pair(base, sides)
-    return {s.arm: s.differences for s in sides if s.differences is not None}
+    sides = _sides(group, metric, baseline)
+    base = _base(sides, baseline)
+    compared = [] if base is None else _pair(base, sides)
+    return {s.arm: s.differences for s in compared if s.differences is not None}
 
 
 # ---------------------------------------------------------------- what there is
 
 
-def _sides(group: Group, metric: str, setting: Setting) -> list[Side]:
+def _sides(group: Group, metric: str, baseline: str) -> list[Side]:
     """Arms of the group with their values; those that were asked other prompts are refused."""
-    first = setting.baseline if setting.baseline in group.arms else group.arms[0]
+    first = baseline if baseline in group.arms else group.arms[0]
     asked = group.cells[first, group.seeds_of(first)[0]].measured.means.prompts
     sides = []
     for arm in group.arms:
@@ -376,9 +366,9 @@ def _sides(group: Group, metric: str, setting: Setting) -> list[Side]:
     return sides
 
 
-def _base(sides: Sequence[Side], setting: Setting) -> Side | None:
+def _base(sides: Sequence[Side], baseline: str) -> Side | None:
     """The baseline, if it has values on one set of prompts."""
-    fitting = (s for s in sides if s.arm == setting.baseline and not s.refused)
+    fitting = (s for s in sides if s.arm == baseline and not s.refused)
     return next((s for s in fitting if s.values is not None), None)
 
 
@@ -443,7 +433,7 @@ def _differences(group: Group, metric: str, base: Side, sides: Sequence[Side]) -
             side.changes = dict(zip(side.shared, by_seed, strict=True))
             side.found = difference if difference.n else None
             _one_against_one(group, metric, side)
-        _look_at_reference(group, metric, base, together, stacked)
+            _look_at_reference(group, metric, base, side)
 
 
 def _pair(base: Side, sides: Sequence[Side]) -> list[Side]:
@@ -471,32 +461,21 @@ def _one_against_one(group: Group, metric: str, side: Side) -> None:
     side.found = side.found._replace(p_value=p_value, interval="t over prompts, p by McNemar")
 
 
-def _look_at_reference(
-    group: Group, metric: str, base: Side, sides: Sequence[Side], differences: Floats
-) -> None:
+def _look_at_reference(group: Group, metric: str, base: Side, side: Side) -> None:
     if base_of(metric) in ("judge_failed", "episode_error"):  # an outage is nobody's opinion
         return
-    known: list[int] = []
-    rows: list[list[Floats]] = []
-    for place, side in enumerate(sides):
-        pairs = [
-            (
-                group.cells[side.arm, seed].measured.reference,
-                group.cells[base.arm, seed].measured.reference,
-            )
-            for seed in side.shared
-        ]
-        if all(a is not None and b is not None and a.values is b.values for a, b in pairs):
-            side.drift = Drift("equal", prompts=differences.shape[2] * len(pairs))
-            continue
-        found = [_shift(a, b, metric) for a, b in pairs]
-        shifts = [row for row in found if row is not None and len(row) == differences.shape[2]]
-        if len(shifts) == len(pairs):
-            known.append(place)
-            rows.append(shifts)
-    if known:
-        for place, drift in zip(known, drifts(np.array(rows), differences[known]), strict=True):
-            sides[place].drift = drift
+    assert side.differences is not None, "it is compared"
+    pairs = [
+        tuple(group.cells[arm, seed].measured.reference for arm in (side.arm, base.arm))
+        for seed in side.shared
+    ]
+    if all(a is not None and b is not None and a.values is b.values for a, b in pairs):
+        side.drift = Drift("equal", prompts=side.differences.size)
+        return
+    shifts = [_shift(a, b, metric) for a, b in pairs]
+    known = [row for row in shifts if row is not None and len(row) == side.differences.shape[1]]
+    if len(known) == len(pairs):
+        side.drift = drift_of(np.array(known), side.differences)
 
 
 def _shift(one: PromptMeans | None, other: PromptMeans | None, metric: str) -> Floats | None:
@@ -524,6 +503,3 @@ def _adjust(sides: Sequence[Side]) -> None:
     raw = [s.found.p_value for s in tested if s.found is not None and s.found.p_value is not None]
     for side, p_value in zip(tested, holm(raw), strict=True):
         side.p_adjusted = p_value
-
-
-# ---------------------------------------------------------------- what is said of it

@@ -1,32 +1,44 @@
-"""The page of a report: one HTML file that needs nothing but a browser, from any disk.
+"""Report of a sweep as Markdown, as CSV tables, as JSON, and as a page: one HTML file that needs
+nothing but a browser, from any disk.
 
-In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: the page's text. All that is
-shown is in the HTML; its script only hides, sorts and remembers (in the address, so that a page
-that loads itself again stays where it was). No request ever leaves it: a content security policy
-forbids them and lets no script run but the page's own, which is known by its hash. Everything is
-escaped.
+In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: GitHub's Markdown for cards,
+issues and pull requests; rows (for W&B) and CSV, in which numbers are written in full and an empty
+cell is a number that is not there; JSON; the page's text. Texts of people and of policies are
+escaped: they cannot open a table, a link, an HTML tag or call anybody by name, nor be a formula of
+a spreadsheet.
 
-What would make a page too large to open is bounded (answers, prompts, curves' points, rows) and
-what is left out is said; the JSON beside the page has it.
+All that a page shows is in the HTML; its script only hides, sorts and remembers (in the address, so
+that a page that loads itself again stays where it was). No request ever leaves it: a content
+security policy forbids them and lets no script run but the page's own, which is known by its hash.
+What would make it too large to open is bounded (answers, prompts, curves' points, rows) and what is
+left out is said; the JSON beside the page has it.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import io
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from refiner_core.contract.records import to_json
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
-from refiner_core.report.pages import leaf, parts_of
-from refiner_core.report.sweep import wording as words
+from refiner_core.report.pages import parts_of, template_of
+from refiner_core.report.printing import finite, plain
+from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import (
     Agreement,
     ArmNumber,
     Comparison,
+    Key,
     MatrixCell,
     MatrixRow,
     SideBySide,
     SweepReport,
+    TrialRow,
 )
 from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import (
@@ -38,6 +50,134 @@ from refiner_core.report.transcripts import (
     marked,
     within,
 )
+
+#: Comparisons besides the primary one that are printed in full, and rows of long tables.
+MOST_COMPARISONS = 8
+MOST_ARMS = 40
+MOST_INCIDENTS = 20
+FEW_FLIPS = 10
+
+
+def markdown(report: SweepReport) -> str:
+    """The whole text; ends with one line feed."""
+    flips = sorted(report.flips, key=lambda f: -abs(f.value - f.baseline))
+    compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
+    text = template_of(__package__, "report.md.jinja").render(
+        report=report,
+        w=wording,
+        compared=[(comparison, _arms(comparison, report)) for comparison in compared],
+        attempts=attempts_tables(report.attempts, report.arms[:MOST_ARMS]),
+        flips=flips[:FEW_FLIPS],
+        costs=wording.costs(report),
+        incidents=sorted(report.incidents, key=lambda i: (i.resolved, i.at)),
+        most_arms=MOST_ARMS,
+        most_incidents=MOST_INCIDENTS,
+    )
+    return text.rstrip() + "\n"
+
+
+def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
+    """One row per arm; of many arms the baseline and those that differ most."""
+    column = Column.of(comparison, report)
+    ranked = sorted(
+        comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
+    )
+    kept = {n.arm for n in ranked[:MOST_ARMS]}
+    return [arm_row(n, column, report) for n in comparison.numbers if n.arm in kept]
+
+
+#: What a spreadsheet would take for a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_OF_NUMBER = tuple(
+    f.name for f in dataclasses.fields(ArmNumber) if f.name not in ("arm", "points", "note")
+)
+_OF_KEY = tuple(f.name for f in dataclasses.fields(Key))
+TRIAL_HEADER = tuple(f.name for f in dataclasses.fields(TrialRow))
+
+
+def number_header(report: SweepReport) -> list[str]:
+    """Columns of :func:`number_rows`; each factor and each seed has its own."""
+    seeds = [f"seed_{seed}" for seed in report.seeds]
+    return ["arm", *(f"factor_{f}" for f in report.factors), "baseline", "primary", *_OF_KEY,
+            *_OF_NUMBER, *seeds, "note"]  # fmt: skip
+
+
+def number_rows(report: SweepReport) -> Iterator[list[Any]]:
+    """One row per arm and number."""
+    for comparison in report.comparisons:
+        key = [getattr(comparison.key, name) for name in _OF_KEY]
+        for measured in comparison.numbers:
+            levels = report.arm_levels.get(measured.arm, {})
+            points = {point.seed: point.value for point in measured.points}
+            yield [
+                measured.arm,
+                *(levels.get(factor, "") for factor in report.factors),
+                measured.arm == report.baseline,
+                comparison.primary,
+                *key,
+                *(_known(getattr(measured, name)) for name in _OF_NUMBER),
+                *(_known(points.get(seed)) for seed in report.seeds),
+                measured.note,
+            ]
+
+
+def trial_rows(report: SweepReport) -> Iterator[list[Any]]:
+    """One row per trial."""
+    for trial in report.trials:
+        values = (getattr(trial, name) for name in TRIAL_HEADER)
+        yield [" ".join(v) if isinstance(v, tuple) else _known(v) for v in values]
+
+
+def _known(value: Any) -> Any:
+    return finite(value) if isinstance(value, float) else value
+
+
+def numbers_csv(report: SweepReport) -> str:
+    """``report.csv``."""
+    return _csv(number_header(report), number_rows(report))
+
+
+def trials_csv(report: SweepReport) -> str:
+    """``trials.csv``."""
+    return _csv(TRIAL_HEADER, trial_rows(report))
+
+
+def values(report: SweepReport) -> dict[str, Any]:
+    """The whole report as JSON values, its version first; a number that is not finite is None."""
+    return dict(_clean(to_json(report)))
+
+
+def document(report: SweepReport) -> str:
+    """``report.json``."""
+    return json.dumps(values(report), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _clean(value: Any) -> Any:
+    """Without what JSON or UTF-8 cannot hold."""
+    if isinstance(value, dict):
+        return {key: _clean(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    return finite(value) if isinstance(value, float) else value
+
+
+def _csv(header: Sequence[str], rows: Iterator[list[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_cell(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return value
+    text = plain(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[dict[str, Any]]:
@@ -66,6 +206,7 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
+    ("attempts", "Why attempts fail"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -75,19 +216,16 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
-#: What they are called in a report of agents; the first of these has a view of its own there.
-ATTEMPTS = ("attempts", "Why attempts fail")
+#: What they are called in a report of agents.
 OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
 
 
-def views_of(report: SweepReport) -> tuple[tuple[str, str], ...]:
+def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report: of agents without those of judges, which are not asked about them."""
     if not report.attempts:
-        return VIEWS
+        return {i: name for i, name in VIEWS if i != "attempts"}
     empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
-    kept = [(i, OF_AGENTS.get(i, name)) for i, name in VIEWS if not empty.get(i)]
-    place = [i for i, _ in kept].index("arms") + 1
-    return (*kept[:place], ATTEMPTS, *kept[place:])
+    return {i: OF_AGENTS.get(i, name) for i, name in VIEWS if not empty.get(i)}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
@@ -111,8 +249,9 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         report=report,
         parts=parts,
         reload_s=reload_s if report.state == "running" else 0,
-        views=views_of(report),
-        w=words,
+        views=views_of(report).items(),
+        names=views_of(report),
+        w=wording,
         marked=marked,
         conversation=conversation,
         failure_words=FAILURE_WORDS,
@@ -132,10 +271,9 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         prompts=shown,
         attempts=attempts_of(a for one in shown for a in one["answers"]),
         attempts_tables=attempts_tables(report.attempts, few),
-        spelt=spelt_protocols(report.protocols),
         flips=report.flips[:MOST_FLIPS],
-        costs=words.costs(report),
-        whole=words.cost_of("all arms", report.trials),
+        costs=wording.costs(report),
+        whole=wording.cost_of("all arms", report.trials),
     )
 
 
@@ -165,14 +303,10 @@ def leading_arms(report: SweepReport) -> list[str]:
     arms = arms_in_order(report)
     if len(arms) <= FEW_ARMS or report.primary is None:
         return arms[:FEW_ARMS]
-    found: dict[str, ArmNumber] = {n.arm: n for n in report.primary.numbers}
-
-    def size(arm: str) -> float:
-        number = found.get(arm)
-        return -abs(number.difference or 0.0) if number is not None else 0.0
-
-    leading = {report.baseline, *sorted(arms, key=size)[: FEW_ARMS - 1]}
-    return [arm for arm in arms if arm in leading][:FEW_ARMS]
+    size = {n.arm: abs(n.difference or 0.0) for n in report.primary.numbers}
+    by_size = sorted(arms, key=lambda arm: -size.get(arm, 0.0))
+    leading = {report.baseline, *by_size[: FEW_ARMS - 1]}
+    return [arm for arm in arms if arm in leading]
 
 
 def plots(
@@ -228,16 +362,16 @@ def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
     best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
     named = [(row, arms) for row, arms in best.items() if arms]
     if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
-        yield f"All of them put {words.listed(named[0][1])} first."
+        yield f"All of them put {wording.listed(named[0][1])} first."
     elif len(named) > 1:
-        said = (f"{judge_name(row)} puts {words.listed(arms)} first" for row, arms in named)
+        said = (f"{judge_name(row)} puts {wording.listed(arms)} first" for row, arms in named)
         yield f"{'; '.join(said)}."
     for row, arms in named:
         others = [c for c in row.cells if c.value is not None and c.arm not in row.trains]
         if others and (own := [arm for arm in arms if arm in row.trains]):
             yield (
-                f"{judge_name(row)} puts {words.listed(own)} first, which it has trained: look at "
-                "a judge that trains nobody before believing it."
+                f"{judge_name(row)} puts {wording.listed(own)} first, which it has trained: look "
+                "at a judge that trains nobody before believing it."
             )
 
 
@@ -258,31 +392,3 @@ def judge_name(row: MatrixRow) -> str:
     """A judge with its rubric set and the protocol in which it asks."""
     rubrics = f" with {row.rubrics}" if row.rubrics else ""
     return f"{row.judge or 'no judge'}{rubrics} ({row.protocol})"
-
-
-# ---------------------------------------------------------------- small things
-
-
-def spelt_protocols(protocols: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Protocols field by field: what all share, and in what they differ."""
-    flat = {fingerprint: dict(_flat(protocol)) for fingerprint, protocol in protocols.items()}
-    fields = list(dict.fromkeys(name for found in flat.values() for name in found))
-    shared, different = [], []
-    for name in fields:
-        texts = [found.get(name, printing.MISSING) for found in flat.values()]
-        if len(set(texts)) == 1 and name != "name":
-            shared.append((name, texts[0]))
-        else:
-            different.append((name, texts))
-    return {"fingerprints": list(flat), "shared": shared, "different": different}
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Fields by dotted name, as text."""
-    for key, found in value.items():
-        if isinstance(found, Mapping) and found:
-            yield from _flat(found, f"{before}{key}.")
-        elif isinstance(found, list | tuple) and found:
-            yield f"{before}{key}", ", ".join(leaf(v) for v in found)
-        else:
-            yield f"{before}{key}", leaf(found)
