@@ -4,8 +4,3 @@
 would be asked, ``asking`` asks it of judges, ``results`` makes scores and numbers of that, leaves
 the files, and says what is shown.
 """
-
-from flows.rescoring.planning import Planned, Wanted, plan_rescore
-from flows.rescoring.results import Done, carry_out
-
-__all__ = ["Done", "Planned", "Wanted", "carry_out", "plan_rescore"]

@@ -40,11 +40,9 @@ class Prices(NamedTuple):
 
     def of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
         """Cost of tokens; None where nobody has said."""
-        if self.read is None and self.written is None:
+        if self == (None, None):
             return None
-        return (
-            (self.read or 0.0) * prompt_tokens + (self.written or 0.0) * completion_tokens
-        ) / 1e6
+        return ((self.read or 0) * prompt_tokens + (self.written or 0) * completion_tokens) / 1e6
 
 
 @dataclass
@@ -166,22 +164,20 @@ def ask(
         answers.update(zip(keys, judgements, strict=True))
         progress(len(answers))
     after = _usage(judge)
-    stored = after.stored - before.stored
-    read = after.prompt_tokens - before.prompt_tokens
-    written = after.completion_tokens - before.completion_tokens
+    used = {
+        name: getattr(after, name) - getattr(before, name)
+        for name in ("stored", "calls", "prompt_tokens", "completion_tokens")
+    }
     bill = Bill(
         judge=plan.name,
         identity=plan.identity,
         questions=len(plan.questions),
         reused=plan.reused,
-        stored=stored,
-        asked=len(answers) - stored,
+        asked=len(answers) - used["stored"],
         failed=sum(j.status == "failed" for j in answers.values()),
-        calls=after.calls - before.calls,
-        prompt_tokens=read,
-        completion_tokens=written,
         seconds=time.monotonic() - began,
-        cost=prices.of(read, written) if plan.served else 0.0,
+        cost=prices.of(used["prompt_tokens"], used["completion_tokens"]) if plan.served else 0.0,
+        **used,
     )
     return answers, bill
 

@@ -235,13 +235,12 @@ WRITER = "rescore"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Request for a rescoring. ``steps`` None is all, or the last few of several runs."""
+    """Request for a rescoring."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
     options: Options
     part: Part
-    steps: str | None = None
     baseline: str = OWN
     metric: Metric = "total"
     common: bool = False
@@ -335,7 +334,7 @@ def plan_rescoring(
     part
         Which rollouts or samples (:class:`flows.rescoring.reading.Part`).
     steps
-        ``all``, ``last:5`` or ``40-50``.
+        ``all``, ``last:5`` or ``40-50`` (default: all, or the last few of several runs).
     prices
         Of a judge's tokens.
     **more
@@ -362,31 +361,18 @@ def plan_rescoring(
             expected="a workspace in which something was trained",
             fix="name another one with workspace=DIR",
         )
-    return plan_rescore(
-        Wanted(
-            room,
-            wanted,
-            options or Options(),
-            part or Part(),
-            steps=steps,
-            prices=prices or Prices(),
-            **more,
-        )
+    default = "all" if len(wanted) == 1 else LAST_STEPS
+    part = replace(part or Part(), steps=steps or default)
+    return _planned(
+        Wanted(room, wanted, options or Options(), part, prices=prices or Prices(), **more)
     )
 
 
-def plan_rescore(wanted: Wanted) -> Planned:
-    """Read the rollouts and see what would have to be asked; asks nothing, writes nothing.
-
-    Raises
-    ------
-    ConfigurationError, DataError, WorkspaceError
-        Something that was asked for is not there or cannot be meant.
-    """
-    default = "all" if len(wanted.runs) == 1 else LAST_STEPS
-    wanted = replace(wanted, part=replace(wanted.part, steps=wanted.steps or default))
+def _planned(wanted: Wanted) -> Planned:
     policies = read_policies(wanted.workspace, wanted.runs, wanted.part)
-    policies = _comparable(policies, wanted)
+    if len(policies) > 1:
+        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=wanted.common)
+        policies = [replace(p, rollouts=tuple(common[p.name])) for p in policies]
     settings = _settings(policies, wanted)
     planned = Planned(wanted, policies, settings)
     for policy in policies:
@@ -423,13 +409,6 @@ def _check_prompts(plan: JudgePlan) -> None:
         fix="put them back as they were; or copy the new ones to a folder of another name, and "
         "name it with --judge prompt=DIR, which asks everything anew",
     )
-
-
-def _comparable(policies: list[Policy], wanted: Wanted) -> list[Policy]:
-    if len(policies) < 2:
-        return policies
-    common = common_prompts({p.name: p.rollouts for p in policies}, restrict=wanted.common)
-    return [replace(p, rollouts=tuple(common[p.name])) for p in policies]
 
 
 def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:

@@ -306,9 +306,7 @@ def document_of(done: Done) -> dict[str, Any]:
         "fidelity": {
             name: {
                 **plain(found),
-                "exact": found.exact,
-                "sound": found.sound,
-                "warning": found.warning(),
+                **{"exact": found.exact, "sound": found.sound, "warning": found.warning()},
             }
             for name, found in done.fidelity.items()
         },
@@ -331,22 +329,14 @@ def document_of(done: Done) -> dict[str, Any]:
 
 def _policy(policy: Policy) -> dict[str, Any]:
     return {
-        "name": policy.name,
-        "run": policy.run,
-        "recipe": policy.config.recipe,
-        "stage": policy.stage_id,
-        "model": policy.model,
-        "attempt": policy.attempt,
-        "data": policy.data_stage,
-        "sources": dict(policy.sources),
+        **picked(policy, "name", "run", "model", "attempt", "sources", "steps", "files"),
+        **{"recipe": policy.config.recipe, "stage": policy.stage_id, "data": policy.data_stage},
         "reward": to_json(policy.config.reward),
         "judge": judge_identity(policy.config.judge, policy.sources.get("judge_prompt", "-")),
         "advantages": policy.config.grpo.advantage_normalization_type,
-        "steps": policy.steps,
         "rollouts": len(policy.rollouts),
         "groups": len(groups_of(policy.rollouts)),
         "prompts": len({r.prompt.sample_id for r in policy.rollouts}),
-        "files": list(policy.files),
     }
 
 

@@ -332,14 +332,13 @@ def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:
 
 
 def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> ArmShare:
-    from flows.rescoring import carry_out, plan_rescore
-    from flows.rescoring.planning import Options, Wanted
+    from flows.rescoring.planning import Options, plan_rescoring
     from flows.rescoring.reading import Part
-    from flows.rescoring.results import Silent
+    from flows.rescoring.results import Silent, carry_out
 
     part = Part(source="rollouts", sample=GROUPS)
-    wanted = Wanted(workspace, (run,), Options(overrides=changes), part, steps=STEPS)
-    planned = plan_rescore(wanted)
+    options = Options(overrides=changes)
+    planned = plan_rescoring([run.run], workspace.root, options=options, part=part, steps=STEPS)
     of_arm = ArmShare(
         changes=changes,
         groups=len({r.group for p in planned.policies for r in p.rollouts}),

@@ -28,13 +28,13 @@ _COMPONENT = "reward/"
 #: Metric of an evaluation's sample -> component of the reward that it is.
 _OF_SAMPLES = {
     "rubric_score": "rubric",
-    "citation_precision": "citation_precision",
-    "citation_recall": "citation_recall",
-    "citation_f1": "citation_f1",
-    "citation_format": "citation_format",
-    "format_valid": "format_valid",
-    "claims": "claims",
-    "uncited": "uncited",
+    **{
+        name: name
+        for name in (
+            *("citation_precision", "citation_recall", "citation_f1", "citation_format"),
+            *("format_valid", "claims", "uncited"),
+        )
+    },
 }
 
 

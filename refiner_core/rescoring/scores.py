@@ -171,27 +171,26 @@ class Fidelity:
                 f"{self.first}): this version adds in another order than the one that trained. No "
                 "comparison below depends on that."
             )
-        parts = []
-        if self.totals < self.rollouts:
-            parts.append(f"{self.rollouts - self.totals} of {self.rollouts} totals differ")
-        if self.advantages is not None and self.advantages < self.rollouts:
-            parts.append(f"{self.rollouts - self.advantages} of {self.rollouts} advantages differ")
-        if self.judged_alike < self.rejudged:
-            parts.append(
-                f"the lexical judge of today judges {self.rejudged - self.judged_alike} of "
-                f"{self.rejudged} questions in another way"
-            )
-        first = f" (first: {self.first})" if self.first else ""
-        stale = ""
+        advantages = self.rollouts if self.advantages is None else self.advantages
+        counts = {
+            "totals differ": (self.totals, self.rollouts),
+            "advantages differ": (advantages, self.rollouts),
+            "judgements differ (lexical judge)": (self.judged_alike, self.rejudged),
+        }
+        parts = [
+            f"{of - alike} of {of} {what}" for what, (alike, of) in counts.items() if alike < of
+        ]
+        if self.first:
+            parts[-1] += f" (first: {self.first})"
         if self.unused:
-            stale = (
-                f" {self.unused} stored judgements answer questions that are not asked any more: "
-                "the rubric set or the reading of answers has changed since the run."
+            parts.append(
+                f"{self.unused} stored judgements answer questions that are not asked any more, "
+                "since the rubric set or the reading of answers has changed"
             )
         return (
-            f"the run's own settings do not give back what was stored: {', '.join(parts)}{first}."
-            f"{stale} Differences below are in part those of the code, not of the settings; the "
-            "row `own, again` shows how much."
+            f"the run's own settings do not give back what was stored: {', '.join(parts)}. "
+            "Differences below are in part those of the code, not of the settings; the row `own, "
+            "again` shows how much."
         )
 
 

@@ -251,7 +251,7 @@ def test_a_lexical_judge_that_has_changed_is_noticed(tmp_path: Path) -> None:
     judgements[0]["score"] = 1.0 - judgements[0]["score"]
     row["judgements"] = json.dumps(judgements)
     path.write_bytes(encode_rollouts(rows))
-    assert "lexical judge of today judges 1 of" in rescore(tmp_path / "runs").stdout
+    assert " judgements differ (lexical judge)" in rescore(tmp_path / "runs").stdout
 
 
 # ---------------------------------------------------------------- with a server of judges
