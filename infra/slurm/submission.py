@@ -101,7 +101,8 @@ class Submitter:
 
     def shape(self, request: JobRequest) -> str:
         """Requests of one shape can share an array."""
-        return repr((request.resources, sorted(request.avoid), _on_all_nodes(request)))
+        online, all_nodes = request.needs_network, _on_all_nodes(request)
+        return repr((request.resources, online, sorted(request.avoid), all_nodes))
 
     def submit(self, work: Submission) -> list[str]:
         """Submit and return the ids, in the order of the requests.
