@@ -17,8 +17,6 @@ from infra.disk.forecast import (
     fit,
     forecast_disk,
     size_of_model,
-    suggest_save_freq,
-    times_of,
 )
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
@@ -29,12 +27,8 @@ from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
-
-#: Seconds between failures that are assumed: one in two days, for a node with GPUs.
-_MTBF_S = 48 * 3600.0
 
 
 def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConfig:
@@ -359,45 +353,14 @@ def propose_fit(plans: Sequence[Plan], room: PlannedRoom) -> Change | None:
     return fit(plans, known, room.free_bytes, room.reclaimable_bytes)
 
 
-class Interval(NamedTuple):
-    """A suggested ``save_freq``, and what it rests on."""
-
-    kind: str
-    save_freq: int
-    configured: int
-    why: str
-
-
-def suggested_intervals(plan: Plan, workspace: Workspace) -> list[Interval]:
-    """Checkpoint intervals from measured step and save times; none where nothing was measured."""
-    found = []
-    for kind in STAGES:
-        planned = [s for s in plan.stages if s.kind == kind]
-        if not planned:
-            continue
-        times = times_of(workspace, kind, planned[0].sources.get("model"))
-        if not times.step_s or not times.save_s:
-            continue
-        save_freq = suggest_save_freq(times.step_s, times.save_s, _MTBF_S)
-        configured = getattr(plan.config, kind).save_freq
-        why = (
-            f"a save takes {times.save_s:.2g} s, a step {times.step_s:.2g} s, "
-            f"a failure every {_MTBF_S / 3600:.0f} h is assumed"
-        )
-        found.append(Interval(kind, save_freq, configured, why))
-    return found
-
-
 class DiskPlan(NamedTuple):
     """Disk use of a plan.
 
-    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does);
-    ``intervals`` are checkpoint intervals that would lose the least time.
+    ``change`` is the cheapest change with which it fits (None: it fits, or nothing does).
     """
 
     room: PlannedRoom
     change: Change | None
-    intervals: Sequence[Interval]
 
 
 def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
@@ -408,7 +371,7 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
     plan
         What :func:`flows.api.make_recipe_plan` has made.
     fit
-        Also look for the cheapest change that fits, and for better checkpoint intervals.
+        Also look for the cheapest change that fits.
 
     Returns
     -------
@@ -422,7 +385,6 @@ def disk_of_plan(plan: Plan, *, fit: bool = False) -> DiskPlan:
     """
     room = planned_room([plan])
     if not fit:
-        return DiskPlan(room, None, ())
+        return DiskPlan(room, None)
     change = None if room.fits else propose_fit([plan], room)
-    workspace = Workspace.read_only(plan.config.workspace)
-    return DiskPlan(room, change, suggested_intervals(plan, workspace))
+    return DiskPlan(room, change)

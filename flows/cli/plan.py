@@ -52,22 +52,17 @@ def plan_command(
     plan = make_recipe_plan(recipe, overrides)
     if not as_json:
         show_plan(plan, recipe, overrides, as_json)
-    room, change, intervals = disk_of_plan(plan, fit=with_fit)
+    room, change = disk_of_plan(plan, fit=with_fit)
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
         value |= {"memory": memory_json(plan), "time": time_json(plan)}
         value |= {"notes": [*planning_notes(plan), *time_notes(plan)]}
         if with_fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
-            value["disk"]["save_freq"] = {i.kind: i.save_freq for i in intervals}
+            value["disk"]["save_freq"] = {}  # nothing is proposed any more
         print_json(value)
         return
     _show_disk(room, stages=with_disk or with_fit)
-    for interval in intervals:
-        click.echo(
-            f"{interval.kind}.save_freq={interval.save_freq} would lose the least time "
-            f"(it is {interval.configured}): {interval.why}"
-        )
     if with_fit and not room.fits:
         if change is not None:
             click.echo(f"It fits with {gib(change.needed_bytes)}: {change.cost}.")

@@ -245,18 +245,17 @@ def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, st
 def night_held(records: NightlyRecords, night: str, take_over: bool = False) -> Iterator[str]:
     """Take a night up for the time of the block; yields why not, where somebody else has it."""
     who = records.worker_of(night)
-    if who is not None and who.works and not (take_over and not who.here):
-        hint = "" if who.here else "; if you know that it is gone: --take-over"
-        yield f"The night of {night} is worked on already, by process {who.process}{hint}."
+    if who.standing == "running" or (who.works and not take_over):
+        hint = "; if you know that it is gone: --take-over" * (who.standing == "elsewhere")
+        yield f"The night of {night} is worked on already, by {who.where}{hint}."
         return
-    turn = who.turn if who else 0
-    if not records.take_night(night, turn):
+    if not records.take_night(night, who.turn):
         yield f"The night of {night} has just been taken up by another process."
         return
     try:
         yield ""
     finally:
-        records.leave_night(night, turn + 1)
+        records.leave_night(night, who.turn + 1)
 
 
 def look_after(at: At, now: datetime) -> dict[str, str]:

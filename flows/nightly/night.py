@@ -486,7 +486,7 @@ def night_state(records: NightlyRecords, night: str) -> str:
     if records.ended(night) is not None:
         return "done"
     who = records.worker_of(night)
-    if who is None:
+    if who.standing == "none":
         return "not begun"
     return "running" if who.works else "incomplete"
 

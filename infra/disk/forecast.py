@@ -3,7 +3,7 @@
 In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
 finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. History is
-what earlier stages took (sizes, seconds), per kind of stage and, where it is known, per model. The
+what earlier stages took, per kind of stage and, where it is known, per model. The
 number of a model's parameters is told without loading it, from a header, a configuration or a name.
 
 A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
@@ -24,12 +24,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from infra.disk.usage import size_of
+from infra.disk.usage import Size, size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.checkpoints import CheckpointStore
+from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import RefinerError
@@ -106,30 +107,21 @@ def _by_config(path: Path) -> int:
     return embeddings + layers * (attention + 3 * hidden * inner)
 
 
-N = TypeVar("N", int, float)
-
 #: What tells other people's trainers apart, in the identity of a stage.
 SCRIPT = "command.run"
 
 
 class History(NamedTuple):
-    """The largest that stages of one kind have taken; None where none has.
+    """The largest that stages of one kind have taken; 0 where none has.
 
     Bytes and inodes; ``rollout_step_bytes`` is one step's file.
     """
 
-    checkpoint_bytes: int | None = None
-    checkpoint_inodes: int | None = None
-    output_bytes: int | None = None
-    output_inodes: int | None = None
-    rollout_step_bytes: int | None = None
-
-
-class Times(NamedTuple):
-    """The longest step and save that stages of one kind have taken, seconds."""
-
-    step_s: float | None = None
-    save_s: float | None = None
+    checkpoint_bytes: int = 0
+    checkpoint_inodes: int = 0
+    output_bytes: int = 0
+    output_inodes: int = 0
+    rollout_step_bytes: int = 0
 
 
 def history_of(
@@ -138,48 +130,21 @@ def history_of(
     """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
     those of that model, ``script`` to those of that `command.run`."""
     found = History()
-    for stage_id, record in _alike(workspace, kind, model):
-        if script is not None and record.spec.identity.get(SCRIPT) != script:
-            continue
-        measured = _taken_by(workspace, stage_id, record)
-        found = History(*map(_larger, found, measured))
-    return found
-
-
-def times_of(workspace: Workspace, kind: str, model: str | None = None) -> Times:
-    """Durations of their steps and saves."""
-    found = Times()
-    for stage_id, record in _alike(workspace, kind, model):
-        save_s = workspace.longest_save_s(stage_id) or None
-        found = Times(*map(_larger, found, (_step_s(workspace, stage_id, record), save_s)))
-    return found
-
-
-def _alike(workspace: Workspace, kind: str, model: str | None) -> Iterator[tuple[str, StageRecord]]:
     for stage_id in workspace.stage_ids():
-        record = _record(workspace, stage_id) if stage_id.rpartition("-")[0] == kind else None
-        if record is not None and model in (None, record.spec.sources.get("model")):
-            yield stage_id, record
-
-
-def suggest_save_freq(step_s: float, save_s: float, mtbf_s: float) -> int:
-    """Steps between checkpoints that lose the least time, at least 1.
-
-    Young's first-order optimum, an interval of sqrt(2 · save · MTBF) seconds (J. W. Young, "A first
-    order approximation to the optimum checkpoint interval", CACM 17, 1974; J. T. Daly, FGCS 22,
-    2006, refines it). ``step_s``, ``save_s`` and ``mtbf_s`` are seconds.
-    """
-    if step_s <= 0 or save_s < 0 or mtbf_s <= 0:
-        raise ValueError(f"no times: step {step_s} s, save {save_s} s, MTBF {mtbf_s} s")
-    return max(1, round(math.sqrt(2 * save_s * mtbf_s) / step_s))
-
-
-def _record(workspace: Workspace, stage_id: str) -> StageRecord | None:
-    try:
-        return workspace.read_record(stage_id)
-    except RefinerError as error:
-        log.debug("%s", error)
-        return None
+        if stage_id.rpartition("-")[0] != kind:
+            continue
+        try:
+            record = workspace.read_record(stage_id)
+        except RefinerError as error:
+            log.debug("%s", error)
+            continue
+        if (
+            record is not None
+            and model in (None, record.spec.sources.get("model"))
+            and script in (None, record.spec.identity.get(SCRIPT))
+        ):
+            found = History(*map(max, found, _taken_by(workspace, stage_id, record)))
+    return found
 
 
 def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
@@ -189,42 +154,19 @@ def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> Histo
     theirs = recorded_checkpoints(workspace, stage_id).found
     saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
     saved += [size_of(c.path) for c in theirs if not c.damage]
-    output = None
+    made, output = 0, Size()
     if record.result is not None:
         output = size_of(paths.data / record.result.output_dir)
         made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
-        output = output._replace(bytes=max(made, output.bytes))
     newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
     rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
     return History(
-        checkpoint_bytes=max((s.bytes for s in saved), default=None),
-        checkpoint_inodes=max((s.inodes for s in saved), default=None),
-        output_bytes=output.bytes if output else None,
-        output_inodes=output.inodes if output else None,
-        rollout_step_bytes=sum(rollouts) // len(rollouts) if rollouts else None,
+        checkpoint_bytes=max((s.bytes for s in saved), default=0),
+        checkpoint_inodes=max((s.inodes for s in saved), default=0),
+        output_bytes=max(made, output.bytes),
+        output_inodes=output.inodes,
+        rollout_step_bytes=sum(rollouts) // max(1, len(rollouts)),
     )
-
-
-def _step_s(workspace: Workspace, stage_id: str, record: StageRecord) -> float | None:
-    """Seconds of a step: as logged, else those of the attempt over its steps."""
-    if not record.attempts:
-        return None
-    last = record.attempts[-1]
-    try:
-        from infra.store.traces import read_metrics
-
-        lines = read_metrics(workspace.layout.attempt(stage_id, last.number).metrics)
-    except (OSError, ValueError, KeyError):
-        return None
-    times = [t for line in lines if (t := line.metrics.get("time/step_s")) is not None]
-    if times:
-        return sum(times) / len(times)
-    steps = lines[-1].step - (last.resumed_from_step or 0) if lines else 0
-    return last.seconds / steps if steps > 0 and last.seconds else None
-
-
-def _larger(one: N | None, other: N | None) -> N | None:
-    return max((v for v in (one, other) if v is not None), default=None)
 
 
 # ---------------------------------------------------------------- what is still to come
@@ -457,7 +399,7 @@ def _need(stage: PlannedStage, plan: Plan, known: Knowledge) -> StageNeed:
         "serve": (0, "a server: its log alone"),
     }.get(stage.kind, (None, ""))
     size, inodes = guess, 4
-    if history.output_bytes is not None:
+    if history.output_bytes:
         size, inodes, basis = history.output_bytes, history.output_inodes or inodes, "measured"
     if stage.kind != "sample":
         return _flat_need(stage, size, inodes, basis or "estimated")
@@ -475,10 +417,10 @@ def _flat_need(stage: PlannedStage, size: int | None, inodes: int, basis: str) -
 def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
     """Another trainer saves as often as it likes; older ones are deleted when room is short. Only
     what lies there tells how large one is."""
-    known, most = history.checkpoint_bytes is not None, config.command.keep + 1
-    rest = (history.output_bytes or 0) + _CONTROL_BYTES
-    saved = most * (history.checkpoint_bytes or 0) + rest
-    inodes = most * (history.checkpoint_inodes or 0) + (history.output_inodes or _MOST_FILES)
+    known, most = history.checkpoint_bytes > 0, config.command.keep + 1
+    rest = history.output_bytes + _CONTROL_BYTES
+    saved = most * history.checkpoint_bytes + rest
+    inodes = most * history.checkpoint_inodes + (history.output_inodes or _MOST_FILES)
     inodes, sure = inodes + _CONTROL_INODES, saved if known else 0
     basis = "measured" if known else "only its first checkpoint will tell"
     return StageNeed(stage, saved, saved, rest, inodes, basis, known, sure)
@@ -486,8 +428,7 @@ def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -
 
 def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int | None, str]:
     """Bytes of the weights that a training stage makes, and what that rests on."""
-    measured = known.history(made).output_bytes
-    if measured is not None:
+    if measured := known.history(made).output_bytes:
         return measured, "measured"
     model = known.size(plan.config)
     if made.kind not in STAGES or model.parameters is None:
@@ -522,7 +463,7 @@ def _training_need(
     files = _CHECKPOINT_INODES + placement_of(config, stage.kind).world * _RANK_INODES
     inodes = most * (history.checkpoint_inodes or files) + (steps if is_grpo else 0)
     least = history.checkpoint_bytes or int(parameters * (each - _MUON_SAVES))
-    measured = history.checkpoint_bytes is not None
+    measured = history.checkpoint_bytes > 0
     return StageNeed(
         stage,
         peak=most * one + rest,

@@ -541,12 +541,28 @@ def _owners(folder: Path) -> list[tuple[str, int]]:
     return [(option, number) for option, number in found if number or option != "p"]
 
 
-def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
-    """`quota` of the user, of the folder's group and of its project, on this file system."""
+def _of_owners(
+    prober: Prober,
+    parse: Callable[[str], list[Quota]],
+    command: Callable[[str, int], Sequence[str]],
+) -> list[Quota]:
+    """Quotas of the folder's owners, by the command for each; a row that names nobody is theirs."""
     found: list[Quota] = []
     for option, number in _owners(existing(prober.folder)):
+        whose = f"-{option} {_name_of(option, number)}"
+        rows = prober.rows(parse, *command(option, number))
+        found += [q if q.whose else q._replace(whose=whose) for q in rows]
+    return found
+
+
+def _ask_quota(prober: Prober, mount: Mount) -> list[Quota]:
+    """`quota` of the user, of the folder's group and of its project, on this file system."""
+
+    def command(option: str, number: int) -> Sequence[str]:
         words = {"u": ["-u"], "g": ["-g", _name_of("g", number)], "p": ["-P", str(number)]}
-        found += prober.rows(parse_quota, "quota", "-w", *words[option])
+        return ("quota", "-w", *words[option])
+
+    found = _of_owners(prober, parse_quota, command)
     return [q for q in found if q.where in (mount.source, str(mount.point))]
 
 
@@ -563,12 +579,12 @@ def _ask_repquota(prober: Prober, mount: Mount) -> list[Quota]:
 
 def _ask_xfs(prober: Prober, mount: Mount) -> list[Quota]:
     """`xfs_quota` of the user, the folder's group and its project."""
-    found: list[Quota] = []
-    for option, number in _owners(existing(prober.folder)):
-        command = f"quota -{option} -b -i -n -N -v {number}"
-        rows = prober.rows(parse_xfs_quota, "xfs_quota", "-c", command, str(mount.point))
-        found += [q._replace(whose=f"-{option} {number}") for q in rows]
-    return found
+
+    def command(option: str, number: int) -> Sequence[str]:
+        asked = f"quota -{option} -b -i -n -N -v {number}"
+        return ("xfs_quota", "-c", asked, str(mount.point))
+
+    return _of_owners(prober, parse_xfs_quota, command)
 
 
 def _ask_btrfs(prober: Prober, mount: Mount) -> list[Quota]:
@@ -612,13 +628,10 @@ def _btrfs_kernel(groups: Path, subvolume: int) -> list[Quota]:
 
 
 def _ask_lustre(prober: Prober, mount: Mount) -> list[Quota]:
-    found: list[Quota] = []
-    for option, number in _owners(existing(prober.folder)):
-        who = _name_of(option, number)
-        words = ("-q", f"-{option}", who, str(mount.point))
-        rows = prober.rows(parse_quota, "lfs", "quota", *words)
-        found += [q._replace(whose=f"-{option} {who}") for q in rows]
-    return found
+    def command(option: str, number: int) -> Sequence[str]:
+        return ("lfs", "quota", "-q", f"-{option}", _name_of(option, number), str(mount.point))
+
+    return _of_owners(prober, parse_quota, command)
 
 
 def _ask_gpfs(prober: Prober, mount: Mount) -> list[Quota]:

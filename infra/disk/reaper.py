@@ -15,8 +15,8 @@ older checkpoints      of unfinished stages: the newest complete one always stay
 code snapshots         only those that finished runs alone have used
 published weights      only with a verified copy elsewhere, that no unfinished stage will read
 caches                 only when asked for
-stored judgements      finished files, oldest first, and only when nothing else gives the room: to
-                       judge again costs calls; all of them only when asked for
+stored judgements      oldest first, and only when nothing else gives the room: to judge again costs
+                       calls; all of them only when asked for
 =====================  ============================================================================
 
 Nothing of a pinned stage, and no output that a running attempt reads, is ever a candidate.
@@ -109,17 +109,13 @@ def plan_reclaim(
 
     Where everything together does not suffice, what costs nobody anything goes all the same, but no
     published weights, caches and judgements are given up in vain. Without a need, judgements go
-    only with ``judgements``, and then those that are being written, too.
+    only with ``judgements``.
     """
     from infra.judgements.segments import SEALED
 
     order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
     if need_bytes is None:
-        order = [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
-        # Files that may still be written; who writes one begins another when it is gone.
-        why = "it may just be written; another is begun then"
-        live = (i for i in stock.items if i.kind == "judgements" and i.path.suffix != SEALED)
-        return order + [_candidate(Rank.JUDGEMENTS, i, why) for i in live if judgements]
+        return [c for c in order if judgements or c.rank is not Rank.JUDGEMENTS]
     gained_bytes = gained_inodes = 0
     for count, candidate in enumerate(order):
         if gained_bytes >= need_bytes and gained_inodes >= need_inodes:
@@ -138,7 +134,7 @@ def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
         facts = stock.stages.get(item.stage_id)
         if item.kind == "code" and item.path.name in stock.idle_code:
             yield _candidate(Rank.CODE, item, "only finished runs have used it")
-        if item.kind == "judgements" and item.path.suffix == SEALED:
+        if item.kind == "judgements":  # who writes one begins another when it is gone
             yield _candidate(Rank.JUDGEMENTS, item, "to judge it again costs calls")
         if facts is None or facts.pinned:
             continue

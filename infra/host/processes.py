@@ -254,8 +254,6 @@ def holder_of(port: int, top: int, *, by_daemon: bool = False) -> Holder:
     ``by_daemon`` is for servers that a container's daemon starts (docker): they descend from
     nothing of ours, and it is enough that they are this user's or root's.
     """
-    if not _TABLES[0].exists():  # another system than Linux tells only of what one has started
-        return "ours" if any(listens(p.pid, port) for p in _family(top)) else "nobody"
     sockets = _listening(port)
     if not sockets:
         return "nobody"

@@ -163,12 +163,8 @@ def mark_of(process: psutil.Process) -> str | None:
     A process that gives itself a name (vLLM's engines do) writes it over the beginning of its
     environment and fills up with zeros, at which `psutil` stops reading.
     """
-    environment = Path("/proc", str(process.pid), "environ")
-    if not environment.parent.parent.joinpath("self").exists():  # no such file system here
-        known: str | None = process.environ().get(MARK)
-        return known
     name = f"{MARK}=".encode()
-    for setting in environment.read_bytes().split(b"\0"):
+    for setting in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
         if setting.startswith(name):
             return os.fsdecode(setting.removeprefix(name))
     return None

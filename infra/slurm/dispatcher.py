@@ -9,7 +9,6 @@ may then share it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -17,9 +16,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infra.jobs.failures import outcome_of
 from infra.jobs.protocol import (
@@ -46,18 +45,21 @@ from infra.store import atomic
 from infra.store.layout import AttemptPaths
 from infra.store.workspace import Workspace
 from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import from_json, to_json
 
 log = logging.getLogger(__name__)
 
 
-class _Batch(NamedTuple):
-    """Contents of ``batch.json``: under which name, and where in an array, a job was submitted."""
+@dataclass(frozen=True)
+class _Batch:
+    """Under which name, and where in an array, a job was submitted (part ``batch`` of its file).
+    ``folder`` is relative to the workspace."""
 
-    name: str
-    task: int | None
+    comment: str
+    index: int | None
     user: str
-    folder: Path
-    command: list[str]
+    folder: str
+    command: tuple[str, ...]
 
 
 class SlurmDispatcher:
@@ -127,21 +129,14 @@ class SlurmDispatcher:
         """Start jobs, those of one shape as an array where there are enough; what went wrong, by
         attempt."""
         failed: dict[AttemptRef, Exception] = {}
-        fitting = []
-        for request in requests:
+        for work in self._submissions(requests):
             try:
-                self.profile.check(
-                    request.resources, request.stage_id, needs_network=request.needs_network
-                )
-                fitting.append(request)
-            except Exception as error:  # one job's trouble is told with it, not with the others
-                failed[request.ref] = error
-        for work in self._submissions(fitting):
-            try:
+                for one in work.requests:  # they are of one shape
+                    self.profile.check(one.resources, one.stage_id, needs_network=one.needs_network)
                 self._submit(work)
             except PerhapsSubmitted as error:
                 log.warning("%s It is looked for by its name.", error)
-            except Exception as error:
+            except Exception as error:  # their trouble is told with them, not with the others
                 failed |= {request.ref: error for request in work.requests}
         return failed
 
@@ -179,14 +174,9 @@ class SlurmDispatcher:
         count = len(work.requests)
         tasks: list[int | None] = [None] if count == 1 else [*range(count)]
         for request, task, command in zip(work.requests, tasks, work.commands, strict=True):
-            note = {
-                "comment": work.name,
-                "index": task,
-                "user": str(os.getuid()),
-                "folder": os.path.relpath(work.folder, self.workspace.layout.control),
-                "command": command,
-            }
-            atomic.write_json(self._paths(request.ref).job, {"batch": note})
+            folder = os.path.relpath(work.folder, self.workspace.layout.control)
+            batch = _Batch(work.name, task, str(os.getuid()), folder, tuple(command))
+            atomic.write_json(self._paths(request.ref).job, {"batch": to_json(batch)})
             self._batches.pop(request.ref, None)
         ids = self._submitter.submit(work)
         for request, task, job_id in zip(work.requests, tasks, ids, strict=True):
@@ -226,7 +216,7 @@ class SlurmDispatcher:
         batch = self._batch(attempt.ref) if job_id is None else self._batch_of_job(attempt.ref)
         name, task, user = attempt.attempt.comment, None, str(os.getuid())
         if batch is not None:
-            name, task, user = batch.name, batch.task, batch.user
+            name, task, user = batch.comment, batch.index, batch.user
         return Wanted(job_id, name, task, user)
 
     def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
@@ -250,7 +240,9 @@ class SlurmDispatcher:
     def _printed(self, ref: AttemptRef, job_id: str) -> str:
         """The end of what a job has printed outside its worker's log."""
         batch = self._batch_of_job(ref)
-        folder = self._paths(ref).submitit if batch is None else batch.folder
+        folder = self._paths(ref).submitit
+        if batch is not None:
+            folder = self.workspace.layout.control / batch.folder
         return tail_of([folder / f"{job_id}_0_log.out", folder / f"{job_id}_0_log.err"])
 
     # ------------------------------------------------------------ acting
@@ -261,29 +253,32 @@ class SlurmDispatcher:
         if job_id is None:
             return False
         self._view.look([self._wanted(attempt)])
-        found, sent = self._view.known(job_id), False
-        if found is not None and found.rule.running:
-            with _unanswered("job %s could not be asked to end: %s", job_id):
-                sent = self._commands.signal(job_id, "TERM")
-        return sent
+        found = self._view.known(job_id)
+        if found is None or not found.rule.running:
+            return False
+        return self._told("asked to end", job_id, lambda: self._commands.signal(job_id, "TERM"))
 
     def kill(self, attempt: OpenAttempt) -> bool:
         """``scancel``: ends a job that runs, withdraws one that queues."""
         job_id = self._id_of(attempt)
-        done = job_id is None
-        if job_id is not None:
-            self._ended_by_us.add(job_id)
-            with _unanswered("job %s could not be ended: %s", job_id):
-                self._commands.cancel(job_id)
-                done = True
-        return done
+        if job_id is None:
+            return True
+        self._ended_by_us.add(job_id)
+        return self._told("ended", job_id, lambda: self._commands.cancel(job_id))
 
     def release(self, attempt: OpenAttempt) -> None:
         """``scontrol release``."""
-        if job_id := self._id_of(attempt):
-            with _unanswered("job %s could not be released: %s", job_id):
-                self._commands.release(job_id)
-                self._view.released(job_id)
+        job_id = self._id_of(attempt)
+        if job_id and self._told("released", job_id, lambda: self._commands.release(job_id)):
+            self._view.released(job_id)
+
+    def _told(self, what: str, job_id: str, order: Callable[[], bool | None]) -> bool:
+        """Give the scheduler an order; one that does not answer is a line in the log."""
+        try:
+            return order() is not False
+        except SlurmUnavailable as error:
+            log.warning("job %s could not be %s: %s", job_id, what, error)
+            return False
 
     def _id_of(self, attempt: OpenAttempt) -> str | None:
         """The id as it was noted, or of the job that bears the name; none of a job that is not
@@ -304,8 +299,9 @@ class SlurmDispatcher:
         log.info("job %s is that of %s", job_id, attempt.attempt.comment)
         batch = self._batch(attempt.ref)
         if batch is not None:
-            write_missing_pickle(batch.folder, job_id, batch.command)
-        task = None if batch is None else batch.task
+            folder = self.workspace.layout.control / batch.folder
+            write_missing_pickle(folder, job_id, batch.command)
+        task = None if batch is None else batch.index
         self._note_job(attempt.ref, job_id, attempt.attempt.comment, task)
 
     def _original(self, ref: AttemptRef) -> Path | None:
@@ -315,7 +311,7 @@ class SlurmDispatcher:
         The same folder under another name, or one that cannot be seen from here, is no copy.
         """
         batch = self._batch_of_job(ref)
-        words = [] if batch is None else batch.command
+        words = () if batch is None else batch.command
         if "--workspace" not in words:
             return None
         named = Path(words[words.index("--workspace") + 1])
@@ -337,20 +333,8 @@ class SlurmDispatcher:
             note = self.workspace.part(self._paths(ref), "batch")
             if not note:
                 return None
-            folder = self.workspace.layout.control / note["folder"]
-            self._batches[ref] = _Batch(
-                note["comment"], note["index"], note["user"], folder, note["command"]
-            )
+            self._batches[ref] = from_json(_Batch, note)
         return self._batches[ref]
 
     def _paths(self, ref: AttemptRef) -> AttemptPaths:
         return self.workspace.layout.attempt(*ref)
-
-
-@contextlib.contextmanager
-def _unanswered(text: str, job_id: str) -> Iterator[None]:
-    """A scheduler that does not answer is a line in the log."""
-    try:
-        yield
-    except SlurmUnavailable as error:
-        log.warning(text, job_id, error)

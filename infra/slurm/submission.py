@@ -101,7 +101,8 @@ class Submitter:
 
     def shape(self, request: JobRequest) -> str:
         """Requests of one shape can share an array."""
-        return repr((request.resources, sorted(request.avoid), _on_all_nodes(request)))
+        online, all_nodes = request.needs_network, _on_all_nodes(request)
+        return repr((request.resources, online, sorted(request.avoid), all_nodes))
 
     def submit(self, work: Submission) -> list[str]:
         """Submit and return the ids, in the order of the requests.
@@ -169,30 +170,19 @@ class Submitter:
         """Error that sbatch means by what it has printed."""
         said = said or "it printed nothing"
         what = f"sbatch did not take the job of {work.requests[0].stage_id}: {said}"
+        kind: type[RefinerError] = LaunchError
+        expected = "a scheduler that takes jobs"
+        fix = "nothing: it is tried again; `sinfo` and `scontrol ping` show how Slurm is"
         if _REFUSED.search(said):
-            return ConfigurationError(
-                what,
-                expected=f"what profile {self.profile.name!r} asks for to exist on this cluster",
-                fix="correct the profile (`dispatch.profile`) or the stage's `resources`",
-            )
-        if _PERHAPS.search(said):
-            return PerhapsSubmitted(
-                what,
-                expected="an answer that names the job",
-                fix="nothing: the queue is asked whether it has the job before it is tried again",
-            )
-        if _AWAY.search(said):
-            return SlurmUnavailable(
-                what,
-                expected="a controller that answers",
-                fix="nothing: it is tried until there is one; `scontrol ping` shows how Slurm is",
-            )
-        return LaunchError(
-            what,
-            expected="a scheduler that takes jobs",
-            fix="nothing: it is tried again a few times; `sinfo` and `scontrol ping` show how "
-            "Slurm is",
-        )
+            kind = ConfigurationError
+            expected = f"what profile {self.profile.name!r} asks for to exist on this cluster"
+            fix = "correct the profile (`dispatch.profile`) or the stage's `resources`"
+        elif _PERHAPS.search(said):
+            kind, expected = PerhapsSubmitted, "an answer that names the job"
+            fix = "nothing: the queue is asked whether it has the job before it is tried again"
+        elif _AWAY.search(said):
+            kind, expected = SlurmUnavailable, "a controller that answers"
+        return kind(what, expected=expected, fix=fix)
 
     def _executor(self, work: Submission, *, avoid: bool) -> Any:
         import submitit

@@ -19,30 +19,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infra.host.processes import ProcessId
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
+from infra.store.orchestrators import Orchestrator, standing_of
 from infra.store.records import RecordFiles, now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.records import from_json, to_json
 from refiner_core.nightly.changes import Values
 from refiner_core.nightly.definition import ROW_VERSION, Row
-
-
-@dataclass(frozen=True)
-class Worker:
-    """The process that has taken a night up last. ``works``: it does, or may do so elsewhere."""
-
-    turn: int
-    process: str
-    job: str
-    works: bool
-    here: bool
 
 
 class NightlyRecords(RecordFiles):
@@ -74,17 +63,16 @@ class NightlyRecords(RecordFiles):
         """All nights that anybody has begun or looked after, in order."""
         return [p.name for p in _sorted(self.folder / "nights", "[0-9]*")]
 
-    def worker_of(self, night: str) -> Worker | None:
+    def worker_of(self, night: str) -> Orchestrator:
         """Process that has taken a night up last."""
         found = _sorted(self._night(night) / "turns", "[0-9]*.json")
         if not found:
-            return None
+            return Orchestrator("none")
         turn = self.read_control(found[-1]) or {}
         process = ProcessId.parse(str(turn["process"]))
-        left = (self._night(night) / "turns" / f"{found[-1].stem}.left").exists()
-        works = not left and (process.alive or not process.here)
-        job, number = str(turn.get("job", "")), int(found[-1].stem)
-        return Worker(number, str(process), job, works, process.here)
+        standing = "ended" if found[-1].with_suffix(".left").exists() else standing_of(process)
+        job = str(turn.get("job", ""))
+        return Orchestrator(standing, int(found[-1].stem), process.pid, process.host, job)
 
     def take_night(self, night: str, after: int) -> bool:
         """Take a night up, as the one after turn ``after``; False if somebody was faster."""

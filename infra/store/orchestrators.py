@@ -80,14 +80,17 @@ def orchestrator_of(workspace: Workspace, run_id: str) -> Orchestrator:
         return Orchestrator("none", number)
     process = ProcessId.parse(text)
     own = said if said.get("process") == text else {}
-    standing: Standing = "elsewhere"
-    if own.get("state") == "ended":
-        standing = "ended"
-    elif process.here:
-        standing = "running" if process.alive else "gone"
+    standing = "ended" if own.get("state") == "ended" else standing_of(process)
     job, at = str(turn.get("job") or ""), str(own.get("at") or turn.get("at") or "")
     code = own.get("exit_code")
     return Orchestrator(standing, number, process.pid, process.host, job, code, at)
+
+
+def standing_of(process: ProcessId) -> Standing:
+    """Standing of a process that has not said that it ended."""
+    if not process.here:
+        return "elsewhere"
+    return "running" if process.alive else "gone"
 
 
 def wanted_by_others(workspace: Workspace, ours: AbstractSet[str]) -> dict[str, str]:

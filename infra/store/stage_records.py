@@ -21,7 +21,7 @@ from typing import Any, Literal
 from infra.host.files import again, exists, is_folder, make_folder, names_in, opens, status_of
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import MARKER, reclaimed_text
+from infra.store.checkpoints import MARKER, hash_of, reclaimed_text
 from infra.store.layout import AttemptPaths, Layout
 from infra.store.records import DAMAGED_FILE, RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -109,25 +109,27 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
     if not wanted:
         wanted[CARD] = hashlib.sha256(str(report["card"]).encode()).hexdigest()
     try:
-        if not exists(target):
-            return f"{target} is gone"
+        for path in (target, *(target / name for name in wanted), target / CARD):
+            if not exists(path):
+                return f"{path} is gone"
         lying = lying_at(target)
         there = {f.path: f.sha256 for f in lying.files} if lying else {}
-        gone = [name for name in (*wanted, CARD) if not exists(target / name)]
-        if CARD in wanted and not gone:
-            there[CARD] = hashlib.sha256(again((target / CARD).read_bytes)).hexdigest()
+        if CARD in wanted:
+            there[CARD] = hash_of(target / CARD)
     except (OSError, ValueError) as error:
         return f"{target} cannot be read ({error})"
-    if gone:
-        return f"{target / gone[0]} is gone"
     for name, digest in wanted.items():
         if there.get(name) != digest:
             return f"{target / name} has been replaced by another publication"
-    for file in weights:
-        path = target / file["path"]
-        if (size := again(path.stat).st_size) != file["bytes"]:
-            return f"{path} has {size} bytes instead of {file['bytes']}"
-    return None
+    return next(filter(None, (size_damage(target / f["path"], f["bytes"]) for f in weights)), None)
+
+
+def size_damage(path: Path, size: int) -> str | None:
+    """Say that a file is not there, or not as long as it was; None if it is."""
+    found = status_of(path)
+    if found is None:
+        return f"{path} is gone"
+    return None if found.st_size == size else f"{path} has {found.st_size} bytes instead of {size}"
 
 
 @dataclass(frozen=True)
@@ -260,13 +262,10 @@ class StageRecords(RecordFiles):
             return None
         folder = self.layout.stage(stage_id).data / result.output_dir
         for file in result.files:
-            path = folder / file.path
-            found = status_of(path)
-            if found is None:
-                why = reclaimed_text(self.layout.stage(stage_id))
-                return f"{path} is gone" + (f": {why}" if why else "")
-            if found.st_size != file.bytes:
-                return f"{path} has {found.st_size} bytes instead of {file.bytes}"
+            if damage := size_damage(folder / file.path, file.bytes):
+                is_gone = damage.endswith(" is gone")
+                why = reclaimed_text(self.layout.stage(stage_id)) if is_gone else None
+                return f"{damage}: {why}" if why else damage
         for fetched in result.report.get("fetched", ()) if stage_id.startswith("fetch-") else ():
             if not is_folder(Path(fetched["folder"])):
                 return f"{fetched['folder']} is gone"

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from flows.cli.disk import disk_command
 from flows.cli.main import main
 from flows.cli.plan import plan_command
-from flows.disk import planned_room, propose_fit, suggested_intervals
+from flows.disk import planned_room, propose_fit
 from infra.disk.forecast import (
     STATE_BYTES,
     Forecast,
@@ -27,10 +27,8 @@ from infra.disk.forecast import (
     forecast_disk,
     model_size,
     size_of_model,
-    suggest_save_freq,
 )
 from infra.judgements.store import WorkspaceStore
-from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import (
     CommandConfig,
@@ -42,7 +40,6 @@ from refiner_core.contract.config import (
     RecipeConfig,
 )
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.records import Outcome
 from refiner_core.contract.types import StoredJudgement
 from tests.support.disk import finish, foreign_checkpoint, save
 from tests.support.plans import SOURCES, claim, small_config, small_plan
@@ -285,35 +282,6 @@ def test_a_proposal_changes_no_stage_s_identity(workspace: Workspace) -> None:
         "tiny", ["disk.reclaim=true", "dispatch.max_parallel=1", "grpo.keep=1", "grpo.save_freq=99"]
     )
     assert [s.id for s in make_plan(changed, SOURCES).stages] == [s.id for s in plan.stages]
-
-
-# ---------------------------------------------------------------- how often to save
-
-
-def test_young_s_interval() -> None:
-    assert suggest_save_freq(step_s=10, save_s=50, mtbf_s=36_000) == round(
-        (2 * 50 * 36_000) ** 0.5 / 10
-    )
-    assert suggest_save_freq(step_s=1e6, save_s=1, mtbf_s=1) == 1
-    with pytest.raises(ValueError, match="no times"):
-        suggest_save_freq(step_s=0, save_s=1, mtbf_s=1)
-
-
-def test_intervals_rest_on_measured_saves_and_steps(workspace: Workspace) -> None:
-    plan = plan_of()
-    assert suggested_intervals(plan, workspace) == []
-    claim(workspace, plan, "data")
-    stage = claim(workspace, plan, "grpo")
-    paths = workspace.layout.attempt(stage.id, 1)
-    paths.data.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": s, "metrics": {"time/step_s": 20.0}} for s in (1, 2)]
-    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    atomic.write_json(paths.heartbeat, {"counter": 1, "save_s": 40.0})
-    workspace.close_attempt(stage.id, 1, Outcome("node_failure", "resume"), 7200.0)
-    (interval,) = suggested_intervals(plan, workspace)
-    assert interval.save_freq == suggest_save_freq(20.0, 40.0, 48 * 3600.0)
-    assert interval.configured == 50
-    assert "every 48 h is assumed" in interval.why
 
 
 # ---------------------------------------------------------------- the command

@@ -115,6 +115,7 @@ def test_stored_judgements_go_last_and_oldest_first() -> None:
     assert names(plan_reclaim(full, 18 * MIB))[-2:] == ["old.sealed", "new.sealed"]
     assert plan_reclaim(full, 999 * MIB)[-1].rank is Rank.CODE, "none is given up in vain"
     assert plan_reclaim(full, None) == plan_reclaim(base, None), "not without a need"
+    assert names(plan_reclaim(full, 19 * MIB))[-1] == "busy.live", "another one is begun then"
     asked = plan_reclaim(full, None, caches=True, judgements=True)
     assert names(asked)[-4:] == ["hub", *names_], "unless somebody asks for it"
 
