@@ -11,14 +11,13 @@ import contextlib
 import errno
 import os
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, run_tool
 from infra.disk.usage import size_of
-from infra.doctor.check import Check, Finding, Look, ask, doubtful, fine, found, gib, scratch_in
+from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, gib, scratch_in
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
@@ -35,9 +34,7 @@ _FLEETING = ("tmpfs", "ramfs")
 _NEEDED = {
     "atomic rename": "records are replaced in one step",
     "one winner": "of two orchestrators one may claim an attempt",
-    "visible to others": "workers and orchestrators meet in the workspace",
     "fsync": "a checkpoint must be on the disk before it counts",
-    "long names": "ids of stages and files of checkpoints",
 }
 
 
@@ -148,26 +145,10 @@ def _fsync(folder: Path) -> str:
     return ""
 
 
-def _visible(folder: Path) -> str:
-    """To another process, at once."""
-    (folder / "seen").write_text("from here")
-    reading = f"import sys; sys.stdout.write(open({str(folder / 'seen')!r}).read())"
-    answer = ask([sys.executable, "-I", "-S", "-c", reading], 10)
-    seen = answer.out == "from here"
-    return "" if seen else f"another process does not see it: {answer.last_line}"
-
-
-def _long_name(folder: Path) -> str:
-    (folder / ("n" * 255)).write_text("x")
-    return ""
-
-
 _TRIALS: Sequence[tuple[str, Callable[[Path], str]]] = (
     ("atomic rename", _rename),
     ("one winner", _create),
     ("fsync", _fsync),
-    ("visible to others", _visible),
-    ("long names", _long_name),
     ("hard links", _links),
 )
 
