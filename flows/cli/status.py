@@ -23,7 +23,6 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import printable, raw
-from infra.store.sweep_records import sweep_names
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
+    from refiner_core.contract.records import RunRecord
     from refiner_core.report.run.document import RunReport
     from refiner_core.report.sweep.document import SweepReport
 
@@ -68,9 +68,9 @@ def status_command(
     a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
     scheduler that does not answer at once is left out, and the last line says so.
     """
-    from flows.running.status import SCHEDULER_WAIT_S, find_run, watch_run
-    from flows.sweeping.status import newest_sweep, sweep_named, watch_sweep
+    from flows.running.status import SCHEDULER_WAIT_S, watch_run
     from flows.sweeping.status import status_json as of_sweep
+    from flows.sweeping.status import watch_sweep
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
@@ -79,10 +79,7 @@ def status_command(
     if every:
         _list_runs(workspace, as_json)
         return
-    sweep = sweep_named(workspace, word) if word is not None else None
-    run = find_run(workspace, word) if sweep is None else None
-    if word is None:
-        sweep = newest_sweep(workspace, run)
+    sweep, run = subject(workspace, word)
     watching = watch and not as_json
     look: Callable[[], Any]
     page: Callable[..., Page]
@@ -108,6 +105,18 @@ def status_command(
     else:
         shown = made(status)
         show(as_json, dict, shown.lines, shown.following)
+
+
+def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunRecord | None]:
+    """The sweep or the run that is meant, by default what the workspace was last used for."""
+    from flows.running.status import find_run
+    from flows.sweeping.status import newest_sweep, sweep_named
+
+    sweep = sweep_named(workspace, word) if word is not None else None
+    run = find_run(workspace, word) if sweep is None else None
+    if word is None:
+        sweep = newest_sweep(workspace, run)
+    return sweep, run
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
@@ -324,7 +333,14 @@ def report_command(
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    sweep, name = _subject(workspace, rest)
+    sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
+    name = sweep or (run.run if run is not None else "")
+    if not name:
+        raise ConfigurationError(
+            f"{workspace.root} has no runs and no sweeps.",
+            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
+            fix="name another one with workspace=DIR",
+        )
     if to_wandb and not sweep:
         raise ConfigurationError(
             f"{name} is a run, and --wandb is for the tables of a sweep.",
@@ -356,55 +372,6 @@ def report_command(
     if not as_json:
         say(f"\nPage: {written.page}\nBeside it: report.md, report.json")
         say_next(*report.next_commands)
-
-
-def _subject(workspace: Workspace, words: Sequence[str]) -> tuple[bool, str]:
-    """Subject of the report, by default what the workspace was last used for: True for a sweep, and
-    its name or the id of a run."""
-    from flows.running.status import find_run
-    from flows.sweeping.status import newest_sweep, sweep_named
-
-    word = at_most_one(words, "run or sweep", " for the newest")
-    if word is not None:
-        sweep = sweep_named(workspace, word)
-        return (True, sweep) if sweep is not None else (False, _run_named(workspace, word))
-    run = find_run(workspace)
-    if (sweep := newest_sweep(workspace, run)) is not None:
-        return True, sweep
-    if run is None:
-        raise ConfigurationError(
-            f"{workspace.root} has no runs and no sweeps.",
-            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
-            fix="name another one with workspace=DIR",
-        )
-    return False, run.run
-
-
-def _run_named(workspace: Workspace, word: str) -> str:
-    """The run of that id, or of enough of it.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none; names what is near, sweeps among it.
-    """
-    from flows.running.status import find_run
-    from refiner_core.contract.fields import suggest
-
-    sweeps = sweep_names(workspace)
-    try:
-        run = find_run(workspace, word)
-    except ConfigurationError as error:
-        hint = "" if ":" in word else suggest(word, sweeps)
-        if not hint:
-            raise
-        raise ConfigurationError(
-            f"{workspace.root} has no run and no sweep {word!r}.{hint}",
-            expected=f"one of: {', '.join([*sweeps, *workspace.run_ids()][-5:])}",
-            fix="name one of these, or another workspace=DIR",
-        ) from error
-    assert run is not None, "a name was given"
-    return run.run
 
 
 def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, noun: str) -> W:
