@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from infra.disk.keeper import gib
 from infra.doctor import gpu, machine, services, slurm, workspace
 from infra.doctor.check import (
     AREAS,
@@ -29,7 +30,6 @@ from infra.doctor.check import (
     doubtful,
     fine,
     found,
-    gib,
     run_checks,
 )
 from infra.host.secrets import mask_keys_of, masked, shown_override

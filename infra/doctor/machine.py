@@ -18,7 +18,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from infra.disk.history import size_of_model
-from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, gib
+from infra.disk.keeper import gib
+from infra.doctor.check import Check, Finding, Look, doubtful, fine, found
 from refiner_core.contract.config import RecipeConfig
 
 #: Files and connections that a worker has open besides its calls of a judge.
@@ -152,16 +153,9 @@ def install(*asked: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", "install", *asked])
 
 
-def _host(look: Look) -> Finding:
-    """The system that looks: of use in a report that somebody else reads."""
-    system = os.uname()
-    return fine(f"{system.sysname} {system.release} on {system.nodename}")
-
-
 CHECKS = (
     Check("python", "interpreter", _interpreter, needed=lambda _: True),
     Check("python", "packages", _packages, needed=lambda _: True),
-    Check("machine", "system", _host),
     Check("machine", "cores", _cores),
     Check("machine", "memory", _memory),
     Check("machine", "open files", _open_files),

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from infra.disk.keeper import gib
 from infra.disk.probe import UNLIMITED, Prober, Room, ToolFailed, run_tool
 from infra.disk.usage import size_of
-from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, gib, scratch_in
+from infra.doctor.check import Check, Finding, Look, doubtful, fine, found, scratch_in
 from infra.host.files import existing, mount_of
 from infra.store import atomic
 from infra.store.workspace import FORMAT, Workspace, refuse_doubtful
