@@ -226,13 +226,12 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 
 
 class Page(NamedTuple):
-    """View of a status; ``heading`` and ``following`` are for who looks once."""
+    """View of a status; ``following`` is for who looks once."""
 
-    title: str
+    heading: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     below: Sequence[str]
-    heading: str
     following: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
@@ -267,7 +266,7 @@ def _drawn(shown: Page) -> Text:
     more = len(shown.rows) - _ROWS
     cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
     table = table_lines(shown.rows[:_ROWS], shown.header)
-    lines = "\n".join([shown.title, *table, "", *cut, *shown.below])
+    lines = "\n".join([shown.heading, *table, "", *cut, *shown.below])
     return Text(printable(lines), no_wrap=True, overflow="ellipsis")
 
 
@@ -280,7 +279,7 @@ def _run_page(status: RunStatus, workspace: Workspace) -> Page:
         following = [command_line("status", status.run, "--watch", where)]
     heading = f"{status.run}: {command_line(*status.command[1:])}"
     below = [*closing_lines(status, workspace)]
-    return Page(status.run, _HEADER, rows, below, heading, following)
+    return Page(heading, _HEADER, rows, below, following)
 
 
 def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
@@ -290,7 +289,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
     version = f", version {record.number}" if record.number > 1 else ""
     heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
     below = [*status_lines(status, workspace)]
-    return Page(record.name, header, rows, below, heading)
+    return Page(heading, header, rows, below)
 
 
 # ---------------------------------------------------------------- reports
@@ -329,7 +328,6 @@ def report_command(
     from flows.reporting.writing import log_report, report_sweep
     from infra.store.workspace import Workspace
     from refiner_core.report.sweep.exports import values as sweep_values
-    from refiner_core.report.sweep.wording import state_text
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -352,7 +350,7 @@ def report_command(
 
     if sweep:
         make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
-        made = _written(make, lambda w: state_text(w.report), every, "sweep")
+        made = _written(make, every, "sweep")
         logged = log_report(workspace, made) if to_wandb else ""
         document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
@@ -366,7 +364,7 @@ def report_command(
         return
 
     make_run = partial(report_run, name, where, folder=folder, reload_s=every_s)
-    written = _written(make_run, lambda w: w.report.state_text, every, "run")
+    written = _written(make_run, every, "run")
     report = written.report
     show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))
     if not as_json:
@@ -374,19 +372,14 @@ def report_command(
         say_next(*report.next_commands)
 
 
-def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, noun: str) -> W:
+def _written(make: Callable[[], W], every_s: int, noun: str) -> W:
     """The report; with ``every_s`` the last of those that are made until nobody works on it any
     more. Ctrl-C ends the watching, not the work."""
     written = make()
-    if not every_s:
-        return written
-    say(f"Page: {written.page}")
-    told = ""
     try:
-        while written.report.state == "running":
-            if (said := state(written)) != told:
-                told = said
-                say(said)
+        if every_s:
+            say(f"Page: {written.page}")
+        while every_s and written.report.state == "running":
             time.sleep(every_s)
             written = make()
     except KeyboardInterrupt:
