@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from infra.doctor import gpu, machine, services, slurm, workspace
+from infra.disk.keeper import gib
+from infra.doctor import gpu, machine, services, slurm
 from infra.doctor.check import (
     AREAS,
     Check,
@@ -29,7 +30,6 @@ from infra.doctor.check import (
     doubtful,
     fine,
     found,
-    gib,
     run_checks,
 )
 from infra.host.secrets import mask_keys_of, masked, shown_override
@@ -97,7 +97,7 @@ def examine(
     words = shlex.join([*([recipe] if recipe else []), *map(shown_override, overrides)])
     stages = tuple(plan.stages) if plan else ()
     look = Look(config, words if recipe else "", words, stages, offline)
-    areas = (machine, gpu, workspace, slurm, services)
+    areas = (machine, gpu, slurm, services)
     checks = [check for area in areas for check in area.CHECKS]
     checks += _recipe_checks(plan, refusal, look)
     if job:

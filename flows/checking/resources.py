@@ -14,6 +14,7 @@ from typing import Any
 
 from flows.checking.models import model_files
 from infra.disk.forecast import ModelSize, model_size
+from infra.disk.keeper import gib
 from infra.orchestrator.timeline import rough
 from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
@@ -70,20 +71,16 @@ def planning_notes(plan: Plan) -> list[str]:
         if need.host_bytes > asked:
             parts = {name: size * need.processes for name, size in need.on_host.items()}
             largest = sorted({**parts, **need.shared}.items(), key=lambda part: -part[1])[:3]
-            said = ", ".join(f"{name} {_gib(size)}" for name, size in largest)
+            said = ", ".join(f"{name} {gib(size)}" for name, size in largest)
             notes.append(
-                f"{need.stage} will take about {_gib(need.host_bytes)} of host memory, and asks "
-                f"for {_gib(asked)} ({need.stage}.resources.memory_gb): {said}."
+                f"{need.stage} will take about {gib(need.host_bytes)} of host memory, and asks "
+                f"for {gib(asked)} ({need.stage}.resources.memory_gb): {said}."
             )
     return notes
 
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB"
 
 
 def model_parameters(config: RecipeConfig) -> int | None:

@@ -4,14 +4,13 @@ rollouts under other settings, before a GPU is asked for.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from flows.cli.options import (
-    LazyGroup,
+    ask_leave,
     at_most_one,
     command_line,
     json_option,
@@ -23,7 +22,6 @@ from flows.cli.options import (
     split_overrides,
     split_workspace,
 )
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
@@ -32,16 +30,8 @@ if TYPE_CHECKING:
     from flows.rescoring.planning import Planned
     from infra.services.judges import ServiceStatus
 
-#: Command -> (module below flows.cli, one line of help).
-COMMANDS: dict[str, tuple[str, str]] = {
-    "ask": ("judge", "Ask one question by hand: does the judge answer, and what?"),
-    "report": ("judge", "Measure a judge: repeats, agreement, bias, hostile answers, cost."),
-    "servers": ("judge", "List the servers of judges that refiner has started."),
-    "stop": ("judge", "End a server of a judge."),
-}
 
-
-@click.group("judge", cls=LazyGroup, commands=COMMANDS)
+@click.group("judge")
 def judge_command() -> None:
     """Ask a judge, measure it, see and end the servers of judges.
 
@@ -53,7 +43,9 @@ def judge_command() -> None:
 _KINDS = ("rubric", "citation_recall", "citation_precision", "citation_needed")
 
 
-@click.command("report")
+@judge_command.command(
+    "report", short_help="Measure a judge: repeats, agreement, bias, hostile answers, cost."
+)
 @click.argument("words", nargs=-1, metavar="[RUN] [workspace=DIR] [KEY=VALUE]...")
 @click.option(
     "--against",
@@ -122,7 +114,9 @@ def _report_lines(made: Made) -> Iterator[str]:
         yield from section.words
 
 
-@click.command("ask")
+@judge_command.command(
+    "ask", short_help="Ask one question by hand: does the judge answer, and what?"
+)
 @click.argument("words", nargs=-1, metavar="[workspace=DIR] [KEY=VALUE]...")
 @click.option("--question", metavar="TEXT")
 @click.option("--answer", metavar="TEXT", help="what is judged: an answer, a claim, a passage")
@@ -166,7 +160,7 @@ def _answer_lines(asked: Asked) -> Iterator[str]:
 _HEADER = ("server", "state", "model", "where", "needed by", "idle", "last word")
 
 
-@click.command("servers")
+@judge_command.command("servers")
 @click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def servers_command(words: tuple[str, ...], as_json: bool) -> None:
@@ -208,7 +202,7 @@ def _row(service: ServiceStatus) -> Sequence[str]:
     )
 
 
-@click.command("stop")
+@judge_command.command("stop")
 @click.argument("words", nargs=-1, metavar="[SERVICE] [workspace=DIR]")
 @json_option
 def stop_command(words: tuple[str, ...], as_json: bool) -> int:
@@ -302,7 +296,10 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         return
     for line in plan_lines(planned):
         say(line)
-    _ask_leave(planned, yes=bool(options["yes"]))
+    if not options["yes"] and (calls := planned.new_calls) > ASK_ABOVE:
+        why = f"This takes {calls} new calls of judges, and nobody has said yes to that."
+        less = "or judge fewer rollouts with --steps last:5 or --sample 200"
+        ask_leave(f"Make {calls} calls?", why, f"add --yes; {less}")
     out = output_folder(options["out"]) if options["out"] else None
     try:
         document, folder = rescore(planned, out, _Bar())
@@ -361,20 +358,6 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
         ],
         "calls": planned.new_calls,
     }
-
-
-def _ask_leave(planned: Planned, *, yes: bool) -> None:
-    """Before many calls, ask; where nobody can answer, refuse."""
-    calls = planned.new_calls
-    if yes or calls <= ASK_ABOVE:
-        return
-    if sys.stdin.isatty() and click.confirm(f"Make {calls} calls?", err=True):
-        return
-    raise ConfigurationError(
-        f"This takes {calls} new calls of judges, and nobody has said yes to that.",
-        expected=f"at most {ASK_ABOVE} calls, or leave to make more",
-        fix="add --yes; or judge fewer rollouts with --steps last:5 or --sample 200",
-    )
 
 
 class _Bar:

@@ -181,6 +181,14 @@ def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | Non
     return names[0] if names else None
 
 
+def ask_leave(question: str, what: str, fix: str) -> None:
+    """Go on only if somebody says so; where nobody can be asked, ``what`` says why it ends."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigurationError(what, expected="--yes, or a terminal to ask on", fix=fix)
+    if not click.confirm(question, default=False, err=True):
+        raise click.Abort
+
+
 def progress(what: str) -> Callable[[int, int], None]:
     """A teller of how much of how much is done: on a terminal, in a line that goes in the end."""
 

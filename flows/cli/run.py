@@ -5,7 +5,6 @@ a record, end it, read what its stages print.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from flows.cli.options import (
+    ask_leave,
     at_most_one,
     json_option,
     overrides_argument,
@@ -370,14 +370,8 @@ def sweep_command(
     finished = is_finished(plan, workspace_of(plan))
     look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
     if not finished and not yes:
-        again = [
-            "refiner",
-            "sweep",
-            names[0],
-            *overrides,
-            *["--no-server"] * (not launch.use_server),
-        ]
-        _ask([*again, *([f"--detach={detach}"] if detach else []), "--yes"])
+        why = "Nothing was launched: this is no terminal, so nobody can be asked."
+        ask_leave("Launch it?", why, "look at it with --dry-run, then add --yes")
     record = begin_sweep(plan, overrides, look=look, take_over=launch.take_over)
     workspace = workspace_of(plan, to_write=True)
     if detach is not None and not finished:
@@ -401,19 +395,6 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
-
-
-def _ask(again: list[str]) -> None:
-    """Go on only if somebody says so; ``again`` is the command that asks nobody."""
-    if sys.stdin.isatty() and sys.stderr.isatty():
-        if click.confirm("Launch it?", default=False, err=True):
-            return
-        raise click.Abort
-    raise ConfigurationError(
-        "Nothing was launched: this is no terminal, so nobody can be asked.",
-        expected="--yes, or a terminal",
-        fix=f"look at it with --dry-run, then: {shlex.join(again)}",
-    )
 
 
 def _finish_sweep(outcome: SweepOutcome, as_json: bool) -> int:

@@ -24,7 +24,6 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import printable, raw
-from infra.store.sweep_records import sweep_names
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
+    from refiner_core.contract.records import RunRecord
     from refiner_core.report.run.document import RunReport
     from refiner_core.report.sweep.document import SweepReport
 
@@ -69,9 +69,9 @@ def status_command(
     a sweep all trials are shown, with totals. Nothing is written, and nobody is waited for: a
     scheduler that does not answer at once is left out, and the last line says so.
     """
-    from flows.running.status import SCHEDULER_WAIT_S, find_run, watch_run
-    from flows.sweeping.status import newest_sweep, sweep_named, watch_sweep
+    from flows.running.status import SCHEDULER_WAIT_S, watch_run
     from flows.sweeping.status import status_json as of_sweep
+    from flows.sweeping.status import watch_sweep
     from infra.store.workspace import Workspace
 
     where, rest = split_workspace(words)
@@ -80,10 +80,7 @@ def status_command(
     if every:
         _list_runs(workspace, as_json)
         return
-    sweep = sweep_named(workspace, word) if word is not None else None
-    run = find_run(workspace, word) if sweep is None else None
-    if word is None:
-        sweep = newest_sweep(workspace, run)
+    sweep, run = subject(workspace, word)
     watching = watch and not as_json
     look: Callable[[], Any]
     page: Callable[..., Page]
@@ -109,6 +106,18 @@ def status_command(
     else:
         shown = made(status)
         show(as_json, dict, shown.lines, shown.following)
+
+
+def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunRecord | None]:
+    """The sweep or the run that is meant, by default what the workspace was last used for."""
+    from flows.running.status import find_run
+    from flows.sweeping.status import newest_sweep, sweep_named
+
+    sweep = sweep_named(workspace, word) if word is not None else None
+    run = find_run(workspace, word) if sweep is None else None
+    if word is None:
+        sweep = newest_sweep(workspace, run)
+    return sweep, run
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:
@@ -218,13 +227,12 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 
 
 class Page(NamedTuple):
-    """View of a status; ``heading`` and ``following`` are for who looks once."""
+    """View of a status; ``following`` is for who looks once."""
 
-    title: str
+    heading: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     below: Sequence[str]
-    heading: str
     following: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
@@ -259,7 +267,7 @@ def _drawn(shown: Page) -> Text:
     more = len(shown.rows) - _ROWS
     cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
     table = table_lines(shown.rows[:_ROWS], shown.header)
-    lines = "\n".join([shown.title, *table, "", *cut, *shown.below])
+    lines = "\n".join([shown.heading, *table, "", *cut, *shown.below])
     return Text(printable(lines), no_wrap=True, overflow="ellipsis")
 
 
@@ -272,7 +280,7 @@ def _run_page(status: RunStatus, workspace: Workspace) -> Page:
         following = [command_line("status", status.run, "--watch", where)]
     heading = f"{status.run}: {command_line(*status.command[1:])}"
     below = [*closing_lines(status, workspace)]
-    return Page(status.run, _HEADER, rows, below, heading, following)
+    return Page(heading, _HEADER, rows, below, following)
 
 
 def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
@@ -282,7 +290,7 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
     version = f", version {record.number}" if record.number > 1 else ""
     heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
     below = [*status_lines(status, workspace)]
-    return Page(record.name, header, rows, below, heading)
+    return Page(heading, header, rows, below)
 
 
 # ---------------------------------------------------------------- reports
@@ -321,11 +329,17 @@ def report_command(
     from flows.reporting.writing import log_report, report_sweep
     from infra.store.workspace import Workspace
     from refiner_core.report.sweep.rendering import values as sweep_values
-    from refiner_core.report.sweep.wording import state_text
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
-    sweep, name = _subject(workspace, rest)
+    sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
+    name = sweep or (run.run if run is not None else "")
+    if not name:
+        raise ConfigurationError(
+            f"{workspace.root} has no runs and no sweeps.",
+            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
+            fix="name another one with workspace=DIR",
+        )
     if to_wandb and not sweep:
         raise ConfigurationError(
             f"{name} is a run, and --wandb is for the tables of a sweep.",
@@ -337,7 +351,7 @@ def report_command(
 
     if sweep:
         make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
-        made = _written(make, lambda w: state_text(w.report), every, "sweep")
+        made = _written(make, every, "sweep")
         logged = log_report(workspace, made) if to_wandb else ""
         document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
@@ -351,7 +365,7 @@ def report_command(
         return
 
     make_run = partial(report_run, name, where, folder=folder, reload_s=every_s)
-    written = _written(make_run, lambda w: w.report.state_text, every, "run")
+    written = _written(make_run, every, "run")
     report = written.report
     show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))
     if not as_json:
@@ -359,68 +373,14 @@ def report_command(
         say_next(*report.next_commands)
 
 
-def _subject(workspace: Workspace, words: Sequence[str]) -> tuple[bool, str]:
-    """Subject of the report, by default what the workspace was last used for: True for a sweep, and
-    its name or the id of a run."""
-    from flows.running.status import find_run
-    from flows.sweeping.status import newest_sweep, sweep_named
-
-    word = at_most_one(words, "run or sweep", " for the newest")
-    if word is not None:
-        sweep = sweep_named(workspace, word)
-        return (True, sweep) if sweep is not None else (False, _run_named(workspace, word))
-    run = find_run(workspace)
-    if (sweep := newest_sweep(workspace, run)) is not None:
-        return True, sweep
-    if run is None:
-        raise ConfigurationError(
-            f"{workspace.root} has no runs and no sweeps.",
-            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
-            fix="name another one with workspace=DIR",
-        )
-    return False, run.run
-
-
-def _run_named(workspace: Workspace, word: str) -> str:
-    """The run of that id, or of enough of it.
-
-    Raises
-    ------
-    ConfigurationError
-        There is none; names what is near, sweeps among it.
-    """
-    from flows.running.status import find_run
-    from refiner_core.contract.fields import suggest
-
-    sweeps = sweep_names(workspace)
-    try:
-        run = find_run(workspace, word)
-    except ConfigurationError as error:
-        hint = "" if ":" in word else suggest(word, sweeps)
-        if not hint:
-            raise
-        raise ConfigurationError(
-            f"{workspace.root} has no run and no sweep {word!r}.{hint}",
-            expected=f"one of: {', '.join([*sweeps, *workspace.run_ids()][-5:])}",
-            fix="name one of these, or another workspace=DIR",
-        ) from error
-    assert run is not None, "a name was given"
-    return run.run
-
-
-def _written(make: Callable[[], W], state: Callable[[W], str], every_s: int, noun: str) -> W:
+def _written(make: Callable[[], W], every_s: int, noun: str) -> W:
     """The report; with ``every_s`` the last of those that are made until nobody works on it any
     more. Ctrl-C ends the watching, not the work."""
     written = make()
-    if not every_s:
-        return written
-    say(f"Page: {written.page}")
-    told = ""
     try:
-        while written.report.state == "running":
-            if (said := state(written)) != told:
-                told = said
-                say(said)
+        if every_s:
+            say(f"Page: {written.page}")
+        while every_s and written.report.state == "running":
             time.sleep(every_s)
             written = make()
     except KeyboardInterrupt:

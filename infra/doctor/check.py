@@ -373,11 +373,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def gib(size: float) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.1f} GiB"
-
-
 @contextlib.contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
     """A new folder below ``folder``, or below the nearest one above it that exists."""

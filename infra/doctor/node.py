@@ -23,7 +23,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from infra.doctor import gpu, machine, services, workspace
+from infra.doctor import gpu, machine, services
 from infra.doctor.check import Check, Finding, Look, ask, fine, found, run_checks, scratch_in
 from infra.doctor.slurm import SLURM_S
 from infra.jobs.protocol import JobRequest, WorkerCommand
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     config = from_json(RecipeConfig, noted["config"])
     look = Look(config=config, recipe=noted["recipe"], on_node=True, asked_gpus=given.gpus)
     names = ("cores", "memory", "memory as a folder", "file system")
-    checks = [c for m in (machine, workspace) for c in m.CHECKS if c.name in names]
+    checks = [check for check in machine.CHECKS if check.name in names]
     checks += [*services.NETWORK, *gpu.SERVING, *(gpu.GPUS if given.gpus else ())]
     value = {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),

@@ -28,15 +28,12 @@ from infra.prefect_server import (
     KeyRefused,
     ServerInfo,
     http_status,
-    is_network_file_system,
     server_status,
-    state_dir,
 )
 from infra.prefect_server import (
     check_server as check_prefect,
 )
-from infra.store.workspace import Workspace
-from infra.tracking import check_server, offline_runs, server_address, shown_address
+from infra.tracking import check_server, server_address, shown_address
 from refiner_core.contract.errors import HubOutage, HubRefused, RefinerError
 
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -197,16 +194,6 @@ def _viewer(address: str, key: str) -> str:
     return str(((value.get("data") or {}).get("viewer") or {}).get("username") or "")
 
 
-def _waiting(look: Look) -> Finding | None:
-    workspace = Workspace.read_only(look.workspace)
-    new = [r for r in offline_runs(workspace, workspace.stage_ids()) if r.is_new]
-    if not new:
-        return None
-    words = ["refiner track sync", *workspace.run_ids()[-1:], f"workspace={look.workspace}"]
-    why = "those of the newest run; name others for theirs"
-    return found("missing", f"{len(new)} were logged offline and not sent", " ".join(words), why)
-
-
 # ---------------------------------------------------------------- Prefect
 
 _OF_PREFECT = "flow runs; the work itself goes on without them"
@@ -250,15 +237,6 @@ def _users(info: ServerInfo) -> Finding:
     return fine(f"{masked(info.api_url)} (PREFECT_API_URL) answers")
 
 
-def _database(look: Look) -> Finding:
-    folder = state_dir()
-    if kind := is_network_file_system(folder):
-        mend = f"export REFINER_STATE_DIR=/var/tmp/refiner-{os.getuid()}"
-        why = "SQLite must not live on a network file system"
-        return found("warning", f"{folder} lies on {kind}", mend, why)
-    return fine(f"{folder}, on a disk of this machine, mode 0700")
-
-
 # ---------------------------------------------------------------- network
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -281,15 +259,6 @@ def _proxy(look: Look) -> Finding:
     mend = "export no_proxy=127.0.0.1,localhost NO_PROXY=127.0.0.1,localhost"
     why = "Prefect's server, judges and rollout servers answer on 127.0.0.1"
     return found("warning", what, mend, why)
-
-
-def _loopback(look: Look) -> Finding:
-    with socket.socket() as server, socket.socket() as client:
-        server.bind(("127.0.0.1", 0))
-        server.listen(1)
-        client.settimeout(_CONNECT_S)
-        client.connect(server.getsockname())
-    return fine("127.0.0.1 can be listened on and reached")
 
 
 def _compute_nodes(look: Look) -> Finding | None:
@@ -326,20 +295,16 @@ def _internet(look: Look) -> Finding:
 
 NETWORK = (
     Check("network", "proxy", _proxy),
-    Check("network", "loopback", _loopback, limit_s=10),
     Check("network", "compute nodes", _compute_nodes, limit_s=10),
 )
 _STOP, _WHO = "refiner server stop", "hf auth whoami"
-_MOVE = "export REFINER_STATE_DIR=/var/tmp/refiner"
 CHECKS = (
     Check("prefect", "server", _server, limit_s=15, hung=_STOP),
-    Check("prefect", "database", _database, limit_s=10, hung=_MOVE),
     Check("hub", "offline switches", _switches),
     Check("hub", "address", _endpoint, limit_s=12, needed=_hub_needed),
     Check("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
     Check("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),
     Check("wandb", "mode", _wandb_mode),
     Check("wandb", "key", _wandb_key, limit_s=25, needed=_online),
-    Check("wandb", "offline runs", _waiting, limit_s=15),
     *NETWORK,
 )

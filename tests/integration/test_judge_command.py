@@ -216,7 +216,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "no run 'nothing'" in called.err
     called = refiner(capsys, "judge", "report", "a", "b", nowhere(tmp_path))
     assert called.code == 2
-    assert "one run, not on 2" in called.err
+    assert "one run, or none" in called.err
 
 
 def test_a_judge_that_refiner_serves_is_measured_only_while_its_server_runs(
