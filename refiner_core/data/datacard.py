@@ -122,13 +122,14 @@ def write_report(output_dir: Path, report: Mapping[str, Any]) -> None:
 @functools.cache
 def _template() -> Template:
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return Template(
+    template: Template = Template(
         text,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+    return template
 
 
 def tally_of(config: RecipeConfig, which: Which) -> Tally:
