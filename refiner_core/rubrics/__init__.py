@@ -25,7 +25,6 @@ from refiner_core.rubrics.rows import Rubric as Rubric
 from refiner_core.rubrics.rows import RubricSet as RubricSet
 from refiner_core.rubrics.rows import normalise_rubrics as normalise_rubrics
 from refiner_core.rubrics.rows import parse_rubrics as parse_rubrics
-from refiner_core.rubrics.rows import read_set
 
 _FOLDER = Path(__file__).parent / "sets"
 _FIX = "see `refiner rubrics check FILE`, and `refiner rubrics show v3` for a set that fits"
@@ -133,6 +132,8 @@ def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
 
 @functools.lru_cache(maxsize=32)
 def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
+    from refiner_core.rubrics.set_file import read_set
+
     content = read_yaml(path, f"The rubric set {path}", _FIX)
     rubrics, faults = read_set(content, path.stem)
     if rubrics is None:

@@ -25,14 +25,8 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import keys_twice
 from refiner_core.contract.raw_rows import json_lines, parquet_rows
 from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
-from refiner_core.rubrics.rows import (
-    Fault,
-    Rubric,
-    normal_entry,
-    read_entry,
-    read_set,
-    rubric_entries,
-)
+from refiner_core.rubrics.rows import Rubric, normal_entry, rubric_entries
+from refiner_core.rubrics.set_file import Fault, read_entry, read_set
 
 Severity = Literal["error", "warning"]
 
@@ -383,8 +377,7 @@ def _check_set(name: str, path: Path) -> Checked:
     entries = content["rubrics"] if lines and isinstance(content, Mapping) else []
     placed = []
     for position, entry in enumerate(entries):
-        rubric, _ = read_entry(entry, position, path.stem)
-        if rubric is not None:
+        if (rubric := read_entry(entry, path.stem)) is not None:
             accept = entry.get("accept")
             accepted = accept if isinstance(accept, Mapping) else {}
             line = lines[position]

@@ -42,6 +42,7 @@ INNER = {
     "Moved": "infra.hub.target, which looks again",
     "NcclFailed": "refiner_core.generation.vllm.transfer",
     "NotReady": "infra.services.judges, which waits",
+    "PydanticCustomError": "refiner_core.rubrics.set_file, with the place in the file",
     "PartlyDone": "refiner_core.rejection.stage, which keeps what is done",
     "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
     "Refuses": "infra.services.judges",
