@@ -151,6 +151,36 @@ def required_run(
     return run
 
 
+def the_stage(run: RunRecord, name: str) -> str:
+    """A stage's id.
+
+    Raises
+    ------
+    ConfigurationError
+        The run has none of that name; lists them.
+    """
+    if name not in run.stages:
+        raise ConfigurationError(
+            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+            expected=f"one of: {', '.join(stage_names(run))}",
+            fix="name one of these",
+        )
+    return run.stages[name]
+
+
+def stage_id_of(workspace: Workspace, stage: str, run: RunRecord | None) -> str:
+    """A stage's id, by itself or by its name in a run.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name.
+    """
+    if stage in workspace.stage_ids():
+        return stage
+    return the_stage(run or required_run(workspace, None, f"a run with the stage {stage}"), stage)
+
+
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
     """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
     from infra.store.sweep_records import read_sweep, sweep_names
