@@ -19,13 +19,11 @@ import sys
 import threading
 import time
 import traceback
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any, NoReturn
 
 from infra.host.processes import ProcessId, environment
-from infra.prefect_server import ServerInfo, usable_server
+from infra.prefect_server import ServerInfo, http_status, usable_server
 from infra.store.layout import is_sweep
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
@@ -147,13 +145,8 @@ class Attach:
 
 
 def _answers(server: ServerInfo) -> bool:
-    try:
-        with urllib.request.urlopen(f"{server.api_url}/health", timeout=5):
-            return True
-    except urllib.error.HTTPError:  # it answers, if only to say that it wants a key
-        return True
-    except (urllib.error.URLError, OSError):
-        return False
+    """True if it answers, if only to say that it wants a key."""
+    return isinstance(http_status(f"{server.api_url}/health"), int)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ from infra.disk.forecast import (
     forecast_disk,
     size_of_model,
 )
+from flows.running.status import find_run, stage_id_of
+from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
+from infra.disk.history import failures_of, size_of_model, suggest_save_freq, times_of
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
@@ -27,6 +30,8 @@ from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
 
@@ -294,16 +299,7 @@ def unpin_stage(stage: str, workspace: str | Path = RecipeConfig.workspace) -> P
 
 def _marked(name: str, workspace: str | Path, mark: Callable[[Layout, str], bool]) -> Pinned:
     room = Workspace.read_only(workspace)
-    ids = room.stage_ids()
-    runs = (run for run in room.runs(newest_first=True) if name in run.stages)
-    stage_id = name if name in ids else next((run.stages[name] for run in runs), None)
-    if stage_id is None:
-        raise ConfigurationError(
-            f"{room.root} has no stage {name!r}",
-            expected=f"one of: {', '.join(ids[:12]) or '(there are none)'}",
-            fix="name one of these, a stage of a run (`refiner status`), or another "
-            "`workspace=DIR`",
-        )
+    stage_id = stage_id_of(room, name, find_run(room, stage=name))
     return Pinned(stage_id, mark(room.layout, stage_id))
 
 

@@ -11,33 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flows.running.status import stage_names
+from flows.running.status import the_stage as the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
-from refiner_core.contract.records import RunRecord
 
 #: The prepared prompts that evaluations read, and those that are trained on.
 HELD_OUT, TRAINED_ON = "rl_test.parquet", "rl_train.parquet"
-
-
-def the_stage(run: RunRecord, name: str) -> str:
-    """A stage's id.
-
-    Raises
-    ------
-    ConfigurationError
-        The run has none of that name; lists them.
-    """
-    if name not in run.stages:
-        raise ConfigurationError(
-            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-            expected=f"one of: {', '.join(stage_names(run))}",
-            fix="name one of these",
-        )
-    return run.stages[name]
 
 
 def attempts_of(workspace: Workspace, stage_id: str) -> dict[int, AttemptPaths]:

@@ -330,8 +330,9 @@ def _running(files: _Files) -> ServerInfo | None:
 
 
 def http_status(url: str, timeout_s: float = 5.0) -> int | str:
-    """The status of a GET without a key, or why there is none."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    """The status of a GET without a key, or why there is none; proxies are for other hosts."""
+    proxies = urllib.request.ProxyHandler({} if url.startswith("http://127.") else None)
+    opener = urllib.request.build_opener(proxies)
     try:
         with opener.open(url, timeout=timeout_s) as answer:
             return int(answer.status)

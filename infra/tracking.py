@@ -292,7 +292,8 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
         return 0
     check_server(server_address())
     done = 0
-    for batch in _batches(new):
+    for begin in range(0, len(new), _BATCH):  # attempts at a stage in order, also across batches
+        batch = new[begin : begin + _BATCH]
         said, code = _sync(batch)
         finished = {Path(name).name for name in _FINISHED.findall(said)}
         sent = [r for r in batch if code == 0 or r.folder.name in finished]
@@ -338,18 +339,6 @@ def check_server(address: str) -> None:
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
         ) from error
-
-
-def _batches(runs: Sequence[OfflineRun]) -> Iterable[list[OfflineRun]]:
-    """So many at a time, without parting the attempts at a stage: these must be sent in order."""
-    batch: list[OfflineRun] = []
-    for run in runs:
-        if len(batch) >= _BATCH and run.stage_id != batch[-1].stage_id:
-            yield batch
-            batch = []
-        batch.append(run)
-    if batch:
-        yield batch
 
 
 def _sync(batch: Sequence[OfflineRun]) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from flows.running.status import required_run, stage_names
+from flows.running.status import required_run, stage_names, the_stage
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.orchestrator.acting import POLL_S, Ending, Seldom, Tell, open_stages
 from infra.store.orchestrators import (
@@ -26,8 +26,6 @@ from infra.store.orchestrators import (
 )
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DispatchConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 from refiner_core.contract.records import RunRecord, from_json, picked
 from refiner_core.contract.services import is_service
 
@@ -124,12 +122,7 @@ def cancel(
         The run has no such stage.
     """
     for name in stages:
-        if name not in run.stages:
-            raise ConfigurationError(
-                f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
-                expected="stages of it: " + ", ".join(run.stages),
-                fix="name one of these, or none to end the whole run",
-            )
+        the_stage(run, name)
     settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
     patience_s = settings.grace_s + _MARGIN_S if wait_s is None else wait_s
     names = _to_end(workspace, run, stages, ours)

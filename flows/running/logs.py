@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from flows.running.status import find_run
+from flows.running.status import find_run, stage_id_of
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
 
 _FOLLOW_S = 0.5
 _PIECE_BYTES = 1 << 20
@@ -134,15 +133,7 @@ def _attempt(
 ) -> tuple[str, str, int | None]:
     """Ids of the stage that is meant and of its run, and the attempt; None where none was made."""
     run = find_run(workspace, wanted)
-    names = {} if run is None else dict(run.stages)
-    stage_id = names.get(stage) or (stage if stage in workspace.stage_ids() else None)
-    if stage_id is None:
-        raise ConfigurationError(
-            f"There is no stage {stage!r} in {'any run' if run is None else f'run {run.run}'} of "
-            f"{workspace.root}.{suggest(stage, names)}",
-            expected=f"one of: {', '.join(names) or '(no run is recorded)'}",
-            fix="name one of these, another run, or another workspace=DIR",
-        )
+    stage_id = stage_id_of(workspace, stage, run)
     numbers = workspace.layout.stage(stage_id).attempt_numbers()
     if attempt is not None and attempt not in numbers:
         known = ", ".join(map(str, numbers))

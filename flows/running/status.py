@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from infra.disk.probe import Prober, Room
 from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
@@ -34,6 +34,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.records import RunRecord, StageRecord, all_malformed, from_json, picked
 from refiner_core.contract.services import is_service
 
+T = TypeVar("T")
 #: Kinds of stages whose outputs are weights, or weights for others.
 _OF_MODELS = (*TRAINED, "export", "publish")
 
@@ -151,6 +152,36 @@ def required_run(
     return run
 
 
+def the_stage(run: RunRecord, name: str) -> str:
+    """A stage's id.
+
+    Raises
+    ------
+    ConfigurationError
+        The run has none of that name; lists them.
+    """
+    if name not in run.stages:
+        raise ConfigurationError(
+            f"Run {run.run} has no stage {name!r}.{suggest(name, run.stages)}",
+            expected=f"one of: {', '.join(stage_names(run))}",
+            fix="name one of these",
+        )
+    return run.stages[name]
+
+
+def stage_id_of(workspace: Workspace, stage: str, run: RunRecord | None) -> str:
+    """A stage's id, by itself or by its name in a run.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name.
+    """
+    if stage in workspace.stage_ids():
+        return stage
+    return the_stage(run or required_run(workspace, None, f"a run with the stage {stage}"), stage)
+
+
 def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
     """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
     from infra.store.sweep_records import read_sweep, sweep_names
@@ -257,20 +288,21 @@ class DiskStatus:
     source: str = ""
 
 
-class _Asking:
+class _Hurry(Generic[T]):
     """Asks in the background, again and again, and waits only so long for an answer."""
 
     def __init__(self, wait_s: float) -> None:
-        self._wait_s = wait_s
+        self._wait_s, self._answer = wait_s, list[T]()
         self._thread: threading.Thread | None = None
 
-    def in_time(self, ask: Callable[[], None]) -> bool:
-        """True if what was asked last has been answered; nothing is asked twice at a time."""
+    def ask(self, question: Callable[[], T]) -> T | None:
+        """What was answered in time; nothing is asked twice at a time."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=ask, daemon=True)
+            self._answer = answer = list[T]()
+            self._thread = threading.Thread(target=lambda: answer.append(question()), daemon=True)
             self._thread.start()
         self._thread.join(self._wait_s)
-        return not self._thread.is_alive()
+        return self._answer[0] if self._answer else None
 
 
 class HurriedRouter(Router):
@@ -279,47 +311,33 @@ class HurriedRouter(Router):
 
     def __init__(self, router: Router, wait_s: float) -> None:
         super().__init__(router.dispatchers, router.executor_for)
-        self._wait_s, self._asking = wait_s, _Asking(wait_s)
-        self._answer: dict[AttemptRef, JobSight] = {}
+        self._wait_s, self._hurry = wait_s, _Hurry[dict[AttemptRef, JobSight]](wait_s)
         self.late = ""
 
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, or in time those that need no scheduler."""
+        look = super().look
         far = [a for a in attempts if a.attempt.executor != "local"]
-        seen = super().look([a for a in attempts if a.attempt.executor == "local"])
-        in_time = not far or self._asking.in_time(lambda: self._ask(far))
+        seen = look([a for a in attempts if a.attempt.executor == "local"])
+        answer = self._hurry.ask(lambda: look(far)) if far else {}
         late = f"the scheduler did not answer within {self._wait_s:g} s"
-        self.late = "" if in_time else late
-        return {**{a.ref: self._answer.get(a.ref, JobSight("unknown")) for a in far}, **seen}
-
-    def _ask(self, attempts: Sequence[OpenAttempt]) -> None:
-        self._answer = super().look(attempts)
+        self.late = late if answer is None else ""
+        return {**{a.ref: (answer or {}).get(a.ref, JobSight("unknown")) for a in far}, **seen}
 
 
-class HurriedProbe:
-    """Asks tools for quotas in the background and waits only so long; then the file system's own
-    figures must do."""
-
-    def __init__(self, prober: Prober, wait_s: float) -> None:
-        self._prober, self._asking = prober, _Asking(wait_s)
-        self._room: Room | None = None
-
-    def look(self) -> DiskStatus | None:
-        """The room that is left; None where there is no such folder."""
-        folder = self._prober.folder
-        try:
-            use = shutil.disk_usage(folder)
-        except OSError:
-            return None
-        room = self._room if self._asking.in_time(self._ask) else None
-        if room is None or room.limit_bytes is None:
-            # Without what the file system keeps for its administrator, as in `refiner disk`.
-            return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
-        return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
-
-    def _ask(self) -> None:
-        self._room = None
-        self._room = self._prober.look()
+def _disk_status(prober: Prober, hurry: _Hurry[Room]) -> DiskStatus | None:
+    """The room that is left; the file system's own figures where quotas are not answered in time.
+    None where there is no such folder."""
+    folder = prober.folder
+    try:
+        use = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    room = hurry.ask(prober.look)
+    if room is None or room.limit_bytes is None:
+        # Without what the file system keeps for its administrator, as in `refiner disk`.
+        return DiskStatus(str(folder), use.free, use.used + use.free, "file system")
+    return DiskStatus(str(folder), room.free_bytes, room.limit_bytes, room.source)
 
 
 #: How long a look waits for the scheduler. A healthy one answers sooner; a dead one in a minute.
@@ -434,7 +452,7 @@ class Watcher:
         self._router = HurriedRouter(router, wait_s)
         self._observer = Observer(workspace, self._router, patience)
         config = from_json(DiskConfig, run.config.get("disk") or {})
-        self._room = HurriedProbe(Prober(workspace.layout.data, config), wait_s)
+        self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
 
     def look(self) -> RunStatus:
         """Status of the run now."""
@@ -462,7 +480,7 @@ class Watcher:
             orchestrator=who,
             stages=tuple(rows),
             incidents=tuple(run_incidents(workspace, run)),
-            disk=self._room.look(),
+            disk=_disk_status(*self._room),
             scheduler=self._router.late,
             cancel_asked=workspace.cancel_asked(run.run) if who.works else None,
             outage=_outage(events),

@@ -3,22 +3,14 @@
 In: a folder. Out: one :class:`Sighting` per checkpoint, oldest step first. Names and headers are
 read, and of the one to be taken all its numbers (:func:`prove`).
 
-================ =========================================== ====================================
-layout           recognised by                               can be published and evaluated
-================ =========================================== ====================================
-``hf``           safetensors and config.json                 yes
-``weights``      safetensors alone                           with ``--companions FOLDER``
-``bin``          ``*.bin``, ``*.pt``, ``*.pth``              after ``save_pretrained``
-``deepspeed``    ``*_model_states.pt``, ``*_optim_states``   after ``zero_to_fp32.py``
-``megatron``     ``mp_rank_*`` folders                       after its own converter
-``distributed``  ``*.distcp``                                after ``dcp_to_torch``
-================ =========================================== ====================================
+A checkpoint is of the layout ``hf`` (safetensors and config.json), ``weights`` (safetensors alone:
+config and tokenizer come from ``--companions FOLDER``) or ``other`` (torch files, shards of
+DeepSpeed, Megatron or torch.distributed), which its own tools have to convert first.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -30,16 +22,14 @@ from refiner_core.contract.errors import ConfigurationError
 
 _CHUNK = 4 << 20
 
-Layout = Literal["hf", "weights", "bin", "deepspeed", "megatron", "distributed", "none"]
+Layout = Literal["hf", "weights", "other", "none"]
 #: Why a layout cannot be used as it is, and what makes it usable.
 CONVERSIONS: dict[Layout, str] = {
-    "bin": "torch files: load and save them with save_pretrained(…, safe_serialization=True)",
-    "deepspeed": "ZeRO shards: `python zero_to_fp32.py FOLDER OUT`, then save_pretrained",
-    "megatron": "Megatron shards: convert them with its tools to the Hugging Face layout",
-    "distributed": "torch.distributed.checkpoint: `python -m "
-    "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER OUT`, then save_pretrained",
+    "other": "no safetensors: merge shards with the trainer's own tool (zero_to_fp32.py, "
+    "dcp_to_torch), then load and save them with save_pretrained",
     "none": "no weights in it",
 }
+_SHARD = re.compile(r"\.(distcp|pt|pth|bin)$")
 _DEPTH = 4
 _NAME = re.compile(
     r"(?:checkpoint|ckpt|global[-_]?step|step|iter(?:ation)?|epoch|update|model|save)s?"
@@ -225,24 +215,13 @@ def _step_inside(folder: Path) -> int:
 
 def _described(step: int, path: Path) -> Sighting:
     layout = _layout_of(path)
-    wrong = damage(path, need_weights=layout not in ("distributed", "megatron"))
+    wrong = damage(path, need_weights=layout != "other")
     return Sighting(step, path, layout, wrong or "", size_of(path))
 
 
 def _layout_of(path: Path) -> Layout:
     if path.is_file():
-        return "weights" if path.suffix == ".safetensors" else "bin"
-    top = [name for name in os.listdir(path) if (path / name).is_file()]  # noqa: PTH208
-    every = [f.name for f in files_below(path)]
-    folders = [f.parent.name for f in files_below(path)]
-    if any(n.endswith(".safetensors") for n in top):
-        return "hf" if "config.json" in top else "weights"
-    if any(n.endswith(".distcp") for n in every):
-        return "distributed"
-    if any("_model_states.pt" in n or "_optim_states.pt" in n for n in every):
-        return "deepspeed"
-    if any(n.startswith("mp_rank_") for n in folders):
-        return "megatron"
-    if any(n.endswith((".bin", ".pt", ".pth")) and "optim" not in n for n in top):
-        return "bin"
-    return "none"
+        return "weights" if path.suffix == ".safetensors" else "other"
+    if any(path.glob("*.safetensors")):
+        return "hf" if (path / "config.json").is_file() else "weights"
+    return "other" if any(_SHARD.search(f.name) for f in files_below(path)) else "none"

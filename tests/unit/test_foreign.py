@@ -525,8 +525,8 @@ def test_layouts_are_recognised_and_what_must_be_converted_is_said_how(tmp_path:
     (tmp_path / "ckpt_11").mkdir()
     found = {s.step: s for s in sight(tmp_path)}
     assert {step: s.layout for step, s in found.items()} == {
-        **{10: "hf", 9: "weights", 8: "deepspeed", 7: "distributed", 6: "bin"},
-        **{5: "megatron", 11: "none"},
+        **{10: "hf", 9: "weights", 8: "other", 7: "other", 6: "other", 5: "other"},
+        11: "none",
     }
     assert [s.step for s in found.values() if s.usable] == [9, 10]
     assert "zero_to_fp32" in found[8].note
