@@ -139,7 +139,7 @@ class Work:
     def writing(self) -> bool:
         """Whether a save is under way."""
         save = self.edges[True]._under_way
-        return save is not None and not save.done
+        return save is not None and not save[1].done()
 
     def train(self) -> float:
         """Seconds of one step."""

@@ -276,11 +276,7 @@ class HealthMonitor:
     def _error(self, finding: Finding) -> HealthStop | NotFiniteError:
         where = f"{self.stage} step {finding.step}: {finding.message}"
         if finding.check == "not_finite":
-            return NotFiniteError(
-                f"{where}; the weights were not updated with it",
-                expected="a finite number",
-                fix="lower the learning rate or max_grad_norm, or look at the step's data",
-            )
+            return not_finite(where)
         fix = _FIX[finding.check].format(section=self.stage)
         return HealthStop(
             f"{where}, and {self.stage}.health.{finding.check} is `stop`",
@@ -288,3 +284,12 @@ class HealthMonitor:
             fix=f"{fix}; {self.stage}.health.{finding.check}=warn goes on from the last checkpoint "
             "as it is",
         )
+
+
+def not_finite(what: str) -> NotFiniteError:
+    """The error of a number that no weights may learn from."""
+    return NotFiniteError(
+        f"{what}; the weights were not updated with it",
+        expected="a finite number",
+        fix="lower the learning rate or max_grad_norm, or look at the step's data",
+    )
