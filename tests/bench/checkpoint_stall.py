@@ -192,7 +192,7 @@ class Work:
 
     def _state(self) -> dict[str, Any]:
         """Weights and what the optimiser keeps of them."""
-        source = self.engine._state
+        source = self.engine
         states = {name: dict(state) for name, state in source.states(lambda _: True)}
         return {"model": dict(self.engine.model.named_parameters()), "optimizer": states}
 
