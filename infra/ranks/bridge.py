@@ -20,8 +20,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Client,
@@ -35,7 +36,7 @@ from typing import Any
 
 from infra.ranks.protocol import decode, encode
 from refiner_core.contract.errors import KilledError, NoSpaceError
-from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
+from refiner_core.contract.types import StageIO
 
 #: How long the other end may take for each of its words, seconds.
 PATIENCE_S = 30.0
@@ -238,22 +239,11 @@ class RemoteIO:
         address = os.environ[ADDRESS].replace("@", "\0", 1)
         return cls(address, bytes.fromhex(os.environ.pop(KEY)))
 
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one step's numbers."""
-        self._call("log_metrics", step, {name: float(value) for name, value in metrics.items()})
-
-    def save_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Store a step's rollouts."""
-        self._call("save_rollouts", step, list(rows))
-
-    def latest_checkpoint(self) -> SavedCheckpoint | None:
-        """The newest complete checkpoint."""
-        found: SavedCheckpoint | None = self._call("latest_checkpoint")
-        return found
-
-    def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
-        """Say that a checkpoint cannot be read after all."""
-        self._call("pass_over", checkpoint, why)
+    def __getattr__(self, name: str) -> Any:
+        """Calls that go to the attempt as they are."""
+        if name not in _PLAIN:
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     @contextmanager
     def new_checkpoint(self, step: int) -> Iterator[Path]:
@@ -270,14 +260,6 @@ class RemoteIO:
     def room_again(self, error: NoSpaceError) -> bool:
         """Wait a while for room."""
         return bool(self._call("room_again", encode(error)))
-
-    def progress(self, progress: Progress) -> None:
-        """Tell how far the stage is."""
-        self._call("progress", progress)
-
-    def should_stop(self) -> bool:
-        """True once it is to save at the next step boundary and raise ``Interrupted``."""
-        return bool(self._call("should_stop"))
 
     def finish(self, report: Mapping[str, Any]) -> None:
         """Hand in the stage's report."""

@@ -502,7 +502,7 @@ def share_among(
         places = list(group)
         together = share_prompts and samples[places[0]].prompt_ids
         pieces += [piece(places)] if together else [piece([i]) for i in places]
-    dealt = _deal(pieces, world)
+    dealt = _dealt(pieces, world)
     while max(map(_work, dealt)) > UNEVEN * sum(map(_work, dealt)) / world:
         busiest = max(dealt, key=_work)
         large = max(busiest, key=lambda p: (len(p.places) > 1, p.cost, -p.places[0]))
@@ -511,7 +511,7 @@ def share_among(
         middle = len(large.places) // 2
         halves = [piece(large.places[:middle]), piece(large.places[middle:])]
         cut = [p for p in pieces if p is not large] + halves
-        again = _deal(cut, world)
+        again = _dealt(cut, world)
         if max(map(_work, again)) >= max(map(_work, dealt)):
             break
         pieces, dealt = cut, again
@@ -552,14 +552,8 @@ def share_packs(
     The dearest pack goes first, to the rank with least work among those with room; on each rank
     packs stand in the order given.
     """
-    most = -(-len(packs) // world)
     costs = [_pack_cost(pack, balance) for pack in packs]
-    shares: list[list[int]] = [[] for _ in range(world)]
-    work = [0.0] * world
-    for i in sorted(range(len(packs)), key=lambda i: (-costs[i], i)):
-        rank = min((r for r in range(world) if len(shares[r]) < most), key=lambda r: (work[r], r))
-        shares[rank].append(i)
-        work[rank] += costs[i]
+    shares = _deal(costs, world, most=-(-len(packs) // world))
     return even_out(
         [[packs[i] for i in sorted(share)] for share in shares], multiple_of=multiple_of
     )
@@ -581,14 +575,21 @@ def neutral_pack() -> Pack:
     return build_pack([[Sample((), (0, 0), (False, False))]])
 
 
-def _deal(pieces: Sequence[_Piece], world: int) -> list[list[_Piece]]:
-    """Dearest first, each to the rank with least work (ties: earlier piece, lower rank)."""
-    dealt: list[list[_Piece]] = [[] for _ in range(world)]
+def _dealt(pieces: Sequence[_Piece], world: int) -> list[list[_Piece]]:
+    ordered = sorted(pieces, key=lambda p: p.places)
+    return [[ordered[i] for i in mine] for mine in _deal([p.cost for p in ordered], world)]
+
+
+def _deal(costs: Sequence[float], world: int, most: int | None = None) -> list[list[int]]:
+    """Indices of costs for each rank, dearest first, each to the rank with least work among those
+    that have fewer than ``most`` (ties: earlier index, lower rank)."""
+    dealt: list[list[int]] = [[] for _ in range(world)]
     work = [0.0] * world
-    for piece in sorted(pieces, key=lambda p: (-p.cost, p.places)):
-        rank = min(range(world), key=lambda r: (work[r], r))
-        dealt[rank].append(piece)
-        work[rank] += piece.cost
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        room = (r for r in range(world) if most is None or len(dealt[r]) < most)
+        rank = min(room, key=lambda r: (work[r], r))
+        dealt[rank].append(i)
+        work[rank] += costs[i]
     return dealt
 
 

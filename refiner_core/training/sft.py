@@ -51,8 +51,8 @@ from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
 from refiner_core.training.ranks import Ranks, RanksIO, refuse_unsupported
-from refiner_core.training.steps.boundary import Boundary, curve, require_finite
-from refiner_core.training.steps.health import HealthMonitor
+from refiner_core.training.steps.boundary import Boundary, curve
+from refiner_core.training.steps.health import HealthMonitor, not_finite
 
 TRAIN_FILE, VALIDATION_FILE = "sft_train.parquet", "sft_val.parquet"
 
@@ -267,7 +267,9 @@ class _SftRun:
         )
         [total] = self.ranks.add([mine])
         loss = total / sum(len(pack.target_T) for pack in self.validation_packs)
-        require_finite(self.stage, self.progress["step"] + 1, validation_loss=loss)
+        if not math.isfinite(loss):
+            step = self.progress["step"] + 1
+            raise not_finite(f"{self.stage} step {step}: the validation loss is {loss}")
         return loss
 
 

@@ -195,12 +195,6 @@ class GrpoUpdate:
         first = engine.ranks.rank == 0
         self.health = health or HealthMonitor(grpo.health, "grpo", says=first)
         self.moved = 0
-        # Otherwise a warning is all that can follow, and the norm need not be computed twice.
-        self._ask_first = {"skip", "stop"} & {
-            grpo.health.loss_spike,
-            grpo.health.entropy_collapse,
-            grpo.health.kl_blow_up,
-        }
 
     def run(
         self, train_samples: Sequence[TrainSample], *, step: int, factor: float
@@ -312,16 +306,11 @@ class GrpoUpdate:
         loss, tokens = found["loss/total_avg"], found["tokens"]
         entropy = found["policy/entropy_avg"] / tokens if tokens else None
         kl = found["objective/kl3_avg"] / tokens if "objective/kl3_avg" in found else None
-        finite = all(math.isfinite(value) for value in (loss, entropy or 0.0, kl or 0.0))
-        if self._ask_first or not finite:
-            norm = self.engine.gradient_norm()
-            if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):
-                self.engine.drop()
-                return norm, False
-            return self.engine.step(factor), True
-        norm = self.engine.step(factor)  # one that is not finite changes nothing
-        skipped = self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl)
-        return norm, not skipped
+        norm = self.engine.gradient_norm()
+        if self.health.before_update(loss=loss, grad_norm=norm, entropy=entropy, kl=kl):
+            self.engine.drop()
+            return norm, False
+        return self.engine.step(factor), True
 
     def _weights(self, samples: Sequence[Sample], buffers: _Buffers) -> torch.Tensor:
         grpo = self.grpo

@@ -139,7 +139,7 @@ class Work:
     def writing(self) -> bool:
         """Whether a save is under way."""
         save = self.edges[True]._under_way
-        return save is not None and not save.done
+        return save is not None and not save[1].done()
 
     def train(self) -> float:
         """Seconds of one step."""
@@ -192,7 +192,7 @@ class Work:
 
     def _state(self) -> dict[str, Any]:
         """Weights and what the optimiser keeps of them."""
-        source = self.engine._state
+        source = self.engine
         states = {name: dict(state) for name, state in source.states(lambda _: True)}
         return {"model": dict(self.engine.model.named_parameters()), "optimizer": states}
 

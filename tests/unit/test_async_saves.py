@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ class Training:
     def wait_for_save(self) -> None:
         """Until the thread has ended, without telling the boundary."""
         assert self.edge._under_way is not None
-        self.edge._under_way._thread.join(PATIENCE_S)
+        futures.wait([self.edge._under_way[1]], PATIENCE_S)
 
     def saved(self, step: int) -> tuple[str, str]:
         folder = self.io.root / "checkpoints" / str(step)

@@ -336,7 +336,9 @@ def _answer(choice: dict[str, Any]) -> bytes:
 
 
 def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
-    shares = Shares(requests(5, 4), [Endpoint("a"), Endpoint("b")])
+    shares = Shares([Endpoint("a"), Endpoint("b")])
+    for number, request in enumerate(requests(5, 4)):
+        shares.add(number, request.prompt_ids)
     assert sorted(len(lane.queue) for lane in shares.lanes) == [8, 12]
     assert {i // 4 for i in shares.lanes[0].queue}.isdisjoint(
         {i // 4 for i in shares.lanes[1].queue}

@@ -15,7 +15,7 @@ from refiner_core.contract.types import (
     SamplingParams,
     TurnRequest,
 )
-from refiner_core.generation.vllm.call import Conversations
+from refiner_core.generation.vllm.call import Shares
 from tests.support.tiny_training import save_tiny_model, tiny_model
 from tests.support.turn_script import Script
 from tests.support.vllm_fleet import Fixed, furthest, generator
@@ -134,7 +134,7 @@ def test_a_turn_that_cannot_be_sampled_is_refused(params: SamplingParams, said: 
 
 
 def test_a_conversation_moves_with_the_server_that_has_taken_its_turn() -> None:
-    lanes = Conversations([Endpoint("a"), Endpoint("b")])
+    lanes = Shares([Endpoint("a"), Endpoint("b")])
     first, second = lanes.lanes
     for index, conversation in enumerate((7, 8, 9)):
         lanes.add(index, conversation)

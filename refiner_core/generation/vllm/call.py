@@ -15,8 +15,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urljoin
@@ -47,67 +47,49 @@ class Lane:
 
 
 class Shares:
-    """The requests that nobody has in hand."""
+    """The requests that nobody has in hand. Those of one key (samples of a prompt, turns of a
+    conversation) go to one server, whose prefix cache has what they begin with."""
 
-    def __init__(
-        self, requests: Sequence[GenerationRequest], endpoints: Sequence[Endpoint]
-    ) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
         self.lanes = [Lane(index, endpoint) for index, endpoint in enumerate(endpoints)]
         self._back: deque[int] = deque()
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(request.prompt_ids, []).append(index)
-        for indices in groups.values():
-            min(self.lanes, key=lambda lane: len(lane.queue)).queue.extend(indices)
+        self._home: dict[Hashable, Lane] = {}
+        self._of: dict[int, Hashable] = {}
+
+    def add(self, index: int, key: Hashable) -> None:
+        """Request ``index``, for the server of its key; a new key, or one whose server is gone,
+        for who has fewest keys."""
+        home = self._home.get(key)
+        if home is None or not home.up:
+            keys = Counter(lane.index for lane in self._home.values())
+            up = [lane for lane in self.lanes if lane.up] or self.lanes
+            home = min(up, key=lambda lane: keys[lane.index])
+        self._home[key] = home
+        self._of[index] = key
+        home.queue.append(index)
 
     def take(self, lane: Lane, *, others: bool = True) -> int | None:
-        """The next request for that server, with ``others`` also of another's share; None where
-        none is left."""
+        """The next request for that server, with ``others`` also of another's share, whose key is
+        that server's from now on; None where none is left."""
         if self._back:
-            return self._back.popleft()
+            return self._moved(self._back.popleft(), lane)
         if lane.queue or not others:
             return lane.queue.popleft() if lane.queue else None
         longest = max(self.lanes, key=lambda other: len(other.queue))
-        return longest.queue.pop() if longest.queue else None
+        return self._moved(longest.queue.pop(), lane) if longest.queue else None
 
     def give_back(self, index: int) -> None:
         """It has to be asked again, of whoever is free first."""
         self._back.append(index)
 
+    def end(self, key: Hashable) -> None:
+        """There are no further requests of it."""
+        self._home.pop(key, None)
 
-class Conversations(Shares):
-    """Requests that come one after the other: turns, each of a conversation."""
-
-    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
-        super().__init__((), endpoints)
-        self._home: dict[int, Lane] = {}
-        self._of: dict[int, int] = {}
-
-    def add(self, index: int, conversation: int) -> None:
-        """Request ``index`` is the next turn of a conversation: for the server that had the turn
-        before; a new one, or one whose server is gone, for who has fewest conversations."""
-        home = self._home.get(conversation)
-        if home is None or not home.up:
-            up = [lane for lane in self.lanes if lane.up] or self.lanes
-            open_of = {lane.index: 0 for lane in up}
-            for lane in self._home.values():
-                if lane.index in open_of:
-                    open_of[lane.index] += 1
-            home = min(up, key=lambda lane: open_of[lane.index])
-        self._home[conversation] = home
-        self._of[index] = conversation
-        home.queue.append(index)
-
-    def take(self, lane: Lane, *, others: bool = True) -> int | None:
-        """The next turn for that server, which is the conversation's from now on."""
-        index = super().take(lane, others=others)
-        if index is not None and self._of[index] in self._home:
-            self._home[self._of[index]] = lane
+    def _moved(self, index: int, lane: Lane) -> int:
+        if (key := self._of.get(index)) in self._home:
+            self._home[key] = lane
         return index
-
-    def end(self, conversation: int) -> None:
-        """There are no further turns of it."""
-        self._home.pop(conversation, None)
 
 
 def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:

@@ -40,7 +40,7 @@ from refiner_core.contract.types import (
     TurnRequest,
 )
 from refiner_core.generation.completions import check_params, check_window
-from refiner_core.generation.vllm.call import Call, Conversations, Fleet, Question, Shares
+from refiner_core.generation.vllm.call import Call, Fleet, Question, Shares
 from refiner_core.generation.vllm.wire import Asked
 
 #: How long an answer is waited for before the desk is asked again, seconds.
@@ -117,7 +117,9 @@ class VllmGenerator:
         check_window(requests, params, self._window)
         with self._fleet.busy:
             asked = Asked(params, self._fleet.stop_ids, self._fleet.version)
-            shares = Shares(requests, self._fleet.endpoints())
+            shares = Shares(self._fleet.endpoints())
+            for index, request in enumerate(requests):
+                shares.add(index, request.prompt_ids)
             found: dict[int, Completion] = {}
             with self._call(shares, lambda index: Question(requests[index], asked)) as call:
                 while len(found) < len(requests):
@@ -138,12 +140,12 @@ class VllmGenerator:
         those of the desk.
         """
         with self._fleet.busy:
-            lanes = Conversations(self._fleet.endpoints())
+            lanes = Shares(self._fleet.endpoints())
             questions: dict[int, Question] = {}
             self._serve(self._call(lanes, questions.__getitem__), lanes, questions, desk)
 
     def _serve(
-        self, call: Call, lanes: Conversations, questions: dict[int, Question], desk: TurnDesk
+        self, call: Call, lanes: Shares, questions: dict[int, Question], desk: TurnDesk
     ) -> None:
         """Work until the desk has no more. The call asks the numbers that ``lanes`` is told of, and
         looks them up in ``questions``."""

@@ -35,7 +35,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.training.batches import Batch
 from refiner_core.training.engines.protocol import Engine, ParameterState, evaluating
 from refiner_core.training.model import loading
-from refiner_core.training.model.loading import SavedTensors, model_tensors
+from refiner_core.training.model.loading import SavedTensors
 from refiner_core.training.model.logprobs import Entropy, ScoringModel, TokenScores
 from refiner_core.training.model.optim import adamw, parameter_groups, trainable
 from refiner_core.training.ranks import Ranks
@@ -379,8 +379,6 @@ class ZeroEngine(Engine):
 
     def _tensors(self) -> dict[str, Any]:
         """Parameters and persistent buffers, as they lie here."""
-        if not self.partitioned:
-            return dict(model_tensors(self.model))
         tensors: dict[str, Any] = dict(self.model.named_parameters())
         names = self.model.state_dict(keep_vars=True).keys()
         tensors.update((n, b) for n, b in self.model.named_buffers() if n in names)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -322,37 +322,28 @@ def episode_metrics(batch: EpisodeBatch) -> dict[str, float]:
     }
     for kind, n in sorted(unscored_kinds(batch.results, "failed").items()):
         metrics[f"episodes/errors/{kind}"] = n
-    metrics.update(_outcomes(ended))
-    metrics.update(_parts(batch.results))
+    metrics.update(means(_outcomes(ended)))
+    parts = (pair for result in batch.results for pair in result.components.items())
+    metrics.update(
+        means(
+            (f"objective/{name}_reward", value)
+            for name, value in parts
+            if name.startswith("environment_")
+        )
+    )
     if any(weight != 1.0 for weight in batch.weights):
         metrics["curriculum/weight"] = sum(batch.weights) / len(batch.weights)
     return metrics
 
 
-def _outcomes(ended: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Success, reward and partial score, overall and by domain."""
-    values: Mapping[str, list[float]] = defaultdict(list)
+def _outcomes(ended: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
+    """Success, reward and partial score of each, overall and by domain."""
     for record in ended:
-        found = {
-            "success": float(record.success),
-            "reward": record.reward,
-            "partial": record.partial,
-        }
+        found = {"success": record.success, "reward": record.reward, "partial": record.partial}
         for name, value in found.items():
             if value is not None:
-                values[f"episodes/{name}"].append(value)
-                values[f"episodes/{name}/{record.domain}"].append(value)
-    return means(values)
-
-
-def _parts(results: Sequence[RewardResult]) -> dict[str, float]:
-    """Means of the parts of the environment's own reward."""
-    values: Mapping[str, list[float]] = defaultdict(list)
-    for result in results:
-        for name, value in result.components.items():
-            if name.startswith("environment_"):
-                values[f"objective/{name}_reward"].append(value)
-    return means(values)
+                yield f"episodes/{name}", value
+                yield f"episodes/{name}/{record.domain}", value
 
 
 def episode_rows(step: int, batch: EpisodeBatch) -> list[dict[str, Any]]:

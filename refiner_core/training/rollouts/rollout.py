@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -227,16 +227,16 @@ def batch_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def _component_means(results: Sequence[RewardResult]) -> dict[str, float]:
-    values: Mapping[str, list[float]] = defaultdict(list)
-    for result in results:
-        if result.total is not None:
-            for name, value in result.components.items():
-                values[name].append(float(value))
-    return {metric_name(name): mean for name, mean in means(values).items()}
+    scored = (result for result in results if result.total is not None)
+    found = means(pair for result in scored for pair in result.components.items())
+    return {metric_name(name): mean for name, mean in found.items()}
 
 
-def means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Mean of each list, by name in order."""
+def means(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Mean of the values of each name, by name in order."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in pairs:
+        values[name].append(float(value))
     return {name: _mean(values[name]) for name in sorted(values)}
 
 

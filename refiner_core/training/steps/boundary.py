@@ -22,13 +22,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,64 +36,11 @@ from refiner_core.contract.errors import (
     DamagedCheckpoint,
     Interrupted,
     NoSpaceError,
-    NotFiniteError,
     WorkspaceError,
 )
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 from refiner_core.training.engines.protocol import Engine, StateSnapshot
 from refiner_core.training.ranks import RanksIO
-
-
-class BackgroundSave:
-    """A save under way.
-
-    Parameters
-    ----------
-    step
-        Which one.
-    write
-        All that is left to do. It is let go of when it is done, and with it the state.
-
-    Attributes
-    ----------
-    seconds
-        How long it has taken, once it is :attr:`done`.
-    """
-
-    def __init__(self, step: int, write: Callable[[], None]) -> None:
-        self.step, self.seconds = step, 0.0
-        self._write: Callable[[], None] | None = write
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save of step {step}")
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        """True if it has come to an end, good or bad."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Wait for its end.
-
-        Raises
-        ------
-        BaseException
-            What went wrong in it.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        write, self._write = self._write, None
-        began = time.monotonic()
-        try:
-            if write is not None:
-                write()
-        except BaseException as error:
-            self._error = error
-        self.seconds = time.monotonic() - began
-
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +69,8 @@ class Boundary:
     async_save: bool = False
     saved_step: int = field(default=0, init=False)
     restored: Path | None = field(default=None, init=False)
-    _under_way: BackgroundSave | None = field(default=None, init=False)
+    #: The save under way, by its step; it gives the seconds that it has taken.
+    _under_way: tuple[int, Future[float]] | None = field(default=None, init=False)
     _stall_s: float | None = field(default=None, init=False)
     _background_s: float | None = field(default=None, init=False)
 
@@ -143,7 +90,7 @@ class Boundary:
         if error is None:
             self._wait()
             return
-        step = None if self._under_way is None else self._under_way.step
+        step = None if self._under_way is None else self._under_way[0]
         try:
             self._wait()
         except Exception as second:
@@ -227,9 +174,10 @@ class Boundary:
             return
         began = time.monotonic()
         snapshot, files = self._taken(progress, attachments)
-        self._under_way = BackgroundSave(
-            step, partial(self._write, self._saving_io, step, snapshot, files)
-        )
+        thread = ThreadPoolExecutor(1, f"save of step {step}")
+        saving = thread.submit(self._write, self._saving_io, step, snapshot, files)
+        thread.shutdown(wait=False)
+        self._under_way = (step, saving)
         self._stalled(began)
 
     def _taken(
@@ -240,38 +188,40 @@ class Boundary:
 
     def _write(
         self, io: StageIO, step: int, snapshot: StateSnapshot, files: Mapping[str, bytes]
-    ) -> None:
-        """Write a state until it fits; the same calls on every rank."""
-        for tries_left in reversed(range(SAVE_TRIES)):
+    ) -> float:
+        """Write a state until it fits; the same calls on every rank. How long it took, seconds."""
+        began = time.monotonic()
+        tries_left = SAVE_TRIES
+        while True:
             try:
                 with io.new_checkpoint(step) as folder:
                     snapshot.write(folder)
                     if self.engine.ranks.rank == 0:
                         _write_files(folder, files)
-                return
+                return time.monotonic() - began
             except NoSpaceError as error:
+                tries_left -= 1
                 if not tries_left or not io.room_again(error):
                     raise
 
     def _wait(self) -> None:
         """Wait for the save that is under way; raises what went wrong in it."""
-        save, self._under_way = self._under_way, None
-        if save is None:
+        if self._under_way is None:
             return
+        (step, saving), self._under_way = self._under_way, None
         began = time.monotonic()
         try:
-            save.wait()
+            self._background_s = saving.result()
         finally:
             self._stalled(began)
-            self._background_s = save.seconds
-        self.saved_step = save.step
+        self.saved_step = step
 
     def _look(self) -> None:
         """Note that a save has ended, if it has; raises what went wrong in it.
 
         The ranks' threads end together, so what rank 0 says holds for all.
         """
-        if self._under_way is not None and self.engine.ranks.broadcast(self._under_way.done):
+        if self._under_way is not None and self.engine.ranks.broadcast(self._under_way[1].done()):
             self._wait()
 
     def _stalled(self, began: float) -> None:
@@ -338,24 +288,6 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-
-
-def require_finite(stage: str, step: int, **values: float) -> None:
-    """Fail on NaN or infinity, before it reaches the weights or right after the norm showed it.
-
-    Raises
-    ------
-    NotFiniteError
-        Names the step and the value.
-    """
-    for name, value in values.items():
-        if not math.isfinite(value):
-            raise NotFiniteError(
-                f"{stage} step {step}: the {name.replace('_', ' ')} is {value}; "
-                "the weights were not updated with it",
-                expected="a finite number",
-                fix="lower the learning rate or max_grad_norm, or look at the step's data",
-            )
 
 
 def curve(values: Sequence[float | None]) -> list[list[float]]:

@@ -6,7 +6,7 @@ checkpoint's progress, so that a resumed run decides as the uninterrupted one.
 
 | check | looks at | when |
 |---|---|---|
-| `not_finite` | loss, gradient norm, and whatever else is given | before each optimiser step |
+| `not_finite` | loss, gradient norm, entropy, KL | before each optimiser step |
 | `loss_spike` | gradient norm, and for SFT the loss, against their running means | the same |
 | `entropy_collapse` | mean entropy per token (GRPO) | the same |
 | `kl_blow_up` | mean kl3 per token to the reference (GRPO) | the same |
@@ -161,7 +161,6 @@ class HealthMonitor:
         grad_norm: float,
         entropy: float | None = None,
         kl: float | None = None,
-        **others: float,
     ) -> bool:
         """Look at one optimiser step before it is made; True: do not make it.
 
@@ -171,8 +170,6 @@ class HealthMonitor:
             Of the optimiser step; the norm before clipping.
         entropy, kl
             Mean per token, in nats; None where there is none.
-        others
-            Further numbers that have to be finite; their names are for the message.
 
         Raises
         ------
@@ -181,7 +178,7 @@ class HealthMonitor:
         HealthStop
             The policy of what was found is `stop`.
         """
-        given = {"loss": loss, "gradient_norm": grad_norm, "entropy": entropy, "kl": kl, **others}
+        given = {"loss": loss, "gradient_norm": grad_norm, "entropy": entropy, "kl": kl}
         numbers = {name: value for name, value in given.items() if value is not None}
         if (broken := self._not_finite(numbers)) is not None:
             return self._act(broken)
@@ -276,11 +273,7 @@ class HealthMonitor:
     def _error(self, finding: Finding) -> HealthStop | NotFiniteError:
         where = f"{self.stage} step {finding.step}: {finding.message}"
         if finding.check == "not_finite":
-            return NotFiniteError(
-                f"{where}; the weights were not updated with it",
-                expected="a finite number",
-                fix="lower the learning rate or max_grad_norm, or look at the step's data",
-            )
+            return not_finite(where)
         fix = _FIX[finding.check].format(section=self.stage)
         return HealthStop(
             f"{where}, and {self.stage}.health.{finding.check} is `stop`",
@@ -288,3 +281,12 @@ class HealthMonitor:
             fix=f"{fix}; {self.stage}.health.{finding.check}=warn goes on from the last checkpoint "
             "as it is",
         )
+
+
+def not_finite(what: str) -> NotFiniteError:
+    """The error of a number that no weights may learn from."""
+    return NotFiniteError(
+        f"{what}; the weights were not updated with it",
+        expected="a finite number",
+        fix="lower the learning rate or max_grad_norm, or look at the step's data",
+    )
