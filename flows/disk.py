@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flows.running.status import find_run, stage_id_of
 from infra.disk.forecast import (
     Change,
     Forecast,
@@ -18,9 +19,6 @@ from infra.disk.forecast import (
     forecast_disk,
     size_of_model,
 )
-from flows.running.status import find_run, stage_id_of
-from infra.disk.forecast import Change, Forecast, Knowledge, fit, forecast_disk
-from infra.disk.history import failures_of, size_of_model, suggest_save_freq, times_of
 from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
@@ -29,9 +27,7 @@ from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import DiskConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import from_json, picked, to_json
 

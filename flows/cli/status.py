@@ -30,7 +30,6 @@ from refiner_core.report.printing import counted, table_lines
 if TYPE_CHECKING:
     from rich.text import Text
 
-
     from flows.reporting.writing import Written
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus

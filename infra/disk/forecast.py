@@ -148,7 +148,6 @@ def history_of(
 
 
 def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
-    from infra.store.traces import list_rollouts
 
     paths = workspace.layout.stage(stage_id)
     theirs = recorded_checkpoints(workspace, stage_id).found

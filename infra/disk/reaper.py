@@ -111,7 +111,6 @@ def plan_reclaim(
     published weights, caches and judgements are given up in vain. Without a need, judgements go
     only with ``judgements``.
     """
-    from infra.judgements.segments import SEALED
 
     order = sorted(_candidates(stock, caches), key=lambda c: c.rank)
     if need_bytes is None:
@@ -128,7 +127,6 @@ def plan_reclaim(
 
 
 def _candidates(stock: Stock, caches: bool) -> Iterator[Candidate]:
-    from infra.judgements.segments import SEALED
 
     for item in stock.items:
         facts = stock.stages.get(item.stage_id)
