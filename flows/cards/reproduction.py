@@ -122,7 +122,7 @@ def recipe_text(config: RecipeConfig) -> str:
     if config.judge.kind == "openai" and asks_judge(config):
         _put(values, "judge.base_url", _ANY_JUDGE)
     return _HEADER + yaml.dump(
-        _escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
 
 
@@ -185,39 +185,26 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
 def _flow(value: Any) -> str:
     """A value as an override has it."""
     text = yaml.dump(
-        _escaped(value), Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9
     )
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-class _Text(str):
-    """Text that may look like something else to a reader of YAML, and so is quoted."""
-
-    __slots__ = ()
-
-
 class _Dumper(yaml.SafeDumper):
-    """Plain YAML."""
+    """Plain YAML, for OmegaConf: texts that may look like something else are quoted."""
 
     def ignore_aliases(self, data: Any) -> bool:
         """Write a value that occurs twice twice."""
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        """Quote what is no plain word, with ``${`` as OmegaConf wants it."""
+        is_word = _WORD.fullmatch(text) and text.lower() not in _NO_TEXT
+        text = text.replace("${", "\\${")
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_word else '"')
 
-_Dumper.add_representer(
-    _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
-)
 
-
-def _escaped(value: Any) -> Any:
-    """Ready for YAML: lists for tuples, texts quoted, ``${`` as OmegaConf wants it."""
-    if isinstance(value, dict):
-        return {k: _escaped(v) for k, v in value.items()}
-    if isinstance(value, tuple | list):
-        return [_escaped(v) for v in value]
-    if not isinstance(value, str) or (_WORD.fullmatch(value) and value.lower() not in _NO_TEXT):
-        return value
-    return _Text(value.replace("${", "\\${"))
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 RECIPE_FILE = "recipe.yaml"

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from flows.checking.sources import resolve_sources
 from flows.running.calls import (
@@ -49,15 +49,6 @@ _SECTIONS = ("publish", "dispatch", "disk", "tracking", "log_level")
 _OPTIONS = ("publish.which", "publish.steps", "publish.evaluate")
 
 
-class Prepared(NamedTuple):
-    """A publication before it is begun: ``run`` is the call whose model it is."""
-
-    plan: Plan
-    run: RunRecord
-    sources: dict[str, str]
-    overrides: list[str]
-
-
 def _prepared(
     workspace: Workspace,
     run_id: str | None,
@@ -65,8 +56,9 @@ def _prepared(
     overrides: Sequence[str],
     *,
     evaluate: bool,
-) -> Prepared:
-    """Plan to publish ``steps`` (none: the last checkpoint) of a run's final model."""
+) -> tuple[Plan, RunRecord, dict[str, str], list[str]]:
+    """A plan to publish ``steps`` (none: the last checkpoint) of a run's final model, that run, the
+    digests of what it was made from, and the overrides of the call."""
     run = _run_with_model(workspace, run_id)
     sources = _recorded_sources(workspace, run)
     recorded = from_json(RecipeConfig, run.config)
@@ -93,7 +85,7 @@ def _prepared(
     publish = plan.config.publish
     listed = f"publish.steps=[{','.join(map(str, publish.steps))}]"
     words = [*run.overrides, f"publish.which={publish.which}", listed, *overrides]
-    return Prepared(plan, run, sources, words)
+    return plan, run, sources, words
 
 
 def plan_publication(
@@ -130,7 +122,7 @@ def plan_publication(
         There is no such run or step, or an override is not about publishing.
     """
     room = Workspace.read_only(workspace)
-    return _prepared(room, run, steps, overrides, evaluate=evaluate).plan
+    return _prepared(room, run, steps, overrides, evaluate=evaluate)[0]
 
 
 def begin_publication(
@@ -159,16 +151,15 @@ def begin_publication(
         As of :func:`flows.api.plan_publication`; or the Hub would not take it.
     """
     room = Workspace.read_only(workspace)
-    prepared = _prepared(room, run, steps, overrides, evaluate=evaluate)
-    plan, whose = prepared.plan, prepared.run
+    plan, whose, sources, words = _prepared(room, run, steps, overrides, evaluate=evaluate)
     check_hub_access(plan.config)
 
     def begin() -> tuple[Plan, Workspace, RunRecord]:
         opened = Workspace.open(room.root)
         make_router(plan.config.dispatch, opened).check(plan.stages)
         recipe = str(whose.provenance.get("recipe") or whose.recipe)
-        more: dict[str, Any] = {"sources": prepared.sources, "publishes": whose.run}
-        record = record_run(plan, opened, recipe, prepared.overrides, **more)
+        more: dict[str, Any] = {"sources": sources, "publishes": whose.run}
+        record = record_run(plan, opened, recipe, words, **more)
         opened.write_run(record)
         return plan, opened, record
 

@@ -106,28 +106,12 @@ class Refs(NamedTuple):
     tags: dict[str, str]
 
 
-@dataclass
-class Traffic:
-    """Amounts that went over the wire.
-
-    Attributes
-    ----------
-    requests
-        Requests sent, repeated ones included.
-    sent_bytes
-        Bytes of their bodies.
-    """
-
-    requests: int = 0
-    sent_bytes: int = 0
-
-
 class HubClient:
     """One repository; see :func:`infra.hub.target.open_hub`."""
 
     def __init__(self, repo_id: str, endpoint: str, session: HubSession) -> None:
         self.repo_id, self.endpoint = repo_id, endpoint
-        self._session, self.traffic = session, session.traffic
+        self.session = session
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
         #: Whether large files go by Xet, the official Hub's own transfer, which is no HTTP of ours.
         self.by_xet = has_xet()
@@ -236,10 +220,10 @@ class HubClient:
                 self._api.preupload_lfs_files(self.repo_id, [operation], **how)
             except (RuntimeError, ConnectionError, TimeoutError) as error:
                 why = f"the Xet transfer failed: {error}"
-                found = translated(error, self._session.doing, self.repo_id)
-                raise found or outage(why, self._session.doing, self.repo_id) from None
+                found = translated(error, self.session.doing, self.repo_id)
+                raise found or outage(why, self.session.doing, self.repo_id) from None
             operation.check_sent()
-            self.traffic.sent_bytes += operation.upload_info.size  # at most: known parts are not
+            self.session.sent_bytes += operation.upload_info.size  # at most: known parts are not
 
     def pause(self, failures: int, why: str = "") -> None:
         """Wait before another try of what failed for the ``failures``-th time.
@@ -249,8 +233,8 @@ class HubClient:
         HubOutage
             Patience is over; only if ``why`` says what has failed.
         """
-        if not self._session.pause(failures) and why:
-            raise outage(why, self._session.doing, self.repo_id)
+        if not self.session.pause(failures) and why:
+            raise outage(why, self.session.doing, self.repo_id)
 
     def create_branch(self, branch: str, commit: str) -> None:
         """Make a branch, unless it is there."""
@@ -274,7 +258,7 @@ class HubClient:
 
     @contextmanager
     def _words(self, doing: str) -> Iterator[None]:
-        self._session.doing = doing
+        self.session.doing = doing
         with in_our_words(doing, self.repo_id):
             yield
 
@@ -322,7 +306,8 @@ class HubSession(httpx2.Client):
 
     def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:
         super().__init__(follow_redirects=True, timeout=timeout_s, verify=_certificates())
-        self.traffic = Traffic()
+        #: Sent so far, repeated requests included: how many, and bytes of their bodies.
+        self.requests = self.sent_bytes = 0
         #: What is being done, for messages.
         self.doing = "asking for the repository"
         self._repo_id, self._patience = repo_id, patience
@@ -371,8 +356,8 @@ class HubSession(httpx2.Client):
     def send(self, request: httpx2.Request, **kwargs: Any) -> httpx2.Response:
         """Send one request, counted."""
         with self._lock:
-            self.traffic.requests += 1
-            self.traffic.sent_bytes += int(request.headers.get("Content-Length", 0))
+            self.requests += 1
+            self.sent_bytes += int(request.headers.get("Content-Length", 0))
         return super().send(request, **kwargs)
 
 

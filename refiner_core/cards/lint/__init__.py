@@ -55,7 +55,7 @@ def general_findings(
 ) -> list[Finding]:
     """Findings about a README by itself."""
     document = read_document(text)
-    front = read_front(
+    index, of_front = read_front(
         document.front, document.front_line, unknown_base=bool(_UNKNOWN_BASE.search(text))
     )
     known = quantities(document)
@@ -63,14 +63,14 @@ def general_findings(
     impossible = [q for finding, q in shares if q is not None and finding.is_error]
     ours = is_ours(document)
     found = [
-        *front.findings,
+        *of_front,
         *([_NO_EVIDENCE] if ours and not has_evidence else []),
         *text_findings(document, is_ours=ours),
         *table_findings(document, known),
         *(finding for finding, _ in shares),
         *claim_findings(document, known, impossible),
         *prose_findings(document, known),
-        *index_findings(front.index, known),
+        *index_findings(index, known),
         *command_findings(document, command_check),
     ]
     return sorted(set(found))

@@ -277,6 +277,7 @@ _PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
 _INDEX_VALUE = re.compile(
     r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
 )
+_FLOATS = yaml.constructor.SafeConstructor()
 _NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
 
 
@@ -305,16 +306,10 @@ class IndexValue:
     dataset: str = ""
 
 
-@dataclass
-class Front:
-    """The numbers of ``model-index``, and what is wrong."""
-
-    index: list[IndexValue] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-
-
-def read_front(block: str | None, first_line: int, *, unknown_base: bool = False) -> Front:
-    """Read the front matter.
+def read_front(
+    block: str | None, first_line: int, *, unknown_base: bool = False
+) -> tuple[list[IndexValue], list[Finding]]:
+    """The numbers of ``model-index`` in a front matter, and what is wrong with it.
 
     Parameters
     ----------
@@ -325,11 +320,9 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
     unknown_base
         The card says that nobody has recorded the base model.
     """
-    front = Front()
 
-    def refused(line: int, what: str, fix: str = "") -> Front:
-        front.findings.append(Finding(line, "front-matter", what, fix))
-        return front
+    def refused(line: int, what: str, fix: str = "") -> tuple[list[IndexValue], list[Finding]]:
+        return [], [Finding(line, "front-matter", what, fix)]
 
     if block is None:
         missing = "there is no front matter (a block between two lines of ---)"
@@ -348,10 +341,8 @@ def read_front(block: str | None, first_line: int, *, unknown_base: bool = False
         return refused(line, f"the front matter is not YAML: {reason}")
     if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
         return refused(first_line, "the front matter is not a mapping")
-    front.index = list(_index_values(node, first_line))
-    front.findings += _missing(matter, unknown_base)
-    front.findings += _leaf_findings(node, first_line)
-    return front
+    found = [*_missing(matter, unknown_base), *_leaf_findings(node, first_line)]
+    return list(_index_values(node, first_line)), found
 
 
 def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
@@ -372,7 +363,7 @@ def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
         line, text, tag = first_line + node.start_mark.line, node.value, node.tag
         where = f"{path} in the front matter"
         is_value = path.startswith("model-index") and path.endswith(".value")
-        if tag.endswith(":float") and not math.isfinite(_float(text)):
+        if tag.endswith(":float") and not math.isfinite(_FLOATS.construct_yaml_float(node)):
             yield Finding(line, "not-finite", f"{where} is not a finite number")
         elif has_secret(text):
             yield Finding(
@@ -382,13 +373,6 @@ def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
             yield Finding(line, "not-finite", f"{where} is not a finite number")
         elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
             yield Finding(line, "not-a-number", f"{where} is not a number")
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan").lower())
-    except ValueError:
-        return math.nan if "nan" in text.lower() else math.inf if "inf" in text.lower() else 0.0
 
 
 def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
