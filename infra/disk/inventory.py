@@ -301,14 +301,13 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
     """Stage id -> calls that have it; None where a record cannot be read."""
     found: dict[str, list[Caller]] = {}
     try:
-        for run_id in workspace.run_ids():
-            run = workspace.read_run(run_id)
-            asked = workspace.cancel_asked(run_id)
-            works = orchestrator_of(workspace, run_id).works
+        for run in map(workspace.read_run, workspace.run_ids()):
+            asked = workspace.cancel_asked(run.run)
+            works = orchestrator_of(workspace, run.run).works
             for name, stage_id in run.stages.items():
                 named = None if asked is None else asked["stages"]
                 ended = named is not None and (not named or not {name, stage_id}.isdisjoint(named))
-                found.setdefault(stage_id, []).append(Caller(run_id, ended, works))
+                found.setdefault(stage_id, []).append(Caller(run.run, ended, works))
     except (RefinerError, ValueError, KeyError) as error:
         log.warning("no hold is let go, for a record cannot be read: %s", error)
         return None

@@ -297,10 +297,8 @@ def _open_in(processes: list[psutil.Process]) -> set[int]:
 
 def listens(pid: int, port: int) -> bool:
     """True if a process itself listens at a port."""
-    with contextlib.suppress(psutil.Error):
-        for one in psutil.Process(pid).net_connections(kind="tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
-                return True
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not _open_in([psutil.Process(pid)]).isdisjoint(_listening(port))
     return False
 
 

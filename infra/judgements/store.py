@@ -61,6 +61,7 @@ RECORD = np.dtype([("key", _KEY), *_VALUES, ("crc", "<u4")])
 _ENTRY = [name for name, _ in _VALUES]
 assert RECORD.itemsize == RECORD_BYTES
 _MOST_RECENT = 1 << 16  # that wait in the dictionary
+_MANY = 1 << 12  # that come together are sorted in together
 #: Read, checked and given together.
 _CHUNK_BYTES = RECORD_BYTES << 18
 #: More segments than these are not kept, however small they are.
@@ -115,7 +116,7 @@ class Table:
 
     def add(self, records: Array) -> None:
         """Add many; what is known already stays as it is."""
-        if len(records) >= _MOST_RECENT:
+        if len(records) >= _MANY:
             self._pending.append(records)
             return
         for key, *values, _ in records.tolist():

@@ -22,7 +22,7 @@ from infra.host.files import again, exists, is_folder, make_folder, names_in, op
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.checkpoints import MARKER, hash_of, reclaimed_text
-from infra.store.layout import AttemptPaths, Layout
+from infra.store.layout import Layout
 from infra.store.records import DAMAGED_FILE, RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
@@ -154,7 +154,6 @@ class StageRecords(RecordFiles):
         super().__init__(layout)
         # Ended attempts that a later one has followed: they never change again.
         self._over: dict[tuple[str, int], Attempt] = {}
-        self._claimed: dict[Path, tuple[tuple[int, int, int] | None, Attempt]] = {}
 
     # ------------------------------------------------------------ reading
 
@@ -196,13 +195,13 @@ class StageRecords(RecordFiles):
 
     def _read_attempt(self, stage_id: str, number: int) -> Attempt | None:
         paths = self.layout.attempt(stage_id, number)
-        claimed = self._read_intent(paths)
+        intent = self.read_or_set_aside(paths.intent, lambda v: from_json(Attempt, v))
         job = self.read_or_set_aside(paths.job, _restart) or {}
         started = self.read_or_set_aside(paths.started, _restart) or {}
         ended = self.read_or_set_aside(paths.outcome, _outcome) or {}
-        if claimed is None and not ended and not (ended := self._give_up_unknown(stage_id, number)):
+        if intent is None and not ended and not (ended := self._give_up_unknown(stage_id, number)):
             return None
-        attempt = claimed or Attempt(number, "", "", "", "")
+        attempt = from_json(Attempt, intent) if intent else Attempt(number, "", "", "", "")
         outcome = ended.get("outcome")
         seconds = ended.get("seconds")
         if outcome is not None and seconds is None:  # it left no word; its last heartbeat knows
@@ -220,18 +219,6 @@ class StageRecords(RecordFiles):
             seconds=seconds,
             has_room=attempt.has_room and opens(paths.room),
         )
-
-    def _read_intent(self, paths: AttemptPaths) -> Attempt | None:
-        """The claim; read once while its file is the same: it holds a whole configuration."""
-        found = status_of(paths.intent)
-        sign = None if found is None else (found.st_ino, found.st_mtime_ns, found.st_size)
-        kept = self._claimed.get(paths.intent)
-        if kept is None or kept[0] != sign:
-            value = self.read_or_set_aside(paths.intent, lambda v: from_json(Attempt, v))
-            if value is None:
-                return None
-            kept = self._claimed[paths.intent] = (sign, from_json(Attempt, value))
-        return kept[1]
 
     def _give_up_unknown(self, stage_id: str, number: int) -> dict[str, Any]:
         """End an attempt of which nobody can tell any more who claimed it, and where its job runs:

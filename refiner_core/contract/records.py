@@ -10,11 +10,12 @@ kept out of the way, not an error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -232,15 +233,18 @@ _PLAIN: Mapping[Any, tuple[type, ...]] = {
     Mapping: (Mapping,),
     dict: (Mapping,),
     tuple: (list, tuple),
+    types.NoneType: (types.NoneType,),
 }
 
 
 def _build(kind: Any, data: Any, name: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        return _build_first([a for a in args if a is not type(None)], data, name)
+        *others, last = sorted(args, key=lambda kind: kind is not types.NoneType)
+        for one in others:
+            with contextlib.suppress(TypeError):
+                return _build(one, data, name)
+        return _build(last, data, name)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         _check_type(dict, data, name)
         hints = _hints(kind)
@@ -257,16 +261,6 @@ def _build(kind: Any, data: Any, name: str) -> Any:
             raise TypeError(f"{name} has {len(data)} parts instead of {len(kinds)}")
         return tuple(_build(k, v, name) for k, v in zip(kinds, data, strict=True))
     return data
-
-
-def _build_first(kinds: Sequence[Any], data: Any, name: str) -> Any:
-    """Of the first type that the value has."""
-    for kind in kinds[:-1]:
-        try:
-            return _build(kind, data, name)
-        except TypeError:
-            continue
-    return _build(kinds[-1], data, name)
 
 
 def _check_type(kind: Any, data: Any, name: str) -> None:
