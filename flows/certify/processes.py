@@ -218,16 +218,6 @@ SMALL = (
 )
 
 
-def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """A worker that is killed, and goes on."""
-    yield _killed(order, folder)
-
-
-def hang_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """The planted hang, which mostly waits."""
-    yield _hang(order, folder)
-
-
 def _overrides(order: Order, folder: Path) -> tuple[str, ...]:
     return (
         *SMALL,
@@ -238,7 +228,7 @@ def _overrides(order: Order, folder: Path) -> tuple[str, ...]:
     )
 
 
-def _killed(order: Order, folder: Path) -> CertifiedCheck:
+def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """`refiner prove-resume` of SFT, once killed."""
     asked = Asked(
         "tiny",
@@ -251,7 +241,7 @@ def _killed(order: Order, folder: Path) -> CertifiedCheck:
     [proof] = prove_resume(plan_proofs(asked))
     largest = max((c.largest or 0.0 for c in proof.comparisons), default=0.0)
     differing = [c.quantity for c in proof.comparisons if c.differing]
-    return check(
+    yield check(
         *("kill -9 and resume", proof.verdict != "diverged"),
         f"{proof.verdict}; {len(proof.comparisons)} quantities compared"
         + (f", {', '.join(differing)} differ by {largest:.2g} at most" if differing else "")
@@ -261,7 +251,7 @@ def _killed(order: Order, folder: Path) -> CertifiedCheck:
     )
 
 
-def _hang(order: Order, folder: Path) -> CertifiedCheck:
+def hang_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """A rank that does nothing any more, under a real orchestrator. Ranks of a node with one GPU
     are on its CPU: two may not share a GPU."""
     on_gpus = order.gpus >= 2
@@ -292,7 +282,7 @@ def _hang(order: Order, folder: Path) -> CertifiedCheck:
     record = workspace.read_record(stage)
     attempts = record.attempts if record is not None else ()
     named = [a.outcome.failure for a in attempts if a.outcome is not None and a.outcome.failure]
-    return check(
+    yield check(
         *("planted hang", stopper.result() and "hung" in named and len(attempts) > 1),
         f"a stopped rank was named {named[0] if named else 'nothing'}; the stage ended with "
         f"attempt {len(attempts)} after {time.monotonic() - began:.0f} s",
