@@ -155,19 +155,10 @@ def time_json(plan: Plan) -> list[Mapping[str, Any]]:
 
 def time_notes(plan: Plan) -> list[str]:
     """The forecasts in words."""
-    notes = [
+    return [
         f"{found.stage} will take up to about {rough(found.seconds)}, by {found.by}."
         for found in time_forecasts(plan)
     ]
-    newest = _newest(plan.config, 1)
-    ratio = None if newest is None else newest.figure(_SFT, "memory_ratio")
-    for need in memory_needs(plan) if ratio else ():
-        if need.gpu_bytes:
-            notes.append(
-                f"{need.stage} will take about {need.gpu_bytes / 2**30:.0f} GiB on each GPU; a "
-                f"certified training took {ratio:.0%} of such a forecast."
-            )
-    return notes
 
 
 def _newest(config: RecipeConfig, gpus: int) -> Certificate | None:

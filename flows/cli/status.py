@@ -108,12 +108,30 @@ def status_command(
 
 
 def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunRecord | None]:
-    """The sweep or the run that is meant, by default what the workspace was last used for."""
+    """The sweep or the run that is meant, by default what the workspace was last used for.
+
+    Raises
+    ------
+    ConfigurationError
+        There is none of that name; names what is near, sweeps among it.
+    """
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named
+    from infra.store.sweep_records import sweep_names
+    from refiner_core.contract.fields import suggest
 
     sweep = sweep_named(workspace, word) if word is not None else None
-    run = find_run(workspace, word) if sweep is None else None
+    try:
+        run = find_run(workspace, word) if sweep is None else None
+    except ConfigurationError as error:
+        names = sweep_names(workspace)
+        if word is None or not (hint := suggest(word, names)):
+            raise
+        raise ConfigurationError(
+            f"{workspace.root} has no run and no sweep {word!r}.{hint}",
+            expected=f"one of: {', '.join([*names, *workspace.run_ids()][-5:])}",
+            fix="name one of these, or another workspace=DIR",
+        ) from error
     if word is None:
         sweep = newest_sweep(workspace, run)
     return sweep, run

@@ -64,23 +64,13 @@ def field_values(path: str, beginning: str) -> Iterator[str]:
     named = _named(path)
     offered = [_text(one) for one in choices_of(info.type)] or named
     if is_list(info.type):
-        yield from _elements(beginning, offered)
+        yield from (f"[{one}" for one in offered)
         return
     yield from offered
     if info.default is None:
         yield "null"
     if path in FILE_FIELDS or _PATHS.fullmatch(path):
         yield from yaml_files(beginning) if path in _YAML else files(beginning)
-
-
-def _elements(beginning: str, offered: list[str]) -> Iterator[str]:
-    """A list in brackets, its last element completed."""
-    last = re.split(r"[\[,]", beginning)[-1]
-    before = beginning.removesuffix(last) or "["
-    there = set(re.findall(r"[^\[\],]+", before))
-    yield from (f"{before}{one}" for one in offered if one not in there)
-    if there:
-        yield f"{before.rstrip(',')}]"
 
 
 def _text(value: object) -> str:

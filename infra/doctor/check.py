@@ -153,15 +153,14 @@ class Look:
         return max((section_of(self.config, s).resources.gpus for s in named), default=0)
 
     @property
-    def rollout_servers(self) -> str:
-        """The stage that starts vLLM servers for rollouts (`grpo` before `sample`); or empty."""
+    def rollout_servers(self) -> bool:
+        """True if a stage starts vLLM servers for rollouts."""
         config = self.config
         if not self.recipe:
             given = config.grpo.rollout_server != RecipeConfig().grpo.rollout_server
-            return "grpo" if given or config.grpo.generation_backend == "vllm" else ""
+            return given or config.grpo.generation_backend == "vllm"
         sampling = [k.samples_with for k in kinds_of(config.stages) if k.samples_with]
-        vllm = [s for s in sampling if getattr(config, s).generation_backend == "vllm"]
-        return vllm[-1] if vllm else ""
+        return any(getattr(config, s).generation_backend == "vllm" for s in sampling)
 
     @property
     def serves_here(self) -> bool:

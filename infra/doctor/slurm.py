@@ -17,7 +17,6 @@ from infra.doctor.check import (
     Look,
     absent,
     ask,
-    doubtful,
     fine,
     found,
     scratch_in,
@@ -57,34 +56,17 @@ def _commands(look: Look) -> Finding:
     return fine(f"{version.out.strip() or 'they are on PATH'}{without}")
 
 
-def _controller(look: Look) -> Iterator[Finding]:
+def _controller(look: Look) -> Finding | None:
     if not _there():
-        return
+        return None
     settings, answer = _asked()
     if settings:
         cluster, version = settings.get("ClusterName"), settings.get("SLURM_VERSION")
-        yield fine(f"cluster {cluster} answers, Slurm {version}")
-        yield _nodes(look)
-        return
+        return fine(f"cluster {cluster} answers, Slurm {version}")
     said = answer.last_line
     mend = "export SLURM_CONF=/PATH/TO/slurm.conf" if "configuration source" in said else _AGAIN
     why = "starting jobs; those that run go on meanwhile"
-    yield found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
-
-
-def _nodes(look: Look) -> Finding:
-    state = doubtful(look.on_slurm)
-    answer = ask(["sinfo", "--noheader", "--format=%D %t"], SLURM_S)
-    if not answer.ok:
-        return found(state, f"`sinfo`: {answer.last_line}", _AGAIN, name="nodes")
-    pairs = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2]
-    away = ("down", "drain", "drng", "fail", "unk", "maint", "boot", "inval")
-    up = sum(int(n) for n, state in pairs if not state.startswith(away) and state[-1] != "*")
-    what = ", ".join(f"{n} {state}" for n, state in pairs)
-    if up:
-        return fine(what, name="nodes")
-    what = f"none can take a job: {what or 'none'}"
-    return found(state, what, "sinfo --list-reasons", name="nodes")
+    return found(absent(look.on_slurm), f"it gives no answer ({said})", mend, why)
 
 
 def _accounting(look: Look) -> Finding | None:

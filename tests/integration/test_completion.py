@@ -47,7 +47,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("refiner plan tiny grpo.health.max_k", ["grpo.health.max_kl="]),
         ("refiner plan tiny judge.kind=", ["judge.kind=lexical", "judge.kind=openai"]),
         ("refiner plan tiny grpo.active_sampling=t", ["grpo.active_sampling=true"]),
-        ("refiner plan tiny stages=[data,sf", ["stages=[data,sft"]),
+        ("refiner plan tiny stages=[sf", ["stages=[sft"]),
         ("refiner plan tiny sft.deepspeed_stage=n", ["sft.deepspeed_stage=null"]),
         ("refiner plan tiny dispatch.profile=gr", ["dispatch.profile=gres"]),
         ("refiner show grpo.kl", ["grpo.kl_estimator"]),

@@ -274,14 +274,3 @@ def test_a_card_tells_of_hardware_that_was_certified_and_of_no_other() -> None:
         )
     bad = certificate(checks=(CertifiedCheck("kernel sdpa", "fail", "off"),))
     assert not public_certificate([bad], there)
-
-
-def test_a_plan_for_gpus_says_what_such_a_training_took_of_its_forecast(tmp_path: Path) -> None:
-    from flows.checking.resources import time_notes
-
-    words = (f"workspace={tmp_path}/runs", "sft.resources.gpus=1", "stages=[data,sft]")
-    figures = {"tokens_per_s": 1e4, "parameters": 4e9, "memory_ratio": 0.9}
-    made = certificate(checks=(CertifiedCheck("SFT throughput", "pass", "", figures),))
-    write_certificate(Workspace.open(tmp_path / "runs"), made)
-    notes = time_notes(make_recipe_plan("tiny", words))
-    assert any("on each GPU; a certified training took 90% of such a forecast" in n for n in notes)
