@@ -1,7 +1,7 @@
 """Calls of `refiner run`: begun, worked on, shown, detached, cancelled.
 
-``calls`` begins and records them, and works on one with ``showing`` (its orchestrator, and requests
-to stop) and ``console`` (its progress); ``runs`` is all of that in one function each;
-``background`` leaves one to a process or a job, and starts what shows it in Prefect; ``cancelling``
-ends it; ``status``, ``logs`` and ``following`` read how it stands from records alone.
+``calls`` carries one out, from its recipe or its record to its end, with ``showing`` (its
+orchestrator, and requests to stop) and ``console`` (its progress); ``background`` leaves one to a
+process or a job, and starts what shows it in Prefect; ``cancelling`` ends it; ``status``, ``logs``
+and ``following`` read how it stands from records alone.
 """

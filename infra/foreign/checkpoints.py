@@ -283,16 +283,14 @@ def _checked(
         if wrong := damage(path, need_weights=rule == "weights"):
             return ForeignCheckpoint(step, path, wrong, certain=wrong[:8] != "there is")
         whole[path] = now
+    is_trainers = rule != "file" and (path / "training_args.bin").exists()
+    if is_trainers and not (path / _TRAINER_STATE).exists():
+        return ForeignCheckpoint(step, path, f"there is no {_TRAINER_STATE}, which is saved last")
     if rule == "file" and not ((path / value).is_file() and _size(path / value)):
         return ForeignCheckpoint(step, path, f"{value} is not there")
     if rule == "quiet" and (age := _age_s(path)) < float(value):
         return ForeignCheckpoint(step, path, f"changed {age:.0f} s ago, less than {value} s")
     return ForeignCheckpoint(step, path)
-
-
-def is_half(path: Path) -> bool:
-    """True if a checkpoint is one of Hugging Face's Trainer that lacks the file written last."""
-    return (path / "training_args.bin").exists() and not (path / _TRAINER_STATE).exists()
 
 
 def steps_to_take(path: Path) -> int:
@@ -302,41 +300,6 @@ def steps_to_take(path: Path) -> int:
         return int(state["max_steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
-
-
-class PassedOver:
-    """A checkpoint that looks whole and cannot be gone on from: out of sight until the trainer has
-    begun from another one, which is the proof, and then deleted."""
-
-    _MARK = f"{atomic.TEMPORARY}passed-over-"
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.hidden = path, path.with_name(f"{self._MARK}{path.name}")
-        try:
-            path.rename(self.hidden)
-        except OSError as error:  # a full quota may refuse even a new name
-            log.warning("%s stays in sight: %s", path, error)
-
-    def give_back(self) -> None:
-        """It was not at fault."""
-        if self.hidden.exists():
-            self.hidden.rename(self.path)
-
-    def remove(self) -> None:
-        """It was."""
-        log.warning("deleting %s: the trainer could not go on from it", self.path)
-        atomic.remove_tree(self.hidden)
-
-    @classmethod
-    def bring_back(cls, output: Path, pattern: str) -> None:
-        """Bring back what a worker has left that did not live to see the proof."""
-        folder = pattern.rpartition("/")[0]
-        for hidden in output.glob("/".join(filter(None, (folder, f"{cls._MARK}*")))):
-            path = hidden.with_name(hidden.name.removeprefix(cls._MARK))
-            if path.exists():
-                atomic.remove_tree(hidden)
-            else:
-                hidden.rename(path)
 
 
 class _File(NamedTuple):

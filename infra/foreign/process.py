@@ -53,9 +53,6 @@ _TURN_S = 0.5
 _LAST_WORDS_S = 5.0
 PHASE = "train"
 _NOTHING = Progress(0, 0, PHASE)
-#: Numbers that only a step of training has, and a bar: signs of life where no pattern fits.
-_NUMBERS = re.compile(r"\b(loss|grad_norm)\b\W{0,4}\d")
-_BAR = re.compile(r"\b(\d+)/\d+ \[")
 #: Bytes that go in at once, and bytes for each second besides (700 MB a day).
 _AT_ONCE, _EACH_S = 16 << 20, 8 << 10
 _MOST_LINES_WAITING = 400
@@ -237,12 +234,6 @@ class LineReader:
         if metrics:
             self._logged_step = done
         return metrics
-
-
-def says_that_it_moves(line: str, first_step: int) -> bool:
-    """True if a line is of a training that has got beyond ``first_step``, whatever its pattern."""
-    bar = _BAR.search(line)
-    return bool(_NUMBERS.search(line) or (bar and int(bar[1]) > first_step))
 
 
 def _number(text: str) -> float | None:

@@ -9,8 +9,7 @@ The folder it writes into is one for all attempts, because its checkpoints lie t
 keep attempts apart: before a start, whatever an earlier one has left running here is killed; a
 trainer dies with its worker; and a worker that is no longer the newest stops its trainer.
 
-An attempt may start the trainer more than once: from the checkpoint before, where the newest cannot
-be gone on from though it looks whole; and again, where it ends well before its last step.
+An attempt starts the trainer again where it ends well before its last step.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ from typing import TYPE_CHECKING
 
 from infra.foreign.checkpoints import (
     ForeignCheckpoint,
-    PassedOver,
     Signature,
     find_checkpoints,
-    is_half,
     newest_complete,
     remove_older,
     remove_unfinished,
@@ -49,7 +46,6 @@ from infra.foreign.process import (
     environment,
     error_of,
     kernel_oom_kills,
-    says_that_it_moves,
 )
 from infra.process.child import kill_leftovers
 from infra.store.checkpoints import Complete
@@ -60,7 +56,7 @@ from refiner_core.contract.errors import (
     NoSpaceError,
     ScriptFailed,
 )
-from refiner_core.contract.types import Progress, SavedCheckpoint
+from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
     from infra.attempt.stage_io import AttemptIO
@@ -133,44 +129,22 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
     job.call.output.mkdir(parents=True, exist_ok=True)
     kill_leftovers(job.call.output)
     job.check_fence()
-    PassedOver.bring_back(job.call.output, job.command.checkpoints)
     start = newest_complete(_tidied(job))
-    _go_on_from(job, io, start)
-    try:
-        return _run(job, io, start)
-    except ScriptFailed as failed:
-        if start is None or not failed.before_first_step:
-            raise
-        earlier = newest_complete([c for c in job.checkpoints() if c.step < start.step])
-        if earlier is None and not is_half(start.path):
-            raise
-        why = f"the trainer has failed before its first step from it: {failed.what}"
-    log.warning("%s is passed over for %s: %s", start.path, _named(earlier), why)
-    passed_over = PassedOver(start.path)
-    io.close()
-    io.pass_over(SavedCheckpoint(start.step, start.path), why)
-    _go_on_from(job, io, earlier)
-    try:
-        return _run(job, io, earlier, passed_over)
-    except ScriptFailed as failed:
-        if failed.before_first_step:
-            passed_over.give_back()
-        raise
+    if start is not None:
+        before = [n for n in io.stage.attempt_numbers() if n < job.call.attempt]
+        with_metrics = [n for n in before if io.stage.attempt(n).metrics.exists()]
+        made_by = (with_metrics or before or [job.call.attempt])[-1]
+        io.go_on_from(Complete(start.step, made_by, start.path))
+    return _run(job, io, start)
 
 
-def _run(
-    job: TrainerJob,
-    io: AttemptIO,
-    start: ForeignCheckpoint | None,
-    passed_over: PassedOver | None = None,
-) -> TrainerReport:
+def _run(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> TrainerReport:
     """Run a trainer from a checkpoint to its end; more than once where it ends well before its last
     step and can go on."""
     told, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
     while True:
         call = replace(job.call, checkpoint=None if start is None else start.path)
-        at_work = _AtWork(replace(job, call=call), io, told, passed_over)
-        at_work.moves = ended_at >= 0  # it has once
+        at_work = _AtWork(replace(job, call=call), io, told)
         found = _to_its_end(at_work)
         told = at_work.progress_with(found)
         can_resume = uses(job.command, "resume") and job.command.resume_arguments
@@ -207,8 +181,8 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
         found = _tidied(job, short=isinstance(error, NoSpaceError))
         at_work.flush_log()
-        if isinstance(error, ScriptFailed):
-            error.before_first_step = not at_work.has_begun(found)
+        if isinstance(error, ScriptFailed) and (start := job.call.checkpoint) is not None:
+            error.fix = f"if it cannot go on from {start}, move that away; else {error.fix}"
         at_work.io.progress(at_work.progress_with(found))
         raise error
     at_work.flush_log()
@@ -227,28 +201,13 @@ def _tidied(job: TrainerJob, *, short: bool = False) -> list[ForeignCheckpoint]:
     return found
 
 
-def _go_on_from(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> None:
-    if start is None:
-        return
-    before = [n for n in io.stage.attempt_numbers() if n < job.call.attempt]
-    with_metrics = [n for n in before if io.stage.attempt(n).metrics.exists()]
-    made_by = (with_metrics or before or [job.call.attempt])[-1]
-    io.go_on_from(Complete(start.step, made_by, start.path))
-
-
 class _AtWork:
     """The loop around one started trainer."""
 
-    def __init__(
-        self, job: TrainerJob, io: AttemptIO, told: Progress, passed_over: PassedOver | None
-    ) -> None:
+    def __init__(self, job: TrainerJob, io: AttemptIO, told: Progress) -> None:
         self.job, self.io = job, io
         self.reader = LineReader(job.command.progress_pattern, told)
         self.stopped = False
-        self._first_step = told.done if job.call.checkpoint is not None else 0
-        #: Whether it has shown that it trains.
-        self.moves = False
-        self._passed_over = passed_over
         self._lines: deque[str] = deque(maxlen=400)
         self._log = TrainerLog()
         self._oom_before = kernel_oom_kills()
@@ -264,14 +223,6 @@ class _AtWork:
         """True if the trainer has printed its last step."""
         progress = self.reader.progress
         return 0 < progress.total <= progress.done
-
-    def has_begun(self, found: list[ForeignCheckpoint]) -> bool:
-        """True if it has done a step since it was started, by what it has printed and saved."""
-        return (
-            self.moves
-            or self.reader.progress.done > self._first_step
-            or any(c.step > self._first_step for c in found)
-        )
 
     def progress_with(self, found: list[ForeignCheckpoint]) -> Progress:
         """Progress by its lines, and by its newest checkpoint where they do not say."""
@@ -323,7 +274,6 @@ class _AtWork:
             self._log.write(line.text)
         if line.text:
             self._lines.append(line.text)
-        self.moves = self.moves or says_that_it_moves(line.text, self._first_step)
         metrics = self.reader.read(line.text)
         if metrics:
             self.io.log_metrics(self.reader.progress.done, metrics)
@@ -375,9 +325,6 @@ class _AtWork:
         settled = [c for c in found if self._signatures[c.path] == before.get(c.path)]
         if len(settled) == len(found):
             self._names = names
-        if self._passed_over is not None and self.has_begun(found):
-            self._passed_over.remove()
-            self._passed_over = None
         largest = max((size_of(c.path) for c in found if not c.damage), default=0)
         need = int(_ROOM_FOR * largest)
         if need and self.job.shortage(need):

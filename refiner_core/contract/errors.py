@@ -101,12 +101,10 @@ class StageFailed(RefinerError, RuntimeError):
 class ScriptFailed(StageFailed):
     """Somebody else's script has failed of itself: a bug as any other, but none of refiner's.
 
-    ``signature`` is its own last error, by which it is known again; ``before_first_step`` tells
-    that it had done nothing since it was started.
+    ``signature`` is its own last error, by which it is known again.
     """
 
     signature = ""
-    before_first_step = False
 
 
 class LaunchError(RefinerError, RuntimeError):
