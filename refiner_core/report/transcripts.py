@@ -12,7 +12,8 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 from markupsafe import Markup, escape
 
@@ -26,7 +27,7 @@ from refiner_core.answers import (
     strip_tags,
 )
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
-from refiner_core.report.printing import count, counted, plain
+from refiner_core.report.printing import count, plain
 from refiner_core.report.run.document import Said
 from refiner_core.report.sweep.document import Answer, AttemptsRow
 
@@ -56,9 +57,8 @@ def within(answers: Iterable[A], room: int) -> list[A]:
 
 class Span(NamedTuple):
     """A piece of a text: in a snippet (``ids`` are those it names, perhaps none) or not (None);
-    ``before`` and ``after`` are the snippet's own tags. ``start`` is where it begins."""
+    ``before`` and ``after`` are the snippet's own tags."""
 
-    start: int
     text: str
     ids: tuple[str, ...] | None = None
     before: str = ""
@@ -70,24 +70,23 @@ def spans(text: str, *, any_case: bool = False) -> Iterator[Span]:
     pieces are the text. A tag that is broken, that closes nothing or (but with ``any_case``, as
     prompts are read) is not in lower case is text."""
     at = 0
-    opened: tuple[int, tuple[str, ...], str] | None = None
+    opened: tuple[tuple[str, ...], str] | None = None
     for tag in scan_tags(text):
         if tag.name != "snippet" or not tag.complete or not (tag.lower_case or any_case):
             continue
         raw, inside = text[tag.start : tag.end], text[at : tag.start]
         if opened is not None:
-            start, ids, before = opened
-            yield Span(start, inside, ids, before, raw if tag.closing else "")
+            yield Span(inside, *opened, raw if tag.closing else "")
         elif tag.closing:
             continue
         elif inside:
-            yield Span(at, inside)
-        opened = None if tag.closing else (tag.start, read_attributes(tag.attributes).ids, raw)
+            yield Span(inside)
+        opened = None if tag.closing else (read_attributes(tag.attributes).ids, raw)
         at = tag.end
     if opened is not None:
-        yield Span(opened[0], text[at:], opened[1], opened[2])
+        yield Span(text[at:], *opened)
     elif text[at:]:
-        yield Span(at, text[at:])
+        yield Span(text[at:])
 
 
 def tagged(span: Span) -> Markup:
@@ -250,63 +249,39 @@ _REFUSED = {
     "rule_broken": "against the rules",
 }
 
-Who = Literal["user", "agent", "call", "tool"]
-
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing in a transcript. ``label`` names who; ``trouble`` what was wrong with it; ``other``
-    is what was sampled beside it where a turn was sampled twice, and ``other_label`` says which;
-    ``cut`` characters are left out."""
+    """One thing in a transcript. ``who`` is the user, the agent, a call or a tool, ``label`` its
+    name; ``trouble`` what was wrong with it; ``other`` is what was sampled beside it where a turn
+    was sampled twice, and ``other_label`` says which."""
 
-    who: Who
+    who: str
     label: str
     text: str
     trouble: str = ""
     other: str = ""
     other_label: str = ""
-    cut: int = 0
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """An attempt as it is shown. ``verdict`` is ``passed``, ``failed`` or ``error``; ``left_out``
-    says what does not fit."""
-
-    verdict: Literal["passed", "failed", "error"]
-    why: str
-    said: tuple[Turn, ...]
-    checks: tuple[Mapping[str, Any], ...]
-    excluded: tuple[str, ...]
-    left_out: str
-
-
-def conversation(episode: Mapping[str, Any]) -> Conversation:
-    """Attempt as the page shows it."""
-    kept: list[Turn] = []
-    room, everything = MOST_OF_EPISODE, list(_said(episode))
-    for said in everything:
-        room -= _size(said)
-        if room < 0 and kept:
-            break
-        kept.append(
-            replace(
-                said,
-                text=said.text[:MOST_OF_MESSAGE],
-                other=said.other[:MOST_OF_MESSAGE],
-                cut=max(0, len(said.text) - MOST_OF_MESSAGE),
-            )
-        )
-    missing = len(everything) - len(kept)
+def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
+    """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
+    everything = list(_said(episode))
+    ends = accumulate(map(_size, everything))
+    fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
+    kept = fitting or everything[:1]
     names = ("kind", "name", "passed", "detail")
     checks = [{n: check.get(n) or "" for n in names} for check in episode.get("checks") or ()]
-    return Conversation(
-        *verdict_of(episode),
-        tuple(kept),
-        tuple(sorted(checks, key=lambda check: bool(check["passed"]))[:_MOST_CHECKS]),
-        tuple(str(name) for name in episode.get("excluded") or ()),
-        f"{counted(missing, 'message')} more in report.json." if missing else "",
-    )
+    verdict, why = verdict_of(episode)
+    return {
+        "verdict": verdict,
+        "why": why,
+        "said": kept,
+        "most": MOST_OF_MESSAGE,
+        "checks": sorted(checks, key=lambda check: bool(check["passed"]))[:_MOST_CHECKS],
+        "excluded": [str(name) for name in episode.get("excluded") or ()],
+        "left_out": len(everything) - len(kept),
+    }
 
 
 def _size(said: Turn) -> int:
@@ -319,8 +294,8 @@ def size_of(episode: Mapping[str, Any]) -> int:
     return min(found, MOST_OF_EPISODE) + 120 * len(episode.get("checks") or ())
 
 
-def verdict_of(episode: Mapping[str, Any]) -> tuple[Literal["passed", "failed", "error"], str]:
-    """Verdict on an attempt, and its reason in words."""
+def verdict_of(episode: Mapping[str, Any]) -> tuple[str, str]:
+    """Verdict on an attempt (passed, failed or error), and its reason in words."""
     if episode.get("status") == "error":
         kind = str(episode.get("error_kind") or "error")
         told = str(episode.get("error") or "")
@@ -343,7 +318,7 @@ def _said(episode: Mapping[str, Any]) -> Iterator[Turn]:
 
 def _messages(messages: Iterable[Sequence[str]]) -> Iterator[Turn]:
     for role, content in messages:
-        who: Who = "user" if role == "user" else "tool"
+        who = "user" if role == "user" else "tool"
         yield Turn(who, who.capitalize(), content)
 
 
@@ -376,19 +351,10 @@ def attempts_of(answers: Iterable[Answer]) -> list[int]:
 # ---------------------------------------------------------------- counts
 
 
-@dataclass(frozen=True)
-class AttemptsTable:
-    """Attempts of one model under one way of measuring; a row per arm and domain, and where there
-    are several domains one of all of them."""
-
-    name: str
-    classes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    rows: tuple[AttemptsRow, ...]
-
-
-def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[AttemptsTable]:
-    """Tables of the arms given, in their order; only classes that occur have a column."""
+def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[dict[str, Any]]:
+    """Attempts of the arms given, a table for each model and way of measuring. A row per arm and
+    domain, and where there are several domains one of all of them; classes of failures and kinds of
+    errors that occur."""
     by_name: dict[str, list[AttemptsRow]] = {}
     for row in rows:
         if row.arm in arms:
@@ -402,22 +368,18 @@ def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[At
             shown += [*mine, _all_of(mine)] if len(mine) > 1 else mine
         occurring = {c for row in found for c, n in row.failures.items() if n}
         known = [c for c in FAILURE_WORDS if c in occurring]
-        classes = (*known, *sorted(occurring - set(known)))
-        kinds = tuple(sorted({kind for row in found for kind, n in row.errors.items() if n}))
-        made.append(AttemptsTable(name, classes, kinds, tuple(shown)))
+        classes = [*known, *sorted(occurring - set(known))]
+        kinds = sorted({kind for row in found for kind, n in row.errors.items() if n})
+        made.append({"name": name, "classes": classes, "kinds": kinds, "rows": shown})
     return made
 
 
 def _all_of(rows: Sequence[AttemptsRow]) -> AttemptsRow:
-    return replace(
-        rows[0],
-        domain="",
-        tasks=sum(row.tasks for row in rows),
-        asked=sum(row.asked for row in rows),
-        passed=sum(row.passed for row in rows),
-        failures=summed(row.failures for row in rows),
-        errors=summed(row.errors for row in rows),
-    )
+    sums: dict[str, Any] = {
+        n: sum(getattr(r, n) for r in rows) for n in ("tasks", "asked", "passed")
+    }
+    sums |= {n: summed(getattr(r, n) for r in rows) for n in ("failures", "errors")}
+    return replace(rows[0], domain="", **sums)
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
