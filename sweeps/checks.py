@@ -176,23 +176,17 @@ def _check_yardstick(plan: SweepPlan, aim: Aim, varied: Iterable[str]) -> None:
     fields = [f for f in varied if measures(f, aim.metric, plan.config) and f not in fixed]
     if not fields:
         return
-    what = f"Arms of sweep {plan.sweep.name} differ in {', '.join(f'`{f}`' for f in fields)}, which"
-    if protocol is not None:
-        what += (
-            f" protocol {protocol.name} leaves to the recipe, and which is part of how "
-            f"{aim.metric} is measured."
-        )
-        fix = "write it into the protocol's file"
-    else:
-        what += (
-            f" is part of how {aim.metric} is measured: each would be measured by a yardstick of "
-            "its own, and the numbers could not be compared."
-        )
-        fix = (
-            "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
-            "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`"
-        )
-    raise ConfigurationError(what, expected="one yardstick for all arms", fix=fix)
+    free = f"protocol {protocol.name} leaves to the recipe" if protocol else "no protocol fixes"
+    raise ConfigurationError(
+        f"Arms of sweep {plan.sweep.name} differ in {', '.join(f'`{f}`' for f in fields)}, which "
+        f"{free}, and which is part of how {aim.metric} is measured: each would be measured by a "
+        "yardstick of its own, and the numbers could not be compared.",
+        expected="one yardstick for all arms",
+        fix="write it into the protocol's file"
+        if protocol
+        else "name a protocol file that fixes it, e.g. `overrides: ['evaluate.protocols="
+        "[held-out-reader-v1]']` with `question: {protocol: held-out-reader-v1}`",
+    )
 
 
 def measures(field: str, metric: str, config: RecipeConfig) -> bool:

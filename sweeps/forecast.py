@@ -17,7 +17,6 @@ ended, in their order.
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -32,6 +31,7 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import is_service
+from refiner_core.report.printing import counted
 from sweeps.history import (
     FINE_TUNING,
     SHAPE_FIELDS,
@@ -253,11 +253,9 @@ class _Estimator:
         guesses = [s for m in alike if (s := _by(m, work)) is not None]
         if not guesses:
             return None, f"unknown: of {len(alike)} earlier {shape.kind} stages no time was noted"
-        many = len(guesses) > 1
-        count = f"{len(guesses)} stage{'s' if many else ''}"
+        count = counted(len(guesses), "stage")
         if how:
-            verb = "differ" if many else "differs"
-            return median(guesses), f"by rule of thumb: {count} that {verb} in {how}"
+            return median(guesses), f"by rule of thumb: {count} with another {how}"
         return median(guesses), f"measured: {count} like it"
 
     def _like(self, shape: Shape) -> tuple[list[Measured], str]:
@@ -519,15 +517,11 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
     """
     if not passed:
         return
-    ways = [f"raise limits.{p.field} to {_number(p.needed, up=True)}" for p in passed]
-    if any(p.fits is not None for p in passed):
-        ways.append("leave out seeds or arms")
-    if any(p.field == "disk_gb" for p in passed):
-        ways.append("lower limits.concurrency or `keep` of the stages")
     raise ConfigurationError(
         "The sweep " + "; it ".join(p.text for p in passed),
         expected="a sweep that fits into its limits",
-        fix=", or ".join(ways) + ", and run the same command again",
+        fix="raise these limits, or leave out seeds or arms (for disk: lower limits.concurrency or "
+        "`keep` of the stages), and run the same command again",
     )
 
 
@@ -551,11 +545,6 @@ def what_fits(trials: Sequence[TrialShare], count: int) -> str:
     return ", and ".join(parts)
 
 
-def _number(value: float, *, up: bool = False) -> str:
-    """Three digits; ``up``: two, and never less than the value."""
-    if value >= 100 or value == int(value):
-        return f"{math.ceil(value) if up else value:.0f}"
-    if not up:
-        return f"{value:.3g}"
-    step = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return f"{math.ceil(value / step) * step:.3g}"
+def _number(value: float) -> str:
+    """Three digits."""
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -89,27 +89,21 @@ def find_baseline(sweep: SweepFile, arms: tuple[ArmRecord, ...]) -> str:
     ConfigurationError
         No arm, or more than one, is the one that the file names.
     """
-    names = [arm.name for arm in arms]
-    if not sweep.baseline:
+    names, wanted = [arm.name for arm in arms], sweep.baseline
+    if not wanted:
         return names[0]
-    if isinstance(sweep.baseline, str):
-        if sweep.baseline in names:
-            return sweep.baseline
+    if isinstance(wanted, str):
+        found, said, near = [n for n in names if n == wanted], repr(wanted), suggest(wanted, names)
+    else:
+        rule = _rule(sweep, _dimensions(sweep), wanted, "baseline")
+        found = [a.name for a in arms if all(a.levels.get(f) == t for f, t in rule.items())]
+        said, near = ", ".join(f"{f}: {t}" for f, t in rule.items()), ""
+    if len(found) != 1:
+        met = f"{len(found)} arms are ({_some(found)})" if found else "no arm is"
         raise ConfigurationError(
-            f"Sweep {sweep.name} has no arm {sweep.baseline!r} for its baseline."
-            f"{suggest(sweep.baseline, names)}",
+            f"`baseline` of sweep {sweep.name} is {said}, which {met}.{near}",
             expected=f"one of: {_some(names)}",
             fix="name one of these, or {field: label} that only that arm has",
-        )
-    rule = _rule(sweep, _dimensions(sweep), sweep.baseline, "baseline")
-    found = [a.name for a in arms if all(a.levels.get(f) == t for f, t in rule.items())]
-    if len(found) != 1:
-        said = ", ".join(f"{f}: {t}" for f, t in rule.items())
-        many = f"is met by {len(found)} arms ({_some(found)})" if found else "is met by no arm"
-        raise ConfigurationError(
-            f"`baseline` of sweep {sweep.name}, {said}, {many}.",
-            expected="levels that exactly one arm has",
-            fix="name a level of each factor, or the arm's name",
         )
     return found[0]
 

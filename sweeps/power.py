@@ -31,7 +31,7 @@ _MOST_SEEDS, _MOST_TIMES = 20, 64
 #: Shares this near to 0 or 1 have no room to move in.
 _EDGE = 0.03
 
-Basis = Literal["pairs", "one seed", "seeds of one arm", "assumed", "nothing"]
+Basis = Literal["pairs", "one seed", "assumed", "nothing"]
 
 
 @dataclass(frozen=True)

@@ -101,18 +101,12 @@ def _checked(found: Resolved) -> Resolved:
 
 def _of_stage(checkpoint: Checkpoint, workspace: Workspace, stage_id: str) -> Resolved:
     output = workspace.output_dir(stage_id)
-    if output is None:
+    folder = (output or Path()) / "model"
+    if output is None or not folder.is_dir():
         raise ConfigurationError(
-            f"{workspace.root} has no finished stage {stage_id!r}.",
-            expected="the id of a stage that has trained or exported a model",
+            f"{workspace.root} has no finished stage {stage_id!r} with a model in its output.",
+            expected="the id of a stage that has trained or exported one",
             fix="see `refiner status`, or name another workspace=DIR",
-        )
-    folder = output / "model"
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"Stage {stage_id} has no model in {output}.",
-            expected="a stage that has trained or exported one, and whose output is there",
-            fix="name another stage",
         )
     return Resolved(checkpoint, str(folder), "", model_digest(str(folder), ""), stage_id)
 

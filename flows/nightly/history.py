@@ -9,7 +9,6 @@ fails a night: what it said is recorded, and is not sent again. A command finds 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from flows.notifying.channels import ChannelFailed, send
@@ -18,23 +17,9 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.records import to_json
 from refiner_core.nightly.changes import Series, Values, alert_of, series_of
 from refiner_core.nightly.definition import Nightly, Row
+from refiner_core.nightly.page import Reading
 
 HISTORY_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A history as it stands.
-
-    ``missed`` maps nights to checkpoints without a number and why.
-    """
-
-    nightly: Nightly
-    rows: tuple[Row, ...]
-    series: tuple[Series, ...]
-    alerts: tuple[Mapping[str, Any], ...]
-    missed: Mapping[str, Mapping[str, str]]
-    nights: tuple[str, ...]
 
 
 def read_history(nightly: Nightly, workspace: Workspace) -> Reading:

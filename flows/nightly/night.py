@@ -35,7 +35,7 @@ from flows.nightly.evaluations import (
     night_held,
 )
 from flows.nightly.files import find_nightly, load_nightly, workspace_of
-from flows.nightly.history import Reading, deliver, raise_alerts, read_history
+from flows.nightly.history import deliver, raise_alerts, read_history
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
 from infra.store.records import now_text
@@ -47,16 +47,8 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import picked, to_json
 from refiner_core.evaluation.metrics import has_metric, metrics_of
 from refiner_core.nightly.definition import Nightly, Schedule
-from refiner_core.nightly.page import Trends, open_alerts, trend_page
+from refiner_core.nightly.page import Reading, open_alerts, trend_page
 from refiner_core.report.printing import measured
-
-
-def page_text(reading: Reading) -> str:
-    """The trend page as HTML."""
-    nightly = reading.nightly
-    schedule, seen = f"{nightly.schedule} ({nightly.timezone})", (reading.series, reading.alerts)
-    return trend_page(Trends(nightly.name, schedule, *seen, reading.missed, now_text()))
-
 
 NightState = Literal["done", "incomplete", "busy", "missed"]
 
@@ -280,9 +272,9 @@ def nightly_page(
     """
     reading, records = nightly_history(file, overrides)
     if out is None:
-        return records.write_page(page_text(reading))
+        return records.write_page(trend_page(reading, now_text()))
     path = Path(out).expanduser().absolute()
-    atomic.write_text(path, page_text(reading))
+    atomic.write_text(path, trend_page(reading, now_text()))
     return path
 
 
@@ -360,7 +352,7 @@ def _work(at: At, night: str, now: datetime) -> NightOutcome:
     undelivered = deliver(at.nightly, alerts, at.records)
     if alerts:
         reading = read_history(at.nightly, at.workspace)
-    page = at.records.write_page(page_text(reading))
+    page = at.records.write_page(trend_page(reading, now_text()))
     return NightOutcome(
         nightly=at.nightly.name,
         night=night,

@@ -309,7 +309,8 @@ class Admission:
         before = self.outlook.forecast
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
-        self.tell(canary_line(name, measured, forecast))
+        total = next(iter(forecast_lines(forecast)), "")
+        self.tell(f"{name} has shown what training takes: {canary_text(measured)}\n{total}")
         known = {p.field for p in self.outlook.passed(before)} if before else set()
         new = [p.text for p in self.outlook.passed(forecast) if p.field not in known]
         if new and not self.outlook.past_canary and self._waiting:
@@ -332,9 +333,3 @@ class Admission:
             return  # it was said in an earlier call
         how = picked(word, "state", "reason", "run")
         self.note({"event": "trial", "trial": trial.name, **how})
-
-
-def canary_line(name: str, measured: CanaryMeasure, forecast: SweepForecast) -> str:
-    """Line on what the canary has shown, and what follows for the sweep."""
-    total = next(iter(forecast_lines(forecast)), "")
-    return f"{name} has shown what training takes: {canary_text(measured)}\n{total}"

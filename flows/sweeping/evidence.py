@@ -1,8 +1,8 @@
 """Evidence of earlier runs for a sweep: spreads of its number, and what other rewards would change.
 
 In: a workspace and the number that decides a sweep. Out: an :class:`~sweeps.power.Evidence`. The
-best that is there counts, in this order: two arms with several seeds in common, two arms with one,
-one arm with several seeds; else an assumption. It looks at the newest runs and stops early.
+best that is there counts, in this order: two arms with several seeds in common, two arms with one;
+else an assumption. It looks at the newest runs and stops early.
 
 In: a planned sweep and an earlier run. Out: per arm that changes nothing but `reward` and `judge`,
 the share of that run's groups whose best answers and advantages would be others. Judgements that
@@ -84,10 +84,9 @@ def _with_mean(evidence: Evidence, groups: Sequence[_Group]) -> Evidence:
     return replace(evidence, text=evidence.text.replace(found, known), mean=mean)
 
 
-def _rank(evidence: Evidence) -> tuple[int, int]:
+def _rank(evidence: Evidence) -> tuple[bool, int]:
     known = evidence.components
-    order = ("pairs", "one seed", "seeds of one arm", "assumed", "nothing")
-    return order.index(evidence.basis), -(known.seeds * known.prompts if known else 0)
+    return evidence.basis != "pairs", -(known.seeds * known.prompts if known else 0)
 
 
 # ---------------------------------------------------------------- reading
@@ -168,29 +167,11 @@ def _of_group(group: _Group, metric: str) -> Evidence | None:
         if seeds == 1:
             text += "; how much seeds differ is not known"
         return Evidence(known, basis, text, mean)  # type: ignore[arg-type]
-    if arms and len(arms[0]) >= 2:
-        found = _of_one_arm(arms[0], metric, mean)
-        if found.components is not None and not _nothing_spreads(found.components):
-            return found
     return None
 
 
 def _nothing_spreads(known: Components) -> bool:
     return known.prompt + known.residual + (known.seed or 0.0) == 0.0
-
-
-def _of_one_arm(arm: Mapping[int, Path], metric: str, mean: float) -> Evidence:
-    """Two arms that are alike differ as two seeds of one do: each component counts twice, and what
-    prompts have in common cancels."""
-    seeds = sorted(arm)
-    known = variance_components(_layout(arm, seeds, metric))
-    seed = None if known.seed is None else 2 * known.seed
-    doubled = known._replace(seed=seed, prompt=0.0, residual=2 * known.residual)
-    text = (
-        f"measured: {len(seeds)} seeds of one earlier arm on {known.prompts} prompts, as if "
-        "another arm spread as much"
-    )
-    return Evidence(doubled, "seeds of one arm", text, mean)
 
 
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:

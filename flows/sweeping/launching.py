@@ -198,13 +198,6 @@ def in_folder(folder: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.chdir(folder) if there else contextlib.nullcontext()
 
 
-def dispatch_of(workspace: Workspace, record: SweepRecord) -> dict[str, Any]:
-    """The ``dispatch`` section of a recorded sweep's recipe."""
-    with in_folder(record.folder):
-        plan = plan_of_record(workspace, record)
-    return dict(to_json(plan.config.dispatch))
-
-
 log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
 MANY = 256
@@ -511,14 +504,12 @@ def detach_sweep(
     room = Workspace.open(workspace)
     record = read_sweep(room, sweep)
     require_idle(room, sweep_call(sweep), regardless=launch.take_over)
-    return leave(
-        room,
-        sweep_call(record.name),
-        pin_for(room, record.name).code,
-        where,
-        dispatch_of(room, record) if where == "job" else {},
-        launch,
-    )
+    dispatch = {}
+    if where == "job":
+        with in_folder(record.folder):
+            dispatch = to_json(plan_of_record(room, record).config.dispatch)
+    code = pin_for(room, record.name).code
+    return leave(room, sweep_call(record.name), code, where, dispatch, launch)
 
 
 def cancel_sweep(

@@ -226,8 +226,7 @@ class SweepStatus:
     @property
     def counts(self) -> dict[str, int]:
         """Trials by state."""
-        found = Counter(t.state for t in self.trials)
-        return {state: found[state] for state in _ORDER if found[state]}
+        return _counts(self.trials)
 
     @property
     def finished(self) -> bool:
@@ -290,7 +289,7 @@ def table_of(status: SweepStatus) -> tuple[list[str], list[list[str]]]:
     by = {(t.arm, t.seed): t for t in status.trials}
     arms = [arm.name for arm in status.record.arms]
     if len(seeds) > _MOST_SEEDS:
-        rows = [[arm, _counted([by[arm, s] for s in seeds if (arm, s) in by])] for arm in arms]
+        rows = [[a, _counted(_counts([t for t in status.trials if t.arm == a]))] for a in arms]
         return ["arm", f"{len(seeds)} seeds"], rows
     header = ["arm", *(f"seed {seed}" for seed in seeds)]
     rows = [[arm, *(_cell(by.get((arm, seed))) for seed in seeds)] for arm in arms]
@@ -306,15 +305,18 @@ def _cell(trial: TrialStanding | None) -> str:
     return (trial.progress or "running") + left
 
 
-def _counted(trials: Sequence[TrialStanding]) -> str:
+def _counts(trials: Sequence[TrialStanding]) -> dict[str, int]:
     found = Counter(t.state for t in trials)
-    return ", ".join(f"{found[state]} {state}" for state in _ORDER if found[state])
+    return {state: found[state] for state in _ORDER if found[state]}
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
 def status_lines(status: SweepStatus, workspace: Workspace) -> Iterator[str]:
     """Lines beside the table: totals, what went wrong, who works on it, what to type next."""
-    counts = ", ".join(f"{n} {state}" for state, n in status.counts.items())
-    yield f"{len(status.trials)} trials: {counts}; {_used(status)}"
+    yield f"{len(status.trials)} trials: {_counted(status.counts)}; {_used(status)}"
     yield from _wrong(status)
     page = workspace.layout.reports / status.record.name / "report.html"
     if page.exists():

@@ -266,10 +266,13 @@ def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure 
     first = seconds[: int(save.get("step") or 0)]
     if first and (elapsed_s := save.get("elapsed_s")) is not None:
         start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
+    # The most memory: of the GPU where there is one, else of the process.
+    memory = (_values(lines, f"memory/{which}_peak_gib") for which in ("gpu", "host"))
+    peak = next(filter(None, memory), None)
     return CanaryMeasure(
         *(stage.id, steps, _settled(seconds), save_s, start_s),
         tokens_per_second=_settled(_values(lines, "tokens_per_second")),
-        peak_memory_bytes=_peak(lines),
+        peak_memory_bytes=round(max(peak) * _GIB) if peak else None,
         judge_calls_per_step=_mean(_values(lines, "judge/calls")),
     )
 
@@ -285,14 +288,6 @@ def _settled(values: list[float]) -> float | None:
 
 def _mean(values: list[float]) -> float | None:
     return mean(values) if values else None
-
-
-def _peak(lines: list[MetricsLine]) -> int | None:
-    """The most memory: of the GPU where there is one, else of the process."""
-    for name in ("memory/gpu_peak_gib", "memory/host_peak_gib"):
-        if values := _values(lines, name):
-            return round(max(values) * _GIB)
-    return None
 
 
 def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> CanaryMeasure | None:

@@ -50,6 +50,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from refiner_core.contract.records import picked, to_json
 from refiner_core.nightly.definition import Alerts, Row, When
 
 Floats = npt.NDArray[np.float64]
@@ -250,13 +251,6 @@ class Change:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-class Judged(NamedTuple):
-    """A series read to its end."""
-
-    changes: tuple[Change, ...]
-    noise: Noise
-
-
 class _Level(NamedTuple):
     values: Values
     nights: tuple[Point, ...]
@@ -264,8 +258,8 @@ class _Level(NamedTuple):
 
 def read_series(
     points: Sequence[Point], canary: Sequence[Point] | None, *, smallest: float = 0.0
-) -> Judged:
-    """Read a series from its first night to its last.
+) -> tuple[tuple[Change, ...], Noise]:
+    """Changes of a series, read from its first night to its last, and the canary's noise.
 
     Parameters
     ----------
@@ -279,7 +273,7 @@ def read_series(
     reader = _Reader(points, canary, smallest)
     for point in points[1:]:
         reader.read(point)
-    return Judged(tuple(reader.changes), night_noise(list(reader.means.values())))
+    return tuple(reader.changes), night_noise(list(reader.means.values()))
 
 
 class _Reader:
@@ -403,14 +397,15 @@ class Key(NamedTuple):
 class Series:
     """One checkpoint, protocol and metric, night by night.
 
-    ``rows`` are all of its nights, ``told`` the changes that somebody is to hear of.
+    ``rows`` are all of its nights, ``told`` the changes that somebody is to hear of; ``noise`` is
+    the canary's.
     """
 
     key: Key
     canary: bool
     protocol_name: str
     rows: tuple[Row, ...]
-    judged: Judged
+    noise: Noise
     told: tuple[Change, ...]
 
     @property
@@ -433,10 +428,10 @@ def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> lis
     series = []
     for key, found in grouped.items():
         last, canary = found[-1], canaries.get(key[1:], [])
-        judged = read_series(points[key], None if last.canary else canary, smallest=alerts.smallest)
-        told = worth_telling(judged.changes, alerts.when, canary=last.canary)
-        rows = tuple(found)
-        series.append(Series(key, last.canary, last.protocol_name, rows, judged, tuple(told)))
+        frozen = None if last.canary else canary
+        changes, noise = read_series(points[key], frozen, smallest=alerts.smallest)
+        told = tuple(worth_telling(changes, alerts.when, canary=last.canary))
+        series.append(Series(key, last.canary, last.protocol_name, tuple(found), noise, told))
     return series
 
 
@@ -483,17 +478,10 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
         "version": 1,
         "nightly": nightly,
         "series": key.text,
-        "checkpoint": key.checkpoint,
-        "metric": key.metric,
-        "decoding": key.decoding,
-        "protocol": key.protocol,
+        **key._asdict(),
         "protocol_name": series.protocol_name,
-        "kind": change.kind,
-        "cause": change.cause,
+        **picked(change, "kind", "cause", "night", "nights", "since"),
         "direction": "rise" if change.direction > 0 else "drop",
-        "night": change.night,
-        "nights": list(change.nights),
-        "since": change.since,
         "difference": shift.difference,
         "low": low,
         "high": high,
@@ -501,7 +489,7 @@ def alert_of(nightly: str, series: Series, change: Change, beside: Sequence[str]
         "noise": shift.noise.spread,
         "canary": None if change.canary is None else change.canary.difference,
         "weights_changed": change.weights,
-        "changed": {name: list(pair) for name, pair in change.facts.items()},
+        "changed": to_json(change.facts),
         "title": title_of(nightly, series, change),
         "text": " ".join(_sentences(series, change, beside)),
     }

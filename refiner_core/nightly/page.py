@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from refiner_core.nightly.changes import Series, changed_beside
-from refiner_core.nightly.definition import Row
+from refiner_core.nightly.definition import Nightly, Row
 from refiner_core.report.drawing import Scale, scale_for
 from refiner_core.report.pages import base_style, read, template_of
 from refiner_core.report.printing import number
@@ -36,15 +36,15 @@ _LAST = 30
 
 
 @dataclass(frozen=True)
-class Trends:
-    """Content of the page; ``missed`` maps nights to checkpoints and why they have no number."""
+class Reading:
+    """A history as it stands; ``missed`` maps nights to checkpoints without a number and why."""
 
-    name: str
-    schedule: str
-    series: Sequence[Series]
-    alerts: Sequence[Mapping[str, Any]]
+    nightly: Nightly
+    rows: tuple[Row, ...]
+    series: tuple[Series, ...]
+    alerts: tuple[Mapping[str, Any], ...]
     missed: Mapping[str, Mapping[str, str]]
-    made_at: str
+    nights: tuple[str, ...] = ()
 
 
 class Frame:
@@ -71,11 +71,12 @@ class Frame:
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
 
-def trend_page(trends: Trends) -> str:
+def trend_page(trends: Reading, made_at: str) -> str:
     """The page's text."""
     nights = sorted({r.night for s in trends.series for r in s.rows} | set(trends.missed))
     text = template_of(__package__, "trends.html.jinja").render(
         t=trends,
+        made_at=made_at,
         style=Markup(base_style() + read(__package__, "trends.css")),
         nights=nights,
         groups=_groups(trends.series, nights),
@@ -135,7 +136,7 @@ def _stands_for(one: Sequence[Series], other: Sequence[Series]) -> bool:
 
 def _series(series: Series, frame: Frame) -> dict[str, Any]:
     last, metric = series.rows[-1], series.key.metric
-    spread = series.judged.noise.spread
+    spread = series.noise.spread
     changed = changed_beside(series.rows)
     numbers = [(row, row.numbers[metric]) for row in series.rows]
     return {

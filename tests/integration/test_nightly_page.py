@@ -13,7 +13,7 @@ from tests.support.prefect_server import eventually
 
 
 def test_it_holds_all_series_and_asks_nobody_for_anything() -> None:
-    text = trend_page(sixty_nights())
+    text = trend_page(sixty_nights(), "2026-10-30T04:00:00+00:00")
     assert text.count('<svg class="chart') == 3
     assert HOSTILE not in text, "what people name things is escaped"
     assert "http://" not in text.replace("http://www.w3.org", "")
@@ -23,7 +23,9 @@ def test_it_holds_all_series_and_asks_nobody_for_anything() -> None:
 
 @pytest.mark.browser
 def test_a_person_sees_alerts_series_and_what_has_changed(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(trend_page(sixty_nights()), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        trend_page(sixty_nights(), "2026-10-30T04:00:00+00:00"), encoding="utf-8"
+    )
     with chromium(tmp_path / "browser") as page:
         page.open(f"file://{tmp_path}/page.html", local_storage={})
         # The end of the page: its beginning can be read while the rest is still on its way.

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from refiner_core.nightly.changes import Values, alert_of, series_of
-from refiner_core.nightly.definition import ROW_VERSION, Alerts, Row
-from refiner_core.nightly.page import Trends
+from refiner_core.nightly.definition import (
+    ROW_VERSION,
+    Alerts,
+    Checkpoint,
+    Nightly,
+    Row,
+    Source,
+)
+from refiner_core.nightly.page import Reading
 
 NIGHTS = [(date(2026, 9, 1) + timedelta(days=i)).isoformat() for i in range(60)]
 PROMPTS = tuple(f"p{i:02d}" for i in range(50))
@@ -18,7 +25,7 @@ DRIFT, BAD, GOOD = 20, 35, 45
 HOSTILE = "<script>alert(1)</script>"
 
 
-def sixty_nights(name: str = "regressions") -> Trends:
+def sixty_nights(name: str = "regressions") -> Reading:
     """The page's content."""
     rng = np.random.default_rng(7)
     base, rows = rng.uniform(0.3, 0.7, len(PROMPTS)), list[Row]()
@@ -43,13 +50,13 @@ def sixty_nights(name: str = "regressions") -> Trends:
     alerts = Alerts(("reward",))
     series = series_of(rows, lambda row, _: values[row.stage], alerts)
     told = [alert_of(name, s, c, ["latest"]) for s in series for c in s.told]
-    return Trends(
-        name=name,
-        schedule="0 3 * * * (Europe/Berlin)",
-        series=series,
-        alerts=sorted(told, key=lambda a: a["night"]),
-        missed={n: {"canary": "nobody measured the canary that night"} for n in NIGHTS[12:14]},
-        made_at="2026-10-30T04:00:00+00:00",
+    canary = Checkpoint("canary", Source("folder", "canary"))
+    return Reading(
+        Nightly(name, "0 3 * * *", "Europe/Berlin", "tiny", (), (), canary, alerts),
+        tuple(rows),
+        tuple(series),
+        tuple(sorted(told, key=lambda a: a["night"])),
+        {n: {"canary": "nobody measured the canary that night"} for n in NIGHTS[12:14]},
     )
 
 

@@ -93,7 +93,7 @@ def test_another_size_is_scaled_and_says_by_what(plan: SweepPlan) -> None:
     wider = _plan({"wide": ("grpo.num_samples_per_prompt_rollout=16",)}, (1,))
     found = _of(forecast_sweep(wider, history, set()), "grpo", "wide/seed1")
     assert found.seconds == pytest.approx(20 * 3.0 * 2)
-    assert found.basis.startswith("by rule of thumb: 1 stage that differs in grpo.num_samples")
+    assert found.basis.startswith("by rule of thumb: 1 stage with another grpo.num_samples")
 
 
 def test_what_nobody_has_measured_has_no_number_and_says_so(plan: SweepPlan) -> None:
