@@ -13,6 +13,5 @@
 :mod:`.scoring`      shaped rewards, partial credit, curriculum
 :mod:`.desk`         the shipped environment
 :mod:`.tau2`         the adapter to tau2-bench
-:mod:`.user`         a simulated user at an OpenAI-compatible endpoint
 ==================== ==============================================================================
 """

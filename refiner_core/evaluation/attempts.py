@@ -202,15 +202,6 @@ def _user(user: UserConfig) -> dict[str, Any]:
 
 DO_NOTHING = "do_nothing"
 _GOODBYE = "Goodbye."
-_EMPTY: Mapping[str, Any] = {
-    "string": "",
-    "integer": 0,
-    "number": 0,
-    "boolean": False,
-    "array": [],
-    "object": {},
-    "null": None,
-}
 
 
 class DoNothing:
@@ -235,22 +226,8 @@ class DoNothing:
 
 
 def ending_call(environment: Environment, domain: str) -> ToolCall:
-    """The call that ends an episode, with the least that its schema asks for."""
+    """The call that ends an episode, with a text for each argument that its schema asks for."""
     name = environment.finish or environment.speak
     text = "" if environment.finish else _GOODBYE
     schema = next((t.parameters for t in environment.tools(domain) if t.name == name), {})
-    properties = schema.get("properties") or {}
-    needed = schema.get("required") or ()
-    return ToolCall(name, {one: _least(properties.get(one) or {}, text) for one in needed})
-
-
-def _least(schema: Mapping[str, Any], text: str) -> Any:
-    """A value that a simple schema takes."""
-    for key in ("const", "default"):
-        if key in schema:
-            return schema[key]
-    if schema.get("enum"):
-        return schema["enum"][0]
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    return (text or _EMPTY["string"]) if kind == "string" else _EMPTY.get(kind, text)
+    return ToolCall(name, dict.fromkeys(schema.get("required") or (), text))

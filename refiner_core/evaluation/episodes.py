@@ -26,7 +26,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ from refiner_core.evaluation.attempts import (
 )
 from refiner_core.evaluation.metrics import episode_metrics
 from refiner_core.evaluation.protocol import episode_protocol, sampling_params
-from refiner_core.evaluation.results import Measured, Measurement, write_results
+from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.evaluation.run import Circumstances, Unit, asked, open_generator, units_of
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.samples import Wanted, sample_episodes
@@ -65,50 +65,6 @@ _SAVE_S = 60.0
 _OF = "attempts of this evaluation"
 
 _Rows = dict[tuple[str, int], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Agents:
-    """Agents that make attempts, and where."""
-
-    config: RecipeConfig
-    environment: Environment
-    generator: Generator | TurnGenerator
-    tokenizer: Any
-
-    def run(
-        self,
-        unit: Unit,
-        wanted: Sequence[Wanted],
-        on_row: Callable[[dict[str, Any]], None],
-        should_stop: Callable[[], bool] | None,
-    ) -> None:
-        """Make attempts of a unit; a row as each has finished."""
-        params = sampling_params(self.config, unit.decoding or "greedy")
-        settings = settings_of(
-            *(self.config, self.environment),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-        )
-        parts = [(self.generator, wanted)]
-        if unit.decoding is None:
-            short = replace(settings.section, max_turns=1, repairs=0)
-            settings = replace(settings, section=short)
-            parts = [
-                (DoNothing(self.environment, domain, self.tokenizer), mine)
-                for domain, mine in _by_domain(wanted).items()
-            ]
-        for agent, these in parts:
-
-            def finished(place: int, completion: Completion, these: Any = these) -> None:
-                one = these[place]
-                on_row(attempt_row(one.prompt.sample_id, one.number, completion))
-
-            sample_episodes(
-                *(agent, these, self.environment, self.tokenizer, settings, finished),
-                should_stop=should_stop,
-            )
 
 
 def _by_domain(wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
@@ -165,8 +121,7 @@ def evaluate_episodes(
     units = units_of(config, tasks, DO_NOTHING, whole=environment.deterministic)
     reporter = BatchReporter(io, sum(len(unit.wanted) for unit in units), "samples")
     generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
-    agents = _Agents(config, environment, generator, tokenizer)
-    made = _Work(units, agents, io, reporter).run()
+    made = _Work(units, config, environment, generator, tokenizer, io, reporter).run()
     around = circumstances or Circumstances()
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
@@ -183,17 +138,12 @@ def evaluate_episodes(
     ]
     told = {key: episodes_told(found, attempts[key], domains) for key, found in rows.items()}
     return write_results(
-        output_dir,
-        Measurement(
-            config,
-            model_name,
-            model_ref,
-            measured,
-            (DO_NOTHING, rows[DO_NOTHING]),
-            reference_metrics=episode_metrics(1, domains),
-            texts=TEXTS,
-            more={"episodes": told, "users": users_told(config)},
-        ),
+        *(output_dir, config, (model_name, model_ref), measured),
+        (DO_NOTHING, rows[DO_NOTHING]),
+        metrics=episode_metrics(1, domains),
+        texts=TEXTS,
+        episodes=told,
+        users=users_told(config),
     )
 
 
@@ -201,11 +151,19 @@ class _Work:
     """Units one after the other, from the newest checkpoint on."""
 
     def __init__(
-        self, units: Sequence[Unit], agents: _Agents, io: StageIO, reporter: BatchReporter
+        self,
+        units: Sequence[Unit],
+        config: RecipeConfig,
+        environment: Environment,
+        generator: Generator | TurnGenerator,
+        tokenizer: Any,
+        io: StageIO,
+        reporter: BatchReporter,
     ) -> None:
-        self.units, self.agents, self.io, self.reporter = units, agents, io, reporter
+        self.units, self.config, self.environment = units, config, environment
+        self.generator, self.tokenizer, self.io, self.reporter = generator, tokenizer, io, reporter
         self.rows: dict[str, _Rows] = {unit.key: {} for unit in units}
-        self.keeps_halves = not agents.environment.deterministic
+        self.keeps_halves = not environment.deterministic
         self._saved, self._saved_at_s = 0, time.monotonic()
         if (checkpoint := io.latest_checkpoint()) is not None:
             kept = json.loads((checkpoint.path / _ROWS_FILE).read_text(encoding="utf-8"))
@@ -248,9 +206,8 @@ class _Work:
             if self.keeps_halves and time.monotonic() - self._saved_at_s > _SAVE_S:
                 self._save(unit, made)
 
-        should_stop = self.io.should_stop if self.keeps_halves else None
         try:
-            self.agents.run(unit, missing, finished, should_stop)
+            self._attempt(unit, missing, finished)
         except RefinerError as error:
             if self.keeps_halves:
                 self._save(unit, made)
@@ -261,12 +218,42 @@ class _Work:
         if unit is not self.units[-1]:
             self._save(unit, {})
 
+    def _attempt(
+        self, unit: Unit, wanted: Sequence[Wanted], on_row: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Make attempts of a unit; a row as each has finished."""
+        params = sampling_params(self.config, unit.decoding or "greedy")
+        settings = settings_of(
+            *(self.config, self.environment),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+        )
+        parts = [(self.generator, wanted)]
+        if unit.decoding is None:
+            short = replace(settings.section, max_turns=1, repairs=0)
+            settings = replace(settings, section=short)
+            parts = [
+                (DoNothing(self.environment, domain, self.tokenizer), mine)
+                for domain, mine in _by_domain(wanted).items()
+            ]
+        for agent, these in parts:
+
+            def finished(place: int, completion: Completion, these: Any = these) -> None:
+                one = these[place]
+                on_row(attempt_row(one.prompt.sample_id, one.number, completion))
+
+            sample_episodes(
+                *(agent, these, self.environment, self.tokenizer, settings, finished),
+                should_stop=self.io.should_stop if self.keeps_halves else None,
+            )
+
     def _require(self, unit: Unit, made: _Rows, asked: int) -> None:
         """Stop as soon as there are too many errors, however the rest would go."""
         rows = [*self.rows[unit.key].values(), *made.values()]
         errors = [row for row in rows if row["status"] == "error"]
         said = json.loads(errors[-1]["episode"])["error"]
-        share = self.agents.config.environment.max_error_share
+        share = self.config.environment.max_error_share
         kinds = Counter(row["error_kind"] for row in errors)
         require_episode_errors(kinds, asked, share, of=_OF, example=said)
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from refiner_core.contract.config import RecipeConfig, RewardConfig
+from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import DataError
 from refiner_core.contract.files import replacing
 from refiner_core.contract.types import PromptRow, RewardResult
@@ -58,18 +58,6 @@ METRICS = (
     "oracle_given_valid",
     "judge_failed",
 )
-#: What they are, for their intervals; all others are shares in [0, 1].
-YES_NO = frozenset({"format_valid", "stop_rate", "judge_failed"})
-NUMBERS = frozenset({"reward", "claims", "uncited", "length_tokens"})
-
-
-def metric_kind(metric: str, config: RewardConfig) -> Kind:
-    """Kind of a metric, which decides its interval."""
-    if metric in YES_NO:
-        return "yes_no"
-    # The recorded alternatives of the aggregation leave [0, 1].
-    unbounded = metric == "rubric_score" and config.rubric_aggregation != "weighted_mean"
-    return "number" if metric in NUMBERS or unbounded else "share"
 
 
 def sample_row(
@@ -226,8 +214,11 @@ _MAIN = ("format_valid", "rubric_score", "citation_f1", "reward", "oracle", "cla
 _MAIN_OF_TASKS = ("pass@1_first", "pass@1", "pass@k", "pass^k", "partial", "turns", "episode_error")
 
 _PASS = re.compile(r"pass@1_first|pass[@^][1-9]\d*")
-_EPISODE_YES_NO = frozenset({"success", "episode_error", FIRST})
-_EPISODE_NUMBERS = frozenset({"turns", "repairs", "tool_errors"})
+#: What metrics are, for their intervals; all others are shares in [0, 1].
+YES_NO = frozenset({"format_valid", "stop_rate", "judge_failed", "success", "episode_error", FIRST})
+NUMBERS = frozenset(
+    {"reward", "claims", "uncited", "length_tokens", "turns", "repairs", "tool_errors"}
+)
 _LOWER = frozenset({"uncited", "judge_failed", "episode_error", "repairs", "tool_errors"})
 _NEITHER = frozenset({"claims", "length_tokens", "turns"})
 
@@ -248,12 +239,6 @@ def of_tasks(metric: str) -> bool:
 def weighed(metric: str) -> bool:
     """True if it is one of :data:`WEIGHED`, of whatever domain."""
     return base_of(metric) in WEIGHED
-
-
-def of_episodes(metric: str) -> bool:
-    """True if episodes have such a metric."""
-    base = base_of(metric)
-    return of_tasks(metric) or base in EPISODE_METRICS or base in FAILURE_METRICS
 
 
 def metrics_of(config: RecipeConfig) -> tuple[str, ...]:
@@ -302,14 +287,13 @@ def higher_is_better(metric: str) -> bool | None:
 
 def is_number(metric: str) -> bool:
     """True if it is any number, and not a share in [0, 1]."""
-    base = base_of(metric)
-    return base in NUMBERS or base in _EPISODE_NUMBERS
+    return base_of(metric) in NUMBERS
 
 
 def is_yes_no(metric: str) -> bool:
     """True if a sample has or has not what it is about."""
     base = base_of(metric)
-    return base in YES_NO or base in _EPISODE_YES_NO or base.startswith(FAILURE)
+    return base in YES_NO or base.startswith(FAILURE)
 
 
 def once_per_prompt(metric: str, decoding: str) -> bool:
@@ -320,8 +304,8 @@ def once_per_prompt(metric: str, decoding: str) -> bool:
 def kind_of(metric: str, rows: Sequence[Mapping[str, Any]], config: RecipeConfig) -> Kind:
     """Which interval a metric of these rows may have. pass@k and pass^k are a yes or no of each
     task where k is the number of its attempts, and a share below."""
-    if not of_episodes(metric) or metric in METRICS:
-        return metric_kind(metric, config.reward)
+    if metric == "rubric_score" and config.reward.rubric_aggregation != "weighted_mean":
+        return "number"  # the recorded alternatives leave [0, 1]
     base = base_of(metric)
     if of_tasks(metric) and base != FIRST:
         attempts = max((int(row["sample_index"]) for row in rows), default=0) + 1

@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import RecipeConfig
@@ -55,23 +54,6 @@ class Measured(NamedTuple):
     protocol: Protocol
     rows: Sequence[dict[str, Any]]
     metrics: Sequence[str] = METRICS
-
-
-class Measurement(NamedTuple):
-    """All that was measured of one model; ``reference`` is what stands beside it (name, rows), with
-    ``reference_metrics``. ``texts`` are columns of text of the samples files, ``more`` is kept with
-    the results as it is."""
-
-    config: RecipeConfig
-    model_name: str
-    model_ref: str
-    measured: Sequence[Measured]
-    reference: tuple[str, Sequence[dict[str, Any]]]
-    judge_usage: JudgeUsage | None = None
-    reference_fresh: bool | None = None
-    reference_metrics: Sequence[str] = METRICS
-    texts: Sequence[str] = ()
-    more: Mapping[str, Any] = MappingProxyType({})
 
 
 def metric_entries(
@@ -115,37 +97,57 @@ def recompute(
     )
 
 
-def write_results(output_dir: Path, model: Measurement) -> dict[str, Any]:
-    """Write all files of an evaluation (``results.json`` last) and return its content."""
-    config = model.config
+def write_results(
+    output_dir: Path,
+    config: RecipeConfig,
+    model: tuple[str, str],
+    measured: Sequence[Measured],
+    reference: tuple[str, Sequence[dict[str, Any]]],
+    *,
+    metrics: Sequence[str] = METRICS,
+    texts: Sequence[str] = (),
+    judge_usage: JudgeUsage | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Write all files of an evaluation (``results.json`` last) and return its content.
+
+    Parameters
+    ----------
+    model
+        Its name, and what it was loaded from.
+    reference
+        What stands beside it (name, rows), with ``metrics``.
+    texts
+        Columns of text of the samples files.
+    more
+        Kept with the results as it is.
+    """
     output_dir.mkdir(parents=True, exist_ok=True)
-    floor_name, floor_rows = model.reference
+    floor_name, floor_rows = reference
     floor_file = f"samples-{floor_name}.parquet"
-    write_samples(output_dir / floor_file, floor_rows, model.reference_metrics, model.texts)
+    write_samples(output_dir / floor_file, floor_rows, metrics, texts)
     evaluations: list[dict[str, Any]] = []
     floor: list[dict[str, Any]] = []
     protocols: dict[str, Any] = {}
-    for part in model.measured:
+    for part in measured:
         samples_file = f"samples-{part.protocol.decoding}.parquet"
-        write_samples(output_dir / samples_file, part.rows, part.metrics, model.texts)
-        evaluations += metric_entries(model.model_name, part, samples_file, config)
-        beside = Measured(part.protocol, floor_rows, model.reference_metrics)
+        write_samples(output_dir / samples_file, part.rows, part.metrics, texts)
+        evaluations += metric_entries(model[0], part, samples_file, config)
+        beside = Measured(part.protocol, floor_rows, metrics)
         floor += metric_entries(floor_name, beside, floor_file, config)
         for protocol in (part.protocol, part.protocol.with_reward(config)):
             protocols[protocol.fingerprint] = protocol.as_json()
     results: dict[str, Any] = {
         "version": RESULTS_VERSION,
-        "model": model.model_name,
-        "model_ref": model.model_ref,
+        "model": model[0],
+        "model_ref": model[1],
         "protocols": protocols,
         "evaluations": evaluations,
         "reference": floor,
-        **model.more,
+        **more,
     }
-    if model.judge_usage is not None:
-        results["judge_usage"] = usage_to_json(model.judge_usage)
-    if model.reference_fresh is not None:
-        results["reference_fresh"] = model.reference_fresh
+    if judge_usage is not None:
+        results["judge_usage"] = usage_to_json(judge_usage)
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False)
     with replacing(output_dir / RESULTS_FILE) as file:
         file.write(text.encode())

@@ -49,7 +49,7 @@ from refiner_core.data.copier import random_copier
 from refiner_core.data.prepared import load_prompts
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol, sampling_params
-from refiner_core.evaluation.results import Measured, Measurement, write_results
+from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
@@ -208,18 +208,12 @@ def evaluate_model(
         )
         for decoding in config.evaluate.decoding
     ]
-    return write_results(
-        output_dir,
-        Measurement(
-            config,
-            model_name,
-            model_ref,
-            measured,
-            (COPIER, rows[COPIER]),
-            work.meter.usage(),
-            reference_fresh=asked_afresh is not None if isinstance(judge, FreshJudge) else None,
-        ),
-    )
+    told: dict[str, Any] = {}
+    if isinstance(judge, FreshJudge):
+        told = {"reference_fresh": asked_afresh is not None}
+    usage, names = work.meter.usage(), (model_name, model_ref)
+    copied = (COPIER, rows[COPIER])
+    return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 
 
 def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:

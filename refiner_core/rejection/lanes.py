@@ -22,13 +22,12 @@ that has ended is kept, and a batch that was cut short goes on with those that a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from refiner_core.answers import parse_evidence
 from refiner_core.contract.config import RecipeConfig, RewardConfig
-from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import derive_seed
 from refiner_core.contract.types import (
     Completion,
@@ -51,33 +50,10 @@ from refiner_core.environments.protocol import (
 from refiner_core.environments.scoring import require_episode_errors
 from refiner_core.generation.completions import closing_ids, completion_text
 from refiner_core.rejection.attempts import Attempt, Flaw
-from refiner_core.rewards import RewardInput, RewardStream, require_scored
+from refiner_core.rewards import RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
 from refiner_core.samples import Wanted, sample_answers, sample_episodes
-
-#: Told of (attempts judged or finished, attempts of the batch).
-OnCount = Callable[[int, int], None]
-#: Told of all attempts of a batch that are finished by now, where parts of it may be kept.
-Keep = Callable[[Mapping[tuple[str, int], Attempt]], None]
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Attempts that are sampled, in order of (prompt, number). ``judging``: somebody works on their
-    rewards meanwhile; ``finish`` waits for it and gives them with their scores."""
-
-    attempts: tuple[Attempt, ...]
-    judging: bool
-    finish: Callable[[OnCount], list[Attempt]]
-
-
-class PartlyDone(Exception):
-    """A batch was cut short by ``why``, and these of its attempts are finished and may be kept."""
-
-    def __init__(self, attempts: tuple[Attempt, ...], why: RefinerError) -> None:
-        super().__init__(f"{len(attempts)} attempts of a batch are finished")
-        self.attempts, self.why = attempts, why
 
 
 class Lane:
@@ -102,80 +78,32 @@ class Lane:
         """True if attempts of a batch that was cut short may be kept."""
         return self.environment is not None and not self._settings(self.environment).ordered
 
-    def begin(
-        self,
-        prompts: Sequence[PromptRow],
-        known: Sequence[Attempt],
-        on_finished: OnCount,
-        should_stop: Callable[[], bool],
-        keep: Keep,
-    ) -> Begun:
-        """Sample all attempts at these prompts that are not ``known`` from an earlier try; a judge
-        that streams begins with each as it is finished. Where parts may be kept, ``keep`` is told
-        after each.
-
-        Raises
-        ------
-        PartlyDone
-            A stop was asked for, or an error came, and what has ended may be kept.
-
-        The ``finish`` of what comes back raises where too many have no score.
-        """
-        wanted = [
+    def wanted(self, prompts: Sequence[PromptRow]) -> list[Wanted]:
+        """All attempts at these prompts, prompt by prompt."""
+        return [
             Wanted(p, i, derive_seed(self.config.seed, "sample", p.sample_id, i))
             for p in prompts
             for i in range(self.rule.attempts)
         ]
-        places = {one.key: place for place, one in enumerate(wanted)}
-        attempts = {attempt.key: attempt for attempt in known}
-        left = [one for one in wanted if one.key not in attempts]
-        rewards = None
-        if self.environment is None and self.judge is not None:
-            rewards = RewardStream(self.config.reward, self.judge)
 
-        def ask(attempt: Attempt) -> None:
-            place = places[attempt.key]
-            if rewards is not None:
-                answer = RewardInput(wanted[place].prompt, attempt.text, attempt.ended == "stop")
-                rewards.add(place, answer)
+    def rewards(self) -> RewardStream | None:
+        """Rewards of a batch of answers; None of episodes, which have theirs from the start."""
+        if self.environment is not None or self.judge is None:
+            return None
+        return RewardStream(self.config.reward, self.judge)
 
-        def finished(number: int, completion: Completion) -> None:
-            attempt = self._attempt(left[number], completion)
-            attempts[attempt.key] = attempt
-            ask(attempt)
-            on_finished(len(attempts), len(wanted))
-            if self.keeps_parts:
-                keep(attempts)
-
-        for attempt in known:
-            ask(attempt)
-        try:
-            self._sample(left, finished, should_stop)
-        except RefinerError as error:
-            if not self.keeps_parts:
-                raise
-            made = tuple(attempts[key] for key in places if key in attempts)
-            raise PartlyDone(made, error) from error
-        made = tuple(attempts[key] for key in places)
-
-        def finish(on_judged: OnCount) -> list[Attempt]:
-            if rewards is None:
-                self._require(made)
-                return list(made)
-            results = rewards.results(on_judged)
-            require_scored(results, self.config.judge.max_failed_share, of="attempts")
-            scored = zip(wanted, made, results, strict=True)
-            return [self._scored(one.prompt, attempt, result) for one, attempt, result in scored]
-
-        return Begun(made, rewards is not None and rewards.streams, finish)
-
-    def _sample(
+    def sample(
         self,
         wanted: Sequence[Wanted],
-        finished: Callable[[int, Completion], None],
+        on_attempt: Callable[[Attempt], None],
         should_stop: Callable[[], bool],
     ) -> None:
+        """Sample attempts; ``on_attempt`` is told of each as it is finished."""
         rule, grpo, environment = self.rule, self.config.grpo, self.environment
+
+        def finished(place: int, completion: Completion) -> None:
+            on_attempt(self._attempt(wanted[place], completion))
+
         if environment is not None:
             sample_episodes(
                 *(self.generator, wanted, environment, self.tokenizer),
@@ -187,6 +115,22 @@ class Lane:
             *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
         )
         sample_answers(self.generator, wanted, params, finished, context=grpo.max_token_length)
+
+    def scored(
+        self,
+        wanted: Sequence[Wanted],
+        made: Sequence[Attempt],
+        rewards: RewardStream | None,
+        on_judged: Callable[[int, int], None],
+    ) -> list[Attempt]:
+        """Attempts with their scores; waits for the judge, and refuses where too many have none."""
+        if rewards is None:
+            self._require(made)
+            return list(made)
+        results = rewards.results(on_judged)
+        require_scored(results, self.config.judge.max_failed_share, of="attempts")
+        scored = zip(wanted, made, results, strict=True)
+        return [self._scored(one.prompt, attempt, result) for one, attempt, result in scored]
 
     def _settings(self, environment: Environment) -> EpisodeSettings:
         rule = self.rule

@@ -22,11 +22,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from refiner_core.contract.config import RecipeConfig, SampleConfig
 from refiner_core.contract.errors import (
@@ -34,6 +33,7 @@ from refiner_core.contract.errors import (
     DataError,
     EnvironmentOutage,
     Interrupted,
+    RefinerError,
 )
 from refiner_core.contract.files import replacing
 from refiner_core.contract.types import (
@@ -60,8 +60,9 @@ from refiner_core.rejection.attempts import (
     require_kept,
     write_attempts,
 )
-from refiner_core.rejection.lanes import Begun, Lane, PartlyDone
-from refiner_core.samples import JudgeMeter, check_room, load_generator
+from refiner_core.rejection.lanes import Lane
+from refiner_core.rewards import RewardInput, RewardStream
+from refiner_core.samples import JudgeMeter, Wanted, check_room, load_generator
 
 Batch = tuple[PromptRow, ...]
 #: Where a batch may be kept in parts, that is done about so often, seconds.
@@ -74,6 +75,20 @@ def batches_of(prompts: Sequence[PromptRow], rule: SampleConfig) -> list[Batch]:
     """All work, in order."""
     size = max(1, rule.generation_batch_size // rule.attempts)
     return [tuple(prompts[first : first + size]) for first in range(0, len(prompts), size)]
+
+
+class _Begun(NamedTuple):
+    """A batch whose attempts are sampled; of answers with their rewards, on which the judge may
+    work."""
+
+    wanted: list[Wanted]
+    attempts: tuple[Attempt, ...]
+    rewards: RewardStream | None
+
+    @property
+    def judging(self) -> bool:
+        """Whether somebody works on rewards meanwhile."""
+        return self.rewards is not None and self.rewards.streams
 
 
 class Work:
@@ -118,7 +133,7 @@ class Work:
         Interrupted
             A stop was asked for; what is finished is kept.
         """
-        begun: Begun | None = None
+        begun: _Begun | None = None
         for number in range(self.done + 1, len(self.batches) + 1):
             if self.io.should_stop():
                 self._finish(begun)
@@ -130,21 +145,44 @@ class Work:
                 self._finish(begun)
                 begun = None
 
-    def _begin(self, number: int) -> Begun:
-        """A batch that is sampled: by an earlier attempt of the stage, or now."""
-        known = self._waiting.get(number, ())
-        started = time.perf_counter()
+    def _begin(self, number: int) -> _Begun:
+        """A batch that is sampled: by an earlier attempt of the stage, or now. A judge that streams
+        begins with each attempt as it is finished."""
+        known, started = self._waiting.get(number, ()), time.perf_counter()
+        wanted, rewards = self.lane.wanted(self.batches[number - 1]), self.lane.rewards()
+        places = {one.key: place for place, one in enumerate(wanted)}
+        attempts: dict[tuple[str, int], Attempt] = {}
+
+        def there() -> tuple[Attempt, ...]:
+            return tuple(attempts[key] for key in places if key in attempts)
+
+        def take(attempt: Attempt) -> None:
+            place = places[attempt.key]
+            attempts[attempt.key] = attempt
+            if rewards is not None:
+                prompt, stopped = wanted[place].prompt, attempt.ended == "stop"
+                rewards.add(place, RewardInput(prompt, attempt.text, stopped))
+
+        def finished(attempt: Attempt) -> None:
+            take(attempt)
+            self.reporter.step(len(attempts), len(wanted))
+            if self.lane.keeps_parts and time.monotonic() - self._saved_s >= KEEP_EVERY_S:
+                self._wait_with(number, there())
+                self._save()
+
+        for attempt in known:
+            take(attempt)
         try:
-            begun = self.lane.begin(
-                *(self.batches[number - 1], known, self.reporter.step, self.io.should_stop),
-                partial(self._keep, number),
-            )
-        except PartlyDone as cut:
-            self._wait_with(number, cut.attempts)
-            if isinstance(cut.why, Interrupted):
-                self._stop(len(cut.attempts))
-            self._save()
-            raise cut.why from None
+            left = [one for one in wanted if one.key not in attempts]
+            self.lane.sample(left, finished, self.io.should_stop)
+        except RefinerError as error:
+            if self.lane.keeps_parts:
+                self._wait_with(number, there())
+                if isinstance(error, Interrupted):
+                    self._stop(len(attempts))
+                self._save()
+            raise
+        begun = _Begun(wanted, there(), rewards)
         tokens = sum(a.sampled_tokens for a in begun.attempts)
         tokens -= sum(a.sampled_tokens for a in known)
         self._spent[number] = (tokens, time.perf_counter() - started)
@@ -153,19 +191,13 @@ class Work:
             self._save()
         return begun
 
-    def _keep(self, number: int, attempts: Mapping[tuple[str, int], Attempt]) -> None:
-        """Parts of a batch survive from time to time, where they may."""
-        if time.monotonic() - self._saved_s >= KEEP_EVERY_S:
-            self._wait_with(number, sorted(attempts.values(), key=lambda attempt: attempt.key))
-            self._save()
-
-    def _finish(self, begun: Begun | None) -> None:
+    def _finish(self, begun: _Begun | None) -> None:
         """Wait for a batch's scores, choose, and keep it."""
         if begun is None:
             return
         number = self.done + 1
         try:
-            scored = begun.finish(self.reporter.judged)
+            scored = self.lane.scored(*begun, self.reporter.judged)
         except EnvironmentOutage:
             if self.lane.keeps_parts:
                 self._wait_with(number, begun.attempts)

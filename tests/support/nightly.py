@@ -30,7 +30,7 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
 from refiner_core.evaluation.metrics import METRICS
 from refiner_core.evaluation.protocol import make_protocol
-from refiner_core.evaluation.results import Measured, Measurement, write_results
+from refiner_core.evaluation.results import Measured, write_results
 from tests.support.recorded_run import OWNER, write_model
 
 PROMPTS = 24
@@ -145,9 +145,7 @@ def _results(
     protocol = make_protocol(config, prompts, "greedy", "0" * 64)
     rows = [_row(i, quality, night + stage.id) for i in range(PROMPTS)]
     measured = [Measured(protocol, rows)]
-    found = write_results(
-        output, Measurement(config, "base", "ref", measured, ("random_copier", rows))
-    )
+    found = write_results(output, config, ("base", "ref"), measured, ("random_copier", rows))
     found["judge_usage"] = {"served": {served: PROMPTS}}
     return found
 

@@ -32,7 +32,7 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.data.synthetic import generate_rows
 from refiner_core.evaluation.metrics import sample_row
 from refiner_core.evaluation.protocol import Decoding, make_protocol
-from refiner_core.evaluation.results import Measured, Measurement, write_results
+from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.judges import build_judge
 from refiner_core.models import tiny_model_dir
 from refiner_core.rewards import RewardInput, compute_rewards
@@ -146,9 +146,7 @@ class RecordedRun:
             ]
             floor = _answers(config, asked, 1.0)
             beside = ("random_copier", floor)
-            return write_results(
-                attempt.output_dir, Measurement(config, stage.model, "ref", measured, beside)
-            )
+            return write_results(attempt.output_dir, config, (stage.model, "ref"), measured, beside)
 
         self.do(name, work)
 

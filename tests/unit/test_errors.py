@@ -43,7 +43,6 @@ INNER = {
     "NcclFailed": "refiner_core.generation.vllm.transfer",
     "NotReady": "infra.services.judges, which waits",
     "PydanticCustomError": "refiner_core.rubrics.set_file, with the place in the file",
-    "PartlyDone": "refiner_core.rejection.stage, which keeps what is done",
     "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
     "Refuses": "infra.services.judges",
     "Rejected": "infra.hub.target, which sends again",

@@ -28,7 +28,7 @@ from refiner_core.contract.types import (
     SavedCheckpoint,
 )
 from refiner_core.data.prepared import write_prompts
-from refiner_core.evaluation.metrics import METRICS, load_samples, metric_kind
+from refiner_core.evaluation.metrics import METRICS, kind_of, load_samples
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.evaluation.run import Circumstances, evaluate_model
@@ -248,9 +248,9 @@ def test_each_metric_has_the_interval_of_its_kind(bench: Bench) -> None:
     assert found["greedy", "format_valid"]["interval"] == "wilson"
     assert found["sampled", "oracle"]["interval"] == "wilson over prompts"
     assert found["greedy", "claims"]["interval"] == "constant"
-    signed = dataclasses.replace(CONFIG.reward, rubric_aggregation="signed_mean")
-    assert metric_kind("rubric_score", CONFIG.reward) == "share"
-    assert metric_kind("rubric_score", signed) == "number"
+    reward = dataclasses.replace(CONFIG.reward, rubric_aggregation="signed_mean")
+    assert kind_of("rubric_score", [], CONFIG) == "share"
+    assert kind_of("rubric_score", [], dataclasses.replace(CONFIG, reward=reward)) == "number"
 
 
 def test_every_number_can_be_recomputed_from_its_file(bench: Bench) -> None:

@@ -212,13 +212,6 @@ def _key(name: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
     return name, json.dumps(shown, ensure_ascii=False, sort_keys=True)
 
 
-def play(task: Task, calls: Sequence[ToolCall], seed: int) -> tuple[DeskEpisode, list[Step]]:
-    """An episode in which these calls are made, and what each led to."""
-    episode = DeskEpisode(task, Expected((), (), (), {}, {}))
-    episode.reset(seed)
-    return episode, [episode.step(call) for call in calls]
-
-
 def solution_of(task: Task) -> list[ToolCall]:
     """The calls of a task's solution."""
     return [ToolCall(name, dict(arguments)) for name, arguments in task.data["solution"]]
@@ -226,7 +219,10 @@ def solution_of(task: Task) -> list[ToolCall]:
 
 def expected_of(task: Task) -> Expected:
     """Traces of a task's solution."""
-    episode, _ = play(task, solution_of(task), 0)
+    episode = DeskEpisode(task, Expected((), (), (), {}, {}))
+    episode.reset(0)
+    for call in solution_of(task):
+        episode.step(call)
     calls = dict.fromkeys(call for call in episode._calls if call[0] != FINISH)
     volunteered = task.data["user"]["volunteers"]
     return Expected(

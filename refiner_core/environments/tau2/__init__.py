@@ -5,8 +5,7 @@ is imported where somebody has installed it, and only when an episode, a task or
 
 =================== ===============================================================================
 :mod:`.package`     where it is, what it must have, what identifies its code and data
-:mod:`.environment` tasks, splits, policies and tools in our terms; records of episodes to the
-                    results file that its own tools read
+:mod:`.environment` tasks, splits, policies and tools in our terms
 :mod:`.episode`     one conversation, stepped by our agent; what of an exception was the user's
 :mod:`.tasks`       what is read off a task; its ``reward_info`` to components and checks;
                     assertions in plain language

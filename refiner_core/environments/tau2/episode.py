@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -33,19 +33,20 @@ from refiner_core.environments.tau2.tasks import (
     without_assertions,
 )
 
-#: By name, since its client need not be importable here.
-_SLOW = frozenset(
-    {"Timeout", "TimeoutError", "APITimeoutError", "ReadTimeout", "TimeoutException", "PoolTimeout"}
-)
-_DOWN = frozenset(
-    {
+#: Kinds of faults by the names of errors, since its client need not be importable here.
+_FAULTS = {
+    "user_off_script": {"APIResponseValidationError", "JSONSchemaValidationError"},
+    "user_slow": {
+        *("Timeout", "TimeoutError", "APITimeoutError", "ReadTimeout", "TimeoutException"),
+        "PoolTimeout",
+    },
+    "user_down": {
         *("APIConnectionError", "APIStatusError", "ConnectionError", "ConnectError", "OSError"),
         *("InternalServerError", "ServiceUnavailableError", "RateLimitError", "TransportError"),
         *("AuthenticationError", "PermissionDeniedError", "NotFoundError", "BadRequestError"),
         *("APIError", "OpenAIError"),  # bases of all errors of its client
-    }
-)
-_UNREADABLE = frozenset({"APIResponseValidationError", "JSONSchemaValidationError"})
+    },
+}
 
 
 def user_fault(error: BaseException, user: UserConfig) -> InfrastructureError:
@@ -86,25 +87,15 @@ def off_script(what: str, user: UserConfig) -> InfrastructureError:
 
 
 def _kind(error: BaseException) -> tuple[str, str]:
-    for one in _chain(error):
+    """Kind of the first error that is known, of this one and what it came from; and what it is."""
+    one: BaseException | None = error
+    while one is not None:
         names = {base.__name__ for base in type(one).__mro__}
-        if names & _UNREADABLE:
-            return "user_off_script", _shown(one)
-        if names & _SLOW:
-            return "user_slow", _shown(one)
-        if names & _DOWN:
-            return "user_down", _shown(one)
+        for kind, known in _FAULTS.items():
+            if names & known:
+                return kind, _shown(one)
+        one = one.__cause__
     return "user_off_script", _shown(error)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """It and what it came from, each once."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__
 
 
 def _shown(error: BaseException) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from tau2.data_model.message import Message
-from tau2.data_model.tasks import Action, EnvAssertion, RewardType, Task
+from tau2.data_model.tasks import Action, EnvAssertion, RewardType
 
 
 class DBCheck(BaseModel):
@@ -74,36 +73,3 @@ class SimulationRun(BaseModel):
     trial: int | None = None
     seed: int | None = None
     info: dict[str, Any] | None = None
-
-
-class UserInfo(BaseModel):
-    implementation: str
-    llm: str | None = None
-    llm_args: dict[str, Any] | None = None
-
-
-class EnvironmentInfo(BaseModel):
-    domain_name: str
-    policy: str
-
-
-class Info(BaseModel):
-    git_commit: str
-    num_trials: int
-    max_steps: int
-    max_errors: int
-    user_info: UserInfo
-    agent_info: UserInfo
-    environment_info: EnvironmentInfo
-    seed: int | None = None
-
-
-class Results(BaseModel):
-    timestamp: str
-    info: Info
-    tasks: list[Task]
-    simulations: list[SimulationRun]
-
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        return cls.model_validate_json(path.read_text())

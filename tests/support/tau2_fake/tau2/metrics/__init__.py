@@ -1,1 +1,0 @@
-"""Part of a test double; see the README beside the package."""
