@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.ranks import rank
+from flows.ranks import training
 from infra.rollouts import servers as opening
 from infra.store.workspace import Workspace
 
@@ -26,7 +26,7 @@ def test_the_next_attempt_knows_the_servers_that_the_one_before_has_left(
         workspace=Workspace.open(tmp_path), starts=str,
     )  # fmt: skip
     for work.attempt in (1, 2):
-        rank._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+        training._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
     work.stage_id = "grpo-2"
-    rank._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
+    training._rollout_servers(work, SimpleNamespace(tokenizer=None))  # type: ignore[arg-type]
     assert folders[0] == folders[1] != folders[2]

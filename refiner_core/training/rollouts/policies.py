@@ -26,8 +26,6 @@ from refiner_core.contract.types import (
     OnCompletion,
     SamplingParams,
     TurnDesk,
-    TurnRequest,
-    Turns,
 )
 from refiner_core.generation.completions import turn_generator
 from refiner_core.training.engines.protocol import Engine
@@ -68,23 +66,16 @@ class Policy:
         on_completion: OnCompletion | None = None,
     ) -> list[Completion]:
         """As of :meth:`refiner_core.contract.types.Generator.generate`."""
-
-        def finished(index: int, completion: Completion) -> None:
-            self.stop_if_cancelled()
-            if on_completion is not None:
-                on_completion(index, completion)
-
-        self.stop_if_cancelled()
-        return self._sampling().generate(requests, params, finished)
+        return self._sampling().generate(requests, params, on_completion)
 
     def turns(self, desk: TurnDesk) -> None:
         """As of :meth:`refiner_core.contract.types.TurnGenerator.turns`, inside of
         :meth:`ready` too; round by round where what samples has no turns of its own."""
-        turn_generator(self._sampling()).turns(_Stopped(desk, self.stop_if_cancelled))
+        turn_generator(self._sampling()).turns(desk)
 
     def cancel(self) -> None:
         """End a :meth:`generate` or :meth:`turns` that runs in another thread, at its next sign of
-        life; it raises :class:`Cancelled`."""
+        life; it raises :class:`Cancelled`, or what a desk raises that was told to stop."""
         self._stop.set()
 
     def cancelled(self) -> bool:
@@ -97,6 +88,7 @@ class Policy:
             raise Cancelled
 
     def _sampling(self) -> Generator:
+        self.stop_if_cancelled()
         if self._generator is None:
             raise RuntimeError("rank 0 alone samples on servers")
         return self._generator
@@ -187,21 +179,3 @@ class ServedPolicy(Policy):
                 pass
         engine.ranks.all_or_none(error)
         self.version = version
-
-
-class _Stopped:
-    """A desk at which ``check`` is asked before and after each visit."""
-
-    def __init__(self, desk: TurnDesk, check: Callable[[], None]) -> None:
-        self._desk, self._check = desk, check
-
-    def take(self, room: int, *, wait: bool) -> Turns:
-        self._check()
-        try:
-            return self._desk.take(room, wait=wait)
-        finally:
-            self._check()  # a desk that stopped for this said so in its own way
-
-    def finished(self, request: TurnRequest, completion: Completion) -> None:
-        self._check()
-        self._desk.finished(request, completion)
