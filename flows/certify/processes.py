@@ -51,6 +51,7 @@ from infra.rollouts import servers as opening
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig
 from refiner_core.contract.errors import UnsupportedError
+from refiner_core.contract.fields import typed
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
 from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
@@ -198,9 +199,8 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
 def _config(order: Order, way: str) -> RecipeConfig:
     apart = way == "nccl"
     config = recipe(replace(order, checkpointing=False), ranks=1)
-    server = RolloutServerConfig(
-        **{**order.vllm, "weight_transfer": way, "colocate": bool(order.gpus) and not apart}
-    )
+    fields = {**order.vllm, "weight_transfer": way, "colocate": bool(order.gpus) and not apart}
+    server = typed(RolloutServerConfig, fields)
     resources = replace(config.grpo.resources, gpus=(2 if apart else 1) if order.gpus else 0)
     grpo = replace(
         config.grpo,

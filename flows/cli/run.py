@@ -28,7 +28,6 @@ from flows.cli.options import (
     until_nobody_reads,
     working_options,
 )
-from infra.store.sweep_records import sweep_versions
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import measured, table_lines
@@ -512,6 +511,7 @@ def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
     """The sweep that is meant; None for a run."""
     from flows.running.calls import run_to_resume
     from flows.sweeping.status import sweep_named
+    from infra.store.sweep_records import sweep_versions
     from refiner_core.contract.records import trial_of
 
     if word is not None:

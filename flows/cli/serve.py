@@ -26,7 +26,7 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.nightly.history import Reading
+    from refiner_core.nightly.page import Reading
 
 files_argument = click.argument("files", nargs=-1, metavar="[RECIPE|SWEEP|NIGHTLY FILE]...")
 workspace_option = click.option(

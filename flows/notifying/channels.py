@@ -28,8 +28,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from infra.host.processes import environment
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.sections.addresses import VARIABLE
-from refiner_core.contract.sections.steering import Alarm
+from refiner_core.contract.sections.steering import VARIABLE, Alarm
 
 _COMMAND_S = 60.0
 _TRIES, _PAUSE_S = 3, 1.0

@@ -113,7 +113,7 @@ def opened(
     try:
         with pq.ParquetFile(source, pre_buffer=False) as file:
             if "sample_id" not in file.schema_arrow.names:
-                raise pa.ArrowInvalid("it has no sample ids")
+                raise OSError("it has no sample ids")
             yield file
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path} cannot be read ({error})", expected=expected, fix=fix) from error

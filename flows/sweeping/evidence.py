@@ -37,7 +37,6 @@ from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
 from refiner_core.evaluation.metrics import load_samples
 from refiner_core.evaluation.power import Components, variance_components
-from refiner_core.judge_report.measures import plain
 from refiner_core.report.printing import counted
 from refiner_core.rescoring.document import share
 from sweeps.power import Aim, Evidence, assumed
@@ -338,6 +337,8 @@ def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> Ar
     found = next((c.comparison for c in done.compared if c.setting == name), None)
     if found is None:
         return replace(of_arm, note="nothing to compare")
+    from refiner_core.judge_report.measures import plain
+
     best, sign = plain(found.best_changed), plain(found.sign_changed)
     return replace(of_arm, best_changed=best, sign_changed=sign)
 

@@ -30,7 +30,6 @@ from infra.disk.usage import Size, size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
 from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.checkpoints import CheckpointStore
-from infra.store.traces import list_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import RefinerError
@@ -148,6 +147,7 @@ def history_of(
 
 
 def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+    from infra.store.traces import list_rollouts
 
     paths = workspace.layout.stage(stage_id)
     theirs = recorded_checkpoints(workspace, stage_id).found

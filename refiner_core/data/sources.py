@@ -31,7 +31,6 @@ from typing import Any, Literal, NamedTuple
 
 from refiner_core.contract.config import DataConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.data.synthetic import generate_rows
 
 Which = Literal["sft", "rl"]
 SourceKind = Literal["none", "synthetic", "jsonl", "parquet", "folder", "hub"]
@@ -169,6 +168,8 @@ def source_digest(config: DataConfig, which: Which) -> str:
     if source.kind == "hub":
         return f"hub:{source.path}@{source.revision}/{source.split}"
     if source.kind == "synthetic":
+        from refiner_core.data.synthetic import generate_rows
+
         sample = generate_rows(which, min(source.size, _SAMPLED_ROWS), source.seed)
         text = json.dumps(sample, sort_keys=True).encode()
         short = hashlib.sha256(text).hexdigest()[:16]
@@ -259,6 +260,8 @@ def read_rows(source: Source) -> Iterator[RawRow]:
 
 
 def _read_synthetic(source: Source) -> Iterator[RawRow]:
+    from refiner_core.data.synthetic import generate_rows
+
     rows = generate_rows(source.which, source.size, source.seed)
     for line, row in enumerate(rows, start=1):
         yield RawRow(f"{SYNTHETIC} ({source.which}):{line}", line, row)

@@ -58,7 +58,7 @@ from refiner_core.judge_report.measures import (
 )
 from refiner_core.judges.prompting import judge_prompts_digest
 from refiner_core.report import printing
-from refiner_core.report.printing import MISSING, piped, table, with_interval
+from refiner_core.report.printing import MISSING, Section, piped, table, with_interval
 
 #: How often a defect that is not there may be called found.
 LEVEL = 0.05
@@ -433,15 +433,6 @@ def _described(material: Material) -> dict[str, Any]:
 
 _AGREEMENT = ("kind", "pairs", "equal", "kappa", "quadratic kappa", "mean difference")
 _SHIFT = ("what", "pairs", "mean change", "changed", "beyond asking again")
-
-
-class Section(NamedTuple):
-    """A heading, words, and a table that may be empty."""
-
-    title: str
-    words: tuple[str, ...]
-    header: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
 
 
 def sections(report: Report) -> list[Section]:

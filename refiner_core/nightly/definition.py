@@ -42,8 +42,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.records import from_json
-from refiner_core.contract.sections.addresses import is_place
-from refiner_core.contract.sections.steering import Alarm
+from refiner_core.contract.sections.steering import Alarm, is_place
 from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 MISSING = "—"
 MINUS = "\u2212"
@@ -227,3 +227,12 @@ _SIGNS = (
     | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
     | dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 )
+
+
+class Section(NamedTuple):
+    """A heading, words, and a table that may be empty."""
+
+    title: str
+    words: tuple[str, ...]
+    header: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from refiner_core.judge_report.build import Section
-from refiner_core.report.printing import MISSING, measured, piped, table
+from refiner_core.report.printing import MISSING, Section, measured, piped, table
 
 #: Version of ``rescore.json``. Raised when an older reader would misread it.
 DOCUMENT_VERSION = 1

@@ -22,11 +22,10 @@ from refiner_core.contract.kinds import kinds_of
 from refiner_core.contract.marks import walk
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.protocols import configs_under, refused_under
-from refiner_core.contract.sections.addresses import Refusal
 from refiner_core.contract.sections.command import check_command
 from refiner_core.contract.sections.judging import addresses_of, refused_in_judge
 from refiner_core.contract.sections.publish import refused_in_publish
-from refiner_core.contract.sections.steering import check_notify
+from refiner_core.contract.sections.steering import Refusal, check_notify
 from refiner_core.contract.services import asks_judge, serves
 
 

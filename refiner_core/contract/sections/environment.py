@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.errors import ConfigurationError, suggest
 from refiner_core.contract.marks import STRICT, added, execution, section
-from refiner_core.contract.sections.addresses import of_server
+from refiner_core.contract.sections.steering import of_server
 
 
 @dataclass(frozen=True, config=STRICT)

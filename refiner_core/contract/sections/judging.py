@@ -9,8 +9,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
-from refiner_core.contract.sections.addresses import Refusal, of_server
-from refiner_core.contract.sections.steering import Resources
+from refiner_core.contract.sections.steering import Refusal, Resources, of_server
 
 #: Judges that are word overlap, the default first: see :mod:`refiner_core.judges.lexical`.
 LEXICAL_MODELS = ("lexical-1", "lexical-loose-1")

@@ -9,9 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.errors import suggest
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
-from refiner_core.contract.sections.addresses import Refusal
 from refiner_core.contract.sections.environment import UserConfig
-from refiner_core.contract.sections.steering import Resources
+from refiner_core.contract.sections.steering import Refusal, Resources
 
 
 @dataclass(frozen=True, config=STRICT)
