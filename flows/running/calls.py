@@ -467,8 +467,8 @@ def check_supported(config: RecipeConfig) -> None:
     ConfigurationError
         A Hub data set without a pinned revision, or a model whose files do not fit the recipe.
     """
+    from refiner_core.contract.placement import refuse_unsupported
     from refiner_core.data.sources import resolve_source
-    from refiner_core.training.ranks import refuse_unsupported
 
     for which in ("sft", "rl"):
         resolve_source(config.data, which)  # refuses a revision that may move

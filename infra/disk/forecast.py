@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from infra.disk.usage import Size, size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
-from infra.judgements.segments import RECORD_BYTES, summarise
 from infra.store.checkpoints import CheckpointStore
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig, SftConfig
@@ -181,6 +180,8 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
+    from infra.judgements.segments import RECORD_BYTES, summarise
+
     if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
         return 0  # its judgements are not kept
 

@@ -18,11 +18,12 @@ and a process takes what Python and torch take. Measured peaks stand in a stage'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig, SftConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.kinds import TRAINED_HERE
 
 #: Stages that move weights, in the order in which a recipe has them.
@@ -361,3 +362,28 @@ def _for_servers(config: RecipeConfig, weights: int) -> dict[str, int]:
     if not has_gpus:
         found["servers"] = grpo.vllm_num_engines * (weights + 2 * _PROCESS)
     return found
+
+
+def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:
+    """Refuse what the recipe needs and this machine has not, for the training stage that is about
+    to run here, or for all that would run on this machine.
+
+    Raises
+    ------
+    UnsupportedError
+        Names the field: ``*.deepspeed_stage`` without DeepSpeed.
+    """
+    checked: Collection[str] = config.stages if config.dispatch.executor == "local" else ()
+    if stage is not None:
+        checked = (stage,)
+    for name in STAGES:
+        section = section_of(config, name)
+        if name not in checked or not section.deepspeed_stage:
+            continue
+        if importlib.util.find_spec("deepspeed") is None:
+            raise UnsupportedError(
+                f"{name}.deepspeed_stage is {section.deepspeed_stage}, and DeepSpeed is not "
+                "installed here",
+                expected="DeepSpeed beside refiner, as it is installed with it",
+                fix=f"install deepspeed, or set {name}.deepspeed_stage=null",
+            )

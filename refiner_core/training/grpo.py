@@ -37,6 +37,7 @@ from refiner_core.contract.errors import (
     JudgeOutage,
     UnsupportedError,
 )
+from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
 from refiner_core.data.prepared import load_prompts
 from refiner_core.generation.completions import check_positions
@@ -53,7 +54,7 @@ from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import Ranks, RanksIO, on_first, refuse_unsupported
+from refiner_core.training.ranks import Ranks, RanksIO, on_first
 from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
@@ -146,7 +147,7 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
-        See :func:`refiner_core.training.ranks.refuse_unsupported`; or nobody starts servers.
+        See :func:`refiner_core.contract.placement.refuse_unsupported`; or nobody starts servers.
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)

@@ -16,23 +16,19 @@ from __future__ import annotations
 import copy
 import hashlib
 import hmac
-import importlib.util
 import os
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import (
     ConfigurationError,
     NoSpaceError,
     StageFailed,
-    UnsupportedError,
 )
-from refiner_core.contract.placement import STAGES, TrainingStage, section_of
 from refiner_core.contract.types import Progress, SavedCheckpoint, StageIO
 
 if TYPE_CHECKING:
@@ -265,31 +261,6 @@ def gpu_of(local_rank: int) -> int:
         expected="a GPU for every training process of a node",
         fix="lower nproc_per_node, or raise resources.gpus",
     )
-
-
-def refuse_unsupported(config: RecipeConfig, stage: TrainingStage | None = None) -> None:
-    """Refuse what the recipe needs and this machine has not, for the training stage that is about
-    to run here, or for all that would run on this machine.
-
-    Raises
-    ------
-    UnsupportedError
-        Names the field: ``*.deepspeed_stage`` without DeepSpeed.
-    """
-    checked: Collection[str] = config.stages if config.dispatch.executor == "local" else ()
-    if stage is not None:
-        checked = (stage,)
-    for name in STAGES:
-        section = section_of(config, name)
-        if name not in checked or not section.deepspeed_stage:
-            continue
-        if importlib.util.find_spec("deepspeed") is None:
-            raise UnsupportedError(
-                f"{name}.deepspeed_stage is {section.deepspeed_stage}, and DeepSpeed is not "
-                "installed here",
-                expected="DeepSpeed beside refiner, as it is installed with it",
-                fix=f"install deepspeed, or set {name}.deepspeed_stage=null",
-            )
 
 
 def portable(error: BaseException) -> BaseException:

@@ -29,7 +29,7 @@ import torch
 from refiner_core.contract.config import RecipeConfig, SftConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HealthStop
 from refiner_core.contract.kinds import KINDS
-from refiner_core.contract.placement import sft_section
+from refiner_core.contract.placement import refuse_unsupported, sft_section
 from refiner_core.contract.types import DemonstrationRow, StageIO
 from refiner_core.data.prepared import load_demonstrations
 from refiner_core.generation.completions import check_positions
@@ -50,7 +50,7 @@ from refiner_core.training.batches import (
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.model.loading import check_window
 from refiner_core.training.model.optim import schedule_factor
-from refiner_core.training.ranks import Ranks, RanksIO, refuse_unsupported
+from refiner_core.training.ranks import Ranks, RanksIO
 from refiner_core.training.steps.boundary import Boundary, curve
 from refiner_core.training.steps.health import HealthMonitor, not_finite
 
@@ -101,7 +101,7 @@ def train_sft(
     StageFailed
         The loss or its gradient is not finite.
     UnsupportedError
-        See :func:`refiner_core.training.ranks.refuse_unsupported`.
+        See :func:`refiner_core.contract.placement.refuse_unsupported`.
     """
     refuse_unsupported(config, stage)
     run = _SftRun(config, stage, data_dir, model_ref, io, ranks or Ranks())

@@ -19,6 +19,7 @@ from refiner_core.contract.errors import (
     UnsupportedError,
     WorkspaceError,
 )
+from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.generation.completions import check_positions
 from refiner_core.generation.load import device_for
 from refiner_core.training.batches import Sample, build_pack, collate
@@ -26,7 +27,6 @@ from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
 from refiner_core.training.model.optim import Updater
-from refiner_core.training.ranks import refuse_unsupported
 from tests.support.tiny_training import BATCH_ROPES, save_tiny_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
