@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from refiner_core.contract.marks import STRICT, execution, identity, section
+from refiner_core.contract.marks import STRICT, added, execution, identity, section
 from refiner_core.contract.sections.command import PLACEHOLDER as PLACEHOLDER
 from refiner_core.contract.sections.command import CommandConfig as CommandConfig
 from refiner_core.contract.sections.command import placeholders as placeholders
@@ -32,7 +32,6 @@ from refiner_core.contract.sections.judging import LEXICAL_MODELS as LEXICAL_MOD
 from refiner_core.contract.sections.judging import JudgeConfig as JudgeConfig
 from refiner_core.contract.sections.judging import RewardConfig as RewardConfig
 from refiner_core.contract.sections.judging import ServeConfig as ServeConfig
-from refiner_core.contract.sections.publish import EvaluateConfig as EvaluateConfig
 from refiner_core.contract.sections.publish import PublishConfig as PublishConfig
 from refiner_core.contract.sections.steering import DiskConfig as DiskConfig
 from refiner_core.contract.sections.steering import DispatchConfig as DispatchConfig
@@ -46,6 +45,59 @@ from refiner_core.contract.sections.training import HealthConfig as HealthConfig
 from refiner_core.contract.sections.training import RolloutServerConfig as RolloutServerConfig
 from refiner_core.contract.sections.training import SampleConfig as SampleConfig
 from refiner_core.contract.sections.training import SftConfig as SftConfig
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluateConfig:
+    """The protocol of an evaluation, and which models it is applied to."""
+
+    models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
+        ("base", "sft", "rft", "grpo", "command"),
+        doc="models evaluated, where the recipe makes them",
+    )
+    decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
+        ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
+    )
+    max_prompts: int | None = identity(
+        None,
+        ge=1,
+        doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
+        "by its share",
+    )
+    num_samples: int = identity(4, ge=1, doc="samples per prompt of the sampled decoding")
+    temperature: float = identity(1.0, ge=0, doc="temperature of the sampled decoding")
+    top_p: float = identity(
+        1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
+    )
+    top_k: int = added(
+        0, ge=0, doc="the sampled decoding draws from the likeliest tokens only; 0 is off"
+    )
+    user: UserConfig = section(
+        UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
+    )
+    bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
+    seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
+    batch_size: int = identity(
+        256,
+        ge=1,
+        doc="samples decoded together; sums are taken in another order with another number",
+    )
+    occasion: str = added(
+        "",
+        doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
+        "evaluation, nor from the store of judgements",
+    )
+    protocols: tuple[str, ...] = added(
+        (),
+        doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
+        "them too; a configuration holds what they say, as JSON",
+    )
+    fresh_reference: bool = execution(
+        True,
+        doc="ask a served judge about the random copier's answers anew in every evaluation, "
+        "whatever the store knows: the control against a judge that drifts; one answer a prompt",
+    )
+    resources: Resources = section(Resources, doc="resources of the evaluation job")
 
 
 @dataclass(frozen=True, config=STRICT)

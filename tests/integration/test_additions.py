@@ -61,7 +61,7 @@ def run_merge(work: StageWork) -> dict[str, Any]:
     load_tokenizer(work.model_ref, config).save_pretrained(work.output_dir / "model")
     return {"steps": 1}
 '''
-SECTION = '''@dataclass(frozen=True)
+SECTION = '''@dataclass(frozen=True, config=STRICT)
 class MergeConfig:
     """Merging of weights."""
 
@@ -69,7 +69,7 @@ class MergeConfig:
     resources: Resources = section(Resources, doc="resources of the merging job")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 '''
 
 
@@ -109,7 +109,10 @@ ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         "refiner_core/contract/kinds/merge.py": KIND,
         "refiner_core/contract/config.py": [
             ('"grpo", "command"', '"grpo", "merge", "command"'),
-            ("@dataclass(frozen=True)\nclass RecipeConfig", f"{SECTION}class RecipeConfig"),
+            (
+                "@dataclass(frozen=True, config=STRICT)\nclass RecipeConfig",
+                f"{SECTION}class RecipeConfig",
+            ),
             (
                 "    command: CommandConfig",
                 '    merge: MergeConfig = section(MergeConfig, doc="merging")\n'
@@ -119,7 +122,7 @@ ADDITIONS: dict[str, dict[str, str | list[tuple[str, str]]]] = {
         "flows/stages/merge.py": FUNCTION,
     },
     "a term of the reward": {
-        "refiner_core/contract/config.py": [
+        "refiner_core/contract/sections/judging.py": [
             (_COMBINATION, f"    brevity_weight: float = {_WEIGHT}\n{_COMBINATION}")
         ],
         "refiner_core/rewards/compute.py": [

@@ -61,7 +61,7 @@ def check_refusal(done: Finished, code: int, *says: str) -> None:
             ["nowhere.yaml", "preemptible"],
         ),
         (["run", "tiny", "workspace=/proc/refiner"], 4, ["workspace=DIR"]),
-        (["logs", "grpo"], 2, ["no run is recorded"]),
+        (["logs", "grpo"], 2, ["No run is recorded"]),
     ],
 )
 def test_refused_before_anything_starts(

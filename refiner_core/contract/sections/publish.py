@@ -1,4 +1,4 @@
-"""Sections `publish` and `evaluate`: what leaves the run, and how its models are measured."""
+"""Section `publish`: which checkpoints go where, and with what card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic.dataclasses import dataclass
 
 from refiner_core.contract.errors import suggest
 from refiner_core.contract.marks import STRICT, added, execution, identity, section
-from refiner_core.contract.sections.environment import UserConfig
 from refiner_core.contract.sections.steering import Refusal, Resources
 
 
@@ -71,59 +70,6 @@ class PublishConfig:
     )
     currency: str = execution("USD", doc="currency of `price_per_gpu_hour`")
     resources: Resources = section(Resources, doc="resources of the publish job")
-
-
-@dataclass(frozen=True, config=STRICT)
-class EvaluateConfig:
-    """The protocol of an evaluation, and which models it is applied to."""
-
-    models: tuple[Literal["base", "sft", "rft", "grpo", "command"], ...] = identity(
-        ("base", "sft", "rft", "grpo", "command"),
-        doc="models evaluated, where the recipe makes them",
-    )
-    decoding: tuple[Literal["greedy", "sampled"], ...] = identity(
-        ("greedy", "sampled"), doc="decodings evaluated, each a protocol of its own"
-    )
-    max_prompts: int | None = identity(
-        None,
-        ge=1,
-        doc="use at most this many held-out prompts: the first, of tasks the first of each domain "
-        "by its share",
-    )
-    num_samples: int = identity(4, ge=1, doc="samples per prompt of the sampled decoding")
-    temperature: float = identity(1.0, ge=0, doc="temperature of the sampled decoding")
-    top_p: float = identity(
-        1.0, gt=0, le=1, doc="nucleus sampling of the sampled decoding; 1 is off"
-    )
-    top_k: int = added(
-        0, ge=0, doc="the sampled decoding draws from the likeliest tokens only; 0 is off"
-    )
-    user: UserConfig = section(
-        UserConfig, doc="the user in evaluation: another one than in training, where it has a model"
-    )
-    bootstrap_samples: int = identity(2000, ge=1, doc="resamples behind each interval of a mean")
-    seed: int = identity(1234, doc="sampling seed; the same for every run, so that arms pair up")
-    batch_size: int = identity(
-        256,
-        ge=1,
-        doc="samples decoded together; sums are taken in another order with another number",
-    )
-    occasion: str = added(
-        "",
-        doc="evaluate afresh for this occasion: with another name nothing is taken from an earlier "
-        "evaluation, nor from the store of judgements",
-    )
-    protocols: tuple[str, ...] = added(
-        (),
-        doc="protocol files (shipped names, or YAML files): each model is evaluated under each of "
-        "them too; a configuration holds what they say, as JSON",
-    )
-    fresh_reference: bool = execution(
-        True,
-        doc="ask a served judge about the random copier's answers anew in every evaluation, "
-        "whatever the store knows: the control against a judge that drifts; one answer a prompt",
-    )
-    resources: Resources = section(Resources, doc="resources of the evaluation job")
 
 
 #: Licences that the Hub knows; it refuses a card with another. One that is not on its list is
