@@ -180,10 +180,9 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
 
     The store is kept within its limit by what is already in it, so that is not counted again.
     """
-    from infra.judgements.segments import RECORD_BYTES, summarise
-
     if all(plan.config_of(s).judge.kind == "lexical" for plan in plans for s in plan.stages):
         return 0  # its judgements are not kept
+    from infra.judgements.segments import RECORD_BYTES, summarise
 
     total = limit = 0
     of = {stage.id: plan.config_of(stage) for plan in plans for stage in plan.stages}
