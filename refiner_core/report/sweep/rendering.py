@@ -187,7 +187,6 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
-    ("attempts", "Why attempts fail"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -197,16 +196,21 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
-#: What they are called in a report of agents.
-OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
+#: What they are called in a report of agents, where there is one more.
+OF_AGENTS = {
+    "arms": {"arms": "Arms", "attempts": "Why attempts fail"},
+    "flips": {"flips": "Tasks that flip"},
+    "answers": {"answers": "Transcripts"},
+}
 
 
 def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report: of agents without those of judges, which are not asked about them."""
     if not report.attempts:
-        return {i: name for i, name in VIEWS if i != "attempts"}
+        return dict(VIEWS)
     empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
-    return {i: OF_AGENTS.get(i, name) for i, name in VIEWS if not empty.get(i)}
+    kept = ((view, name) for view, name in VIEWS if not empty.get(view))
+    return {k: v for view, name in kept for k, v in OF_AGENTS.get(view, {view: name}).items()}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
