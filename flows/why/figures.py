@@ -148,19 +148,39 @@ def parse_query(words: Sequence[str]) -> Query:
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
     """The numbers of some stages that are meant."""
     found: list[Figure] = []
+    nights: dict[str, str] | None = None
     for stage_id in stage_ids:
         record = workspace.read_record(stage_id)
         if record is None:
             continue
         report = record.result.report if record.result is not None else {}
         if record.spec.kind == "evaluate" and report:
-            found += _of_evaluation(stage_id, report)
+            own = list(_of_evaluation(stage_id, report))
+            if record.spec.model == "base":
+                nights = _night_checkpoints(workspace) if nights is None else nights
+                if night := nights.get(stage_id):  # its checkpoint goes by its own name
+                    own = [replace(f, model=night) if f.model == "base" else f for f in own]
+            found += own
         elif record.spec.kind in TRAINED:
             points = list(_points(report))
             if query.step is not None or query.names:
                 points += _logged(workspace, stage_id, record, query)
             found += (_point(record.spec.name, *point, stage_id) for point in points)
     return _asked_for(found, query)
+
+
+def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
+    """Evaluations that nights alone have asked for: the names of the checkpoints that they are of.
+    To its recipe, what a night measures is the base that it starts from."""
+    found: dict[str, str] = {}
+    others: set[str] = set()
+    for run in map(workspace.read_run, workspace.run_ids()):
+        night = run.provenance.get("nightly")
+        if night is None:
+            others.update(run.stages.values())
+        else:
+            found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
+    return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
 
 
 def _of_evaluation(stage_id: str, report: Mapping[str, Any]) -> Iterator[Figure]:
