@@ -286,20 +286,9 @@ def comparisons_frame(sweep: str, workspace: str | Path = _HERE) -> pd.DataFrame
         A record is damaged.
     """
     from flows.reporting.writing import make_sweep_report
+    from refiner_core.report.sweep.rendering import number_rows
 
-    report = make_sweep_report(sweep, workspace)
-    rows = [
-        {
-            "primary": one.primary,
-            "higher_is_better": one.higher_is_better,
-            **asdict(one.key),
-            **asdict(number),
-            "baseline": number.arm == report.baseline,
-        }
-        for one in report.comparisons
-        for number in one.numbers
-    ]
-    return make_frame("comparisons", rows)
+    return make_frame("comparisons", number_rows(make_sweep_report(sweep, workspace)))
 
 
 def sweep_metrics_frame(

@@ -27,15 +27,12 @@ from refiner_core.report.printing import whole
 from refiner_core.report.run.document import RunReport
 from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
 from refiner_core.report.sweep.rendering import (
-    TRIAL_HEADER,
+    csv_of,
     document,
     markdown,
-    number_header,
     number_rows,
-    numbers_csv,
     page,
     trial_rows,
-    trials_csv,
 )
 
 #: Seconds after which the page of a running sweep loads itself again.
@@ -148,8 +145,8 @@ def files_of(report: SweepReport, *, reload_s: int = RELOAD_S) -> dict[str, str]
     """Texts of a sweep's report by name; the page last, for it speaks of the others."""
     return {
         VALUES: document(report),
-        NUMBERS: numbers_csv(report),
-        TRIALS: trials_csv(report),
+        NUMBERS: csv_of(number_rows(report)),
+        TRIALS: csv_of(trial_rows(report)),
         TEXT: markdown(report),
         PAGE: page(report, reload_s=reload_s),
     }
@@ -167,8 +164,8 @@ def log_report(workspace: Workspace, written: Written[SweepReport]) -> str:
     """
     report = written.report
     tables = {
-        "arms": Table(number_header(report), list(number_rows(report))),
-        "trials": Table(TRIAL_HEADER, list(trial_rows(report))),
+        name: Table(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+        for name, rows in (("arms", number_rows(report)), ("trials", trial_rows(report)))
     }
     folder = written.folder / "tracking"
     folder.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from refiner_core.report.run.document import Said
 from refiner_core.report.sweep.document import Answer, AttemptsRow
 
 MOST_OF_ANSWER = 4_000
-MOST_OF_PROMPT = 24_000
+MOST_OF_PROMPT = 16_000
 #: Characters of all answers and judgements of a page.
 MOST_IN_ALL = 1_500_000
 

@@ -37,12 +37,12 @@ from refiner_core.report.printing import (
 )
 from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.rendering import (
+    csv_of,
     document,
     markdown,
     number_rows,
-    numbers_csv,
     page,
-    trials_csv,
+    trial_rows,
 )
 from refiner_core.report.sweep.wording import answer
 from tests.support.sweep_reports import (
@@ -94,7 +94,9 @@ def test_page_markdown_and_tables_print_the_same_numbers() -> None:
     for shown in ("0.635", "[0.611, 0.659]", "+0.029", "[0.012, 0.046]", "0.038"):
         assert shown in html, shown
         assert shown in text, shown
-    row = next(r for r in csv.DictReader(io.StringIO(numbers_csv(report))) if r["arm"] == "mixed-0")
+    row = next(
+        r for r in csv.DictReader(io.StringIO(csv_of(number_rows(report)))) if r["arm"] == "mixed-0"
+    )
     assert round(float(row["difference"]), 3) == 0.029
     assert (row["seed_3"], row["verdict"], row["factor_rubrics"]) == ("", "better", "mixed")
     values = json.loads(document(report))
@@ -108,7 +110,7 @@ def test_a_missing_number_says_why_and_is_never_nan() -> None:
     broken = replace(report.comparisons[0].numbers[1], value=NAN, low=NAN, difference=NAN, p=NAN)
     first = replace(report.comparisons[0], numbers=(broken, *report.comparisons[0].numbers[2:]))
     report = replace(report, comparisons=(first,))
-    for text in (page(report), markdown(report), numbers_csv(report), document(report)):
+    for text in (page(report), markdown(report), csv_of(number_rows(report)), document(report)):
         shown = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r"\b(nan|NaN|inf|None)\b", shown)
         assert "All its trials failed: no room left on the disk." in shown
@@ -116,8 +118,8 @@ def test_a_missing_number_says_why_and_is_never_nan() -> None:
 
 def test_tables_have_a_row_per_arm_and_number_and_per_trial() -> None:
     report = full_report()
-    assert len(list(number_rows(report))) == 6 * len(report.comparisons)
-    trials = list(csv.DictReader(io.StringIO(trials_csv(report))))
+    assert len(number_rows(report)) == 6 * len(report.comparisons)
+    trials = list(csv.DictReader(io.StringIO(csv_of(trial_rows(report)))))
     assert [(t["arm"], t["seed"]) for t in trials][:2] == [("static-0", "1"), ("static-0.2", "1")]
     assert trials[1]["queue_seconds"] == "", "nobody knows it: an empty cell, not 0"
 
@@ -125,7 +127,7 @@ def test_tables_have_a_row_per_arm_and_number_and_per_trial() -> None:
 def test_a_spreadsheet_is_given_no_formula() -> None:
     report = full_report()
     evil = replace(report.trials[0], reason='=HYPERLINK("http://evil.example")')
-    row = next(csv.DictReader(io.StringIO(trials_csv(replace(report, trials=(evil,))))))
+    row = next(csv.DictReader(io.StringIO(csv_of(trial_rows(replace(report, trials=(evil,)))))))
     assert row["reason"].startswith("'=")
 
 

@@ -17,7 +17,6 @@ left out is said; the JSON beside the page has it.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,14 +30,11 @@ from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import (
     Agreement,
-    ArmNumber,
     Comparison,
-    Key,
     MatrixCell,
     MatrixRow,
     SideBySide,
     SweepReport,
-    TrialRow,
 )
 from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
 from refiner_core.report.transcripts import (
@@ -88,58 +84,51 @@ def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
 
 #: What a spreadsheet would take for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_OF_NUMBER = tuple(
-    f.name for f in dataclasses.fields(ArmNumber) if f.name not in ("arm", "points", "note")
-)
-_OF_KEY = tuple(f.name for f in dataclasses.fields(Key))
-TRIAL_HEADER = tuple(f.name for f in dataclasses.fields(TrialRow))
 
 
-def number_header(report: SweepReport) -> list[str]:
-    """Columns of :func:`number_rows`; each factor and each seed has its own."""
-    seeds = [f"seed_{seed}" for seed in report.seeds]
-    return ["arm", *(f"factor_{f}" for f in report.factors), "baseline", "primary", *_OF_KEY,
-            *_OF_NUMBER, *seeds, "note"]  # fmt: skip
-
-
-def number_rows(report: SweepReport) -> Iterator[list[Any]]:
-    """One row per arm and number."""
+def number_rows(report: SweepReport) -> list[dict[str, Any]]:
+    """One row per arm and number, by name; each factor and each seed has a column of its own."""
+    rows = []
     for comparison in report.comparisons:
-        key = [getattr(comparison.key, name) for name in _OF_KEY]
-        for measured in comparison.numbers:
-            levels = report.arm_levels.get(measured.arm, {})
-            points = {point.seed: point.value for point in measured.points}
-            yield [
-                measured.arm,
-                *(levels.get(factor, "") for factor in report.factors),
-                measured.arm == report.baseline,
-                comparison.primary,
-                *key,
-                *(_known(getattr(measured, name)) for name in _OF_NUMBER),
-                *(_known(points.get(seed)) for seed in report.seeds),
-                measured.note,
-            ]
+        for found in comparison.numbers:
+            levels = report.arm_levels.get(found.arm, {})
+            points = {point.seed: point.value for point in found.points}
+            of_number = {k: v for k, v in vars(found).items() if k not in ("points", "note")}
+            rows.append(
+                {
+                    "arm": found.arm,
+                    **{f"factor_{factor}": levels.get(factor, "") for factor in report.factors},
+                    "baseline": found.arm == report.baseline,
+                    "primary": comparison.primary,
+                    "higher_is_better": comparison.higher_is_better,
+                    **vars(comparison.key),
+                    **{name: _known(value) for name, value in of_number.items()},
+                    **{f"seed_{seed}": _known(points.get(seed)) for seed in report.seeds},
+                    "note": found.note,
+                }
+            )
+    return rows
 
 
-def trial_rows(report: SweepReport) -> Iterator[list[Any]]:
-    """One row per trial."""
-    for trial in report.trials:
-        values = (getattr(trial, name) for name in TRIAL_HEADER)
-        yield [" ".join(v) if isinstance(v, tuple) else _known(v) for v in values]
+def trial_rows(report: SweepReport) -> list[dict[str, Any]]:
+    """One row per trial, by name."""
+    return [
+        {k: " ".join(v) if isinstance(v, tuple) else _known(v) for k, v in vars(trial).items()}
+        for trial in report.trials
+    ]
 
 
 def _known(value: Any) -> Any:
     return finite(value) if isinstance(value, float) else value
 
 
-def numbers_csv(report: SweepReport) -> str:
-    """``report.csv``."""
-    return _csv(number_header(report), number_rows(report))
-
-
-def trials_csv(report: SweepReport) -> str:
-    """``trials.csv``."""
-    return _csv(TRIAL_HEADER, trial_rows(report))
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as ``report.csv`` and ``trials.csv`` have them."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
 
 
 def values(report: SweepReport) -> dict[str, Any]:
@@ -161,14 +150,6 @@ def _clean(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     return finite(value) if isinstance(value, float) else value
-
-
-def _csv(header: Sequence[str], rows: Iterator[list[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows([_cell(value) for value in row] for row in rows)
-    return text.getvalue()
 
 
 def _cell(value: Any) -> Any:
@@ -206,7 +187,6 @@ MOST_FLIPS = 600
 VIEWS = (
     ("summary", "Summary"),
     ("arms", "Arms"),
-    ("attempts", "Why attempts fail"),
     ("curves", "Learning curves"),
     ("judges", "Judges × arms"),
     ("rubrics", "Rubrics"),
@@ -216,16 +196,21 @@ VIEWS = (
     ("incidents", "Incidents"),
     ("protocols", "Protocols and provenance"),
 )
-#: What they are called in a report of agents.
-OF_AGENTS = {"flips": "Tasks that flip", "answers": "Transcripts"}
+#: What they are called in a report of agents, where there is one more.
+OF_AGENTS = {
+    "arms": {"arms": "Arms", "attempts": "Why attempts fail"},
+    "flips": {"flips": "Tasks that flip"},
+    "answers": {"answers": "Transcripts"},
+}
 
 
 def views_of(report: SweepReport) -> dict[str, str]:
     """The views of a report: of agents without those of judges, which are not asked about them."""
     if not report.attempts:
-        return {i: name for i, name in VIEWS if i != "attempts"}
+        return dict(VIEWS)
     empty = {"judges": not report.matrix, "rubrics": not report.rubrics}
-    return {i: OF_AGENTS.get(i, name) for i, name in VIEWS if not empty.get(i)}
+    kept = ((view, name) for view, name in VIEWS if not empty.get(view))
+    return {k: v for view, name in kept for k, v in OF_AGENTS.get(view, {view: name}).items()}
 
 
 def page(report: SweepReport, *, reload_s: int = 0) -> str:
