@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
 from refiner_core.rubrics.rows import MAX_WEIGHT, Rubric, RubricSet
 
@@ -32,8 +31,7 @@ class _Entry(_Part):
     @model_validator(mode="after")
     def _sign(self) -> _Entry:
         if self.polarity == "positive" and self.weight < 0:
-            said = "its weight is below 0 (say `polarity: negative` instead)"
-            raise PydanticCustomError("sign", said)
+            raise ValueError("its weight is below 0 (say `polarity: negative` instead)")
         return self
 
     def rubric(self, set_name: str) -> Rubric:
@@ -101,4 +99,5 @@ def _fault(error: Mapping[str, Any]) -> Fault:
     place = error["loc"]
     entry = place[1] if place[:1] == ("rubrics",) and len(place) > 1 else None
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-    return Fault(entry, f"`{''.join(steps).lstrip('.')}`: {error['msg']}")
+    said = error.get("ctx", {}).get("error", error["msg"])  # ours without pydantic's own words
+    return Fault(entry, f"`{''.join(steps).lstrip('.')}`: {said}")

@@ -57,8 +57,9 @@ def test_nobody_needs_to_be_root_to_see_it() -> None:
         "from pathlib import Path\n"
         "from infra.disk.probe import Prober\n"
         "from refiner_core.contract.config import DiskConfig\n"
+        "prober = Prober(Path(sys.argv[1]), DiskConfig())\n"  # a section's first use imports
         "os.setuid(65534)\n"
-        "print(Prober(Path(sys.argv[1]), DiskConfig()).look().limit_bytes)\n"
+        "print(prober.look().limit_bytes)\n"
     )
     with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
         Path(root).chmod(0o755)

@@ -27,7 +27,7 @@ from tests.support.told_campaign import patch_router, told_run
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow]
 NUMBER = {"metric": "citation_f1", "decoding": "greedy", "value": 0.81, "low": 0.7, "high": 0.9}
-STAGES = ("data", "sft", "grpo", "publish", "evaluate", "card")
+STAGES = ("data", "sft", "grpo", "publish", "evaluate")
 
 
 def play(call: RecordedCall) -> None:
