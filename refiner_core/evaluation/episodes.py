@@ -57,7 +57,7 @@ from refiner_core.evaluation.protocol import episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.evaluation.run import Circumstances, Unit, asked, open_generator, units_of
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import Wanted, sample_episodes
+from refiner_core.samples import Batch, Wanted, sample_batches, sample_episodes
 
 _ROWS_FILE = "rows.json"
 #: Seconds between checkpoints of attempts that have finished within a unit.
@@ -178,23 +178,22 @@ class _Work:
 
     def run(self) -> dict[str, list[dict[str, Any]]]:
         """Rows by decoding (and of what does nothing), task by task, attempt by attempt."""
-        for unit in self.units:
-            there = self.rows[unit.key]
-            missing = [one for one in unit.wanted if one.key not in there]
-            if not missing:
-                continue
-            if self.io.should_stop():
-                raise _stopped(self.done, self.reporter.total)
-            self._make(unit, missing)
+        left = [n for n in range(len(self.units)) if self._missing(n)]
+        if not sample_batches(left, self._make, self._keep, self.io.should_stop):
+            raise _stopped(self.done, self.reporter.total)
         self.reporter.batch(self.done, "numbers")
         return {
             key: [rows[one.key] for unit in self.units if unit.key == key for one in unit.wanted]
             for key, rows in self.rows.items()
         }
 
-    def _make(self, unit: Unit, missing: Sequence[Wanted]) -> None:
+    def _missing(self, number: int) -> list[Wanted]:
+        unit = self.units[number]
+        return [one for one in unit.wanted if one.key not in self.rows[unit.key]]
+
+    def _make(self, number: int) -> Batch[dict[str, Any]]:
         """A unit's missing attempts; it is kept when all are there."""
-        made: _Rows = {}
+        unit, made = self.units[number], _Rows()
         before, asked = self.done, sum(len(u.wanted) for u in self.units if u.key == unit.key)
         self.reporter.batch(before, unit.key)
 
@@ -207,15 +206,19 @@ class _Work:
                 self._save(unit, made)
 
         try:
-            self._attempt(unit, missing, finished)
+            self._attempt(unit, self._missing(number), finished)
         except RefinerError as error:
             if self.keeps_halves:
                 self._save(unit, made)
             elif isinstance(error, EnvironmentOutage):
                 self._give_up_errors()
             raise
-        self.rows[unit.key] |= made
-        if unit is not self.units[-1]:
+        return Batch(tuple(made.values()))
+
+    def _keep(self, number: int, made: Batch[dict[str, Any]]) -> None:
+        unit = self.units[number]
+        self.rows[unit.key] |= {_place(row): row for row in made.samples}
+        if number + 1 < len(self.units):
             self._save(unit, {})
 
     def _attempt(

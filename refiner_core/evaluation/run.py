@@ -54,7 +54,14 @@ from refiner_core.generation.completions import completion_text
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
-from refiner_core.samples import JudgeMeter, Wanted, load_generator, sample_answers
+from refiner_core.samples import (
+    Batch,
+    JudgeMeter,
+    Wanted,
+    load_generator,
+    sample_answers,
+    sample_batches,
+)
 
 COPIER = "random_copier"
 _ROWS_FILE = "rows.json"
@@ -224,15 +231,6 @@ def _afresh(config: RecipeConfig, judge: Judge, mark: str) -> Judge | None:
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A unit whose answers are there, and their rewards, on which the judge may work."""
-
-    key: str
-    answers: tuple[_Answer, ...]
-    rewards: RewardStream
-
-
-@dataclass(frozen=True)
 class _Sampler:
     """Sampler of units; a judge that streams begins with each answer as it is finished."""
 
@@ -242,7 +240,7 @@ class _Sampler:
     judge: Judge
     reference_judge: Judge
 
-    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> _Begun:
+    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> Batch[_Answer]:
         """A unit whose answers are ``known`` of an earlier attempt, or sampled now."""
         judge = self.reference_judge if unit.decoding is None else self.judge
         rewards = RewardStream(self.config.reward, judge)
@@ -260,7 +258,7 @@ class _Sampler:
                 add(place, self._copied(wanted.prompt))
         else:
             self._sample(unit.wanted, unit.decoding, add)
-        return _Begun(unit.key, tuple(answers[i] for i in range(len(unit.wanted))), rewards)
+        return Batch(tuple(answers[i] for i in range(len(unit.wanted))), rewards)
 
     def _sample(
         self,
@@ -297,46 +295,40 @@ class _Work:
 
     def run(self) -> dict[str, list[dict[str, Any]]]:
         """Rows by decoding (and the copier's)."""
-        begun: _Begun | None = None
-        for number, unit in enumerate(self.units[self.done :], start=self.done + 1):
-            if self.io.should_stop():
-                self._finish(begun)
-                raise Interrupted(
-                    f"The evaluation stopped after {self.done} of {len(self.units)} batches",
-                    fix="run the same command again to go on",
-                )
-            self.reporter.batch(self.done, unit.key)
-            before, begun = begun, self._begin(number, unit)
-            self._finish(before)
-            if not begun.rewards.streams or number == len(self.units):
-                self._finish(begun)
-                begun = None
+        left = range(self.done + 1, len(self.units) + 1)
+        if not sample_batches(left, self._begin, self._finish, self.io.should_stop):
+            raise Interrupted(
+                f"The evaluation stopped after {self.done} of {len(self.units)} batches",
+                fix="run the same command again to go on",
+            )
         self.reporter.batch(len(self.units), "numbers")
         return self.rows
 
-    def _begin(self, number: int, unit: Unit) -> _Begun:
-        known = self.sampled.get(number)
+    def _begin(self, number: int) -> Batch[_Answer]:
+        unit, known = self.units[number - 1], self.sampled.get(number)
+        self.reporter.batch(self.done, unit.key)
         begun = self.sampler.begin(unit, known)
         if known is None:
-            self.sampled[number] = begun.answers
-            if begun.rewards.streams and unit.decoding is not None:
+            self.sampled[number] = begun.samples
+            if begun.judging and unit.decoding is not None:
                 self._save()  # else it is judged within the moment, and kept then
         return begun
 
-    def _finish(self, begun: _Begun | None) -> None:
+    def _finish(self, number: int, begun: Batch[_Answer]) -> None:
         """Wait for a unit's judgements, and keep it: a row per sample, in order."""
-        if begun is None:
-            return
+        assert begun.rewards is not None, "answers have rewards"
         results = begun.rewards.results(self.reporter.judged)
         require_scored(results, self.sampler.config.judge.max_failed_share, of="answers")
-        for (prompt, number, text, length, stopped), result in zip(
-            begun.answers, results, strict=True
+        rows = self.rows[self.units[number - 1].key]
+        for (prompt, index, text, length, stopped), result in zip(
+            begun.samples, results, strict=True
         ):
-            row = sample_row(
-                prompt, number, text, length_tokens=length, stopped=stopped, result=result
+            rows.append(
+                sample_row(
+                    prompt, index, text, length_tokens=length, stopped=stopped, result=result
+                )
             )
-            self.rows[begun.key].append(row)
-        self.done += 1
+        self.done = number
         del self.sampled[self.done]
         if self.done < len(self.units):
             self._save()

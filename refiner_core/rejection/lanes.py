@@ -53,7 +53,7 @@ from refiner_core.rejection.attempts import Attempt, Flaw
 from refiner_core.rewards import RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
-from refiner_core.samples import Wanted, sample_answers, sample_episodes
+from refiner_core.samples import Batch, Wanted, sample_answers, sample_episodes
 
 
 class Lane:
@@ -118,18 +118,17 @@ class Lane:
 
     def scored(
         self,
-        wanted: Sequence[Wanted],
-        made: Sequence[Attempt],
-        rewards: RewardStream | None,
+        prompts: Sequence[PromptRow],
+        batch: Batch[Attempt],
         on_judged: Callable[[int, int], None],
     ) -> list[Attempt]:
         """Attempts with their scores; waits for the judge, and refuses where too many have none."""
-        if rewards is None:
-            self._require(made)
-            return list(made)
-        results = rewards.results(on_judged)
+        if batch.rewards is None:
+            self._require(batch.samples)
+            return list(batch.samples)
+        results = batch.rewards.results(on_judged)
         require_scored(results, self.config.judge.max_failed_share, of="attempts")
-        scored = zip(wanted, made, results, strict=True)
+        scored = zip(self.wanted(prompts), batch.samples, results, strict=True)
         return [self._scored(one.prompt, attempt, result) for one, attempt, result in scored]
 
     def _settings(self, environment: Environment) -> EpisodeSettings:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from refiner_core.contract.config import RecipeConfig, SampleConfig
 from refiner_core.contract.errors import (
@@ -61,34 +61,19 @@ from refiner_core.rejection.attempts import (
     write_attempts,
 )
 from refiner_core.rejection.lanes import Lane
-from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.samples import JudgeMeter, Wanted, check_room, load_generator
+from refiner_core.rewards import RewardInput
+from refiner_core.samples import Batch, JudgeMeter, check_room, load_generator, sample_batches
 
-Batch = tuple[PromptRow, ...]
 #: Where a batch may be kept in parts, that is done about so often, seconds.
 KEEP_EVERY_S = 60.0
 _USAGE_FILE = "judge.json"
 _DONE, _WAITING = "batch", "waiting"
 
 
-def batches_of(prompts: Sequence[PromptRow], rule: SampleConfig) -> list[Batch]:
+def batches_of(prompts: Sequence[PromptRow], rule: SampleConfig) -> list[tuple[PromptRow, ...]]:
     """All work, in order."""
     size = max(1, rule.generation_batch_size // rule.attempts)
     return [tuple(prompts[first : first + size]) for first in range(0, len(prompts), size)]
-
-
-class _Begun(NamedTuple):
-    """A batch whose attempts are sampled; of answers with their rewards, on which the judge may
-    work."""
-
-    wanted: list[Wanted]
-    attempts: tuple[Attempt, ...]
-    rewards: RewardStream | None
-
-    @property
-    def judging(self) -> bool:
-        """Whether somebody works on rewards meanwhile."""
-        return self.rewards is not None and self.rewards.streams
 
 
 class Work:
@@ -103,7 +88,7 @@ class Work:
     def __init__(
         self,
         rule: SampleConfig,
-        batches: Sequence[Batch],
+        batches: Sequence[tuple[PromptRow, ...]],
         lane: Lane,
         judge: Judge | None,
         io: StageIO,
@@ -133,21 +118,14 @@ class Work:
         Interrupted
             A stop was asked for; what is finished is kept.
         """
-        begun: _Begun | None = None
-        for number in range(self.done + 1, len(self.batches) + 1):
-            if self.io.should_stop():
-                self._finish(begun)
-                self._stop()
-            self.reporter.batch(self.done, "sample")
-            before, begun = begun, self._begin(number)
-            self._finish(before)
-            if not begun.judging or number == len(self.batches):
-                self._finish(begun)
-                begun = None
+        left = range(self.done + 1, len(self.batches) + 1)
+        if not sample_batches(left, self._begin, self._finish, self.io.should_stop):
+            self._stop()
 
-    def _begin(self, number: int) -> _Begun:
+    def _begin(self, number: int) -> Batch[Attempt]:
         """A batch that is sampled: by an earlier attempt of the stage, or now. A judge that streams
         begins with each attempt as it is finished."""
+        self.reporter.batch(self.done, "sample")
         known, started = self._waiting.get(number, ()), time.perf_counter()
         wanted, rewards = self.lane.wanted(self.batches[number - 1]), self.lane.rewards()
         places = {one.key: place for place, one in enumerate(wanted)}
@@ -182,25 +160,22 @@ class Work:
                     self._stop(len(attempts))
                 self._save()
             raise
-        begun = _Begun(wanted, there(), rewards)
-        tokens = sum(a.sampled_tokens for a in begun.attempts)
+        begun = Batch(there(), rewards)
+        tokens = sum(a.sampled_tokens for a in begun.samples)
         tokens -= sum(a.sampled_tokens for a in known)
         self._spent[number] = (tokens, time.perf_counter() - started)
-        if len(known) < len(begun.attempts) and begun.judging:
-            self._wait_with(number, begun.attempts)  # else it is scored within the moment
+        if len(known) < len(begun.samples) and begun.judging:
+            self._wait_with(number, begun.samples)  # else it is scored within the moment
             self._save()
         return begun
 
-    def _finish(self, begun: _Begun | None) -> None:
+    def _finish(self, number: int, begun: Batch[Attempt]) -> None:
         """Wait for a batch's scores, choose, and keep it."""
-        if begun is None:
-            return
-        number = self.done + 1
         try:
-            scored = self.lane.scored(*begun, self.reporter.judged)
+            scored = self.lane.scored(self.batches[number - 1], begun, self.reporter.judged)
         except EnvironmentOutage:
             if self.lane.keeps_parts:
-                self._wait_with(number, begun.attempts)
+                self._wait_with(number, begun.samples)
                 self._save()
             raise
         chosen = self._chosen(scored)
