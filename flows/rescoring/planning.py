@@ -4,7 +4,7 @@
 
     rollouts ─> settings ─> questions of each ─ less what is stored with them ─> plan per judge
 
-In: what is :class:`Wanted`. Out: a :class:`Planned` rescoring. Every option (``--judge``,
+In: what is wanted. Out: a :class:`Planned` rescoring. Every option (``--judge``,
 ``--rubrics``, ``--citation-weight``) is a :class:`Setting` of its own, or with ``cross`` every
 combination of them; ``KEY=VALUE`` apply to all, and are a setting of their own where there is no
 other.
@@ -233,9 +233,10 @@ LAST_STEPS = "last:5"
 WRITER = "rescore"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Request for a rescoring."""
+@dataclass
+class Planned:
+    """What is wanted, and the work that it takes. ``questions`` are by policy and kind of
+    questions, ``recorded`` by policy."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
@@ -244,16 +245,9 @@ class Wanted:
     baseline: str = OWN
     metric: Metric = "total"
     common: bool = False
-    prices: Prices = field(default_factory=Prices)
-
-
-@dataclass
-class Planned:
-    """Planned work. ``asks`` and ``recorded`` are by policy and kind of questions."""
-
-    wanted: Wanted
-    policies: list[Policy]
-    settings: list[Setting]
+    prices: Prices = (None, None)
+    policies: list[Policy] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     judges: dict[str, JudgePlan] = field(default_factory=dict)
     questions: dict[tuple[str, str], list[tuple[Question, ...]]] = field(default_factory=dict)
     recorded: dict[str, Recorded] = field(default_factory=dict)
@@ -268,12 +262,12 @@ class Planned:
         """Of what was asked: the same question has the same id."""
         asked = {
             "policies": [[p.stage_id, p.name, len(p.rollouts), p.steps] for p in self.policies],
-            "part": to_json(self.wanted.part),
+            "part": to_json(self.part),
             "settings": [[s.name, *identity_of(s.config), _rubrics(s)] for s in self.settings],
             "judges": sorted(self.judges),
-            "baseline": self.wanted.baseline,
-            "metric": self.wanted.metric,
-            "common": self.wanted.common,
+            "baseline": self.baseline,
+            "metric": self.metric,
+            "common": self.common,
         }
         return digest(asked)[:10]
 
@@ -299,8 +293,8 @@ class Planned:
 
     def baseline_of(self, policy: Policy) -> str:
         """The setting that a policy's others are compared with: by default its run's own."""
-        if self.wanted.baseline != OWN:
-            return self.wanted.baseline
+        if self.baseline != OWN:
+            return self.baseline
         own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
         return next(own)
 
@@ -336,9 +330,9 @@ def plan_rescoring(
     steps
         ``all``, ``last:5`` or ``40-50`` (default: all, or the last few of several runs).
     prices
-        Of a judge's tokens.
+        Of a million tokens that judges read, and that they write.
     **more
-        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Wanted`.
+        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Planned`.
 
     Returns
     -------
@@ -363,25 +357,25 @@ def plan_rescoring(
         )
     default = "all" if len(wanted) == 1 else LAST_STEPS
     part = replace(part or Part(), steps=steps or default)
-    return _planned(
-        Wanted(room, wanted, options or Options(), part, prices=prices or Prices(), **more)
-    )
+    prices = prices or (None, None)
+    planned = Planned(room, wanted, options or Options(), part, prices=prices, **more)
+    _fill(planned)
+    return planned
 
 
-def _planned(wanted: Wanted) -> Planned:
-    policies = read_policies(wanted.workspace, wanted.runs, wanted.part)
+def _fill(planned: Planned) -> None:
+    policies = read_policies(planned.workspace, planned.runs, planned.part)
     if len(policies) > 1:
-        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=wanted.common)
+        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=planned.common)
         policies = [replace(p, rollouts=tuple(common[p.name])) for p in policies]
-    settings = _settings(policies, wanted)
-    planned = Planned(wanted, policies, settings)
+    planned.policies, planned.settings = policies, _settings(policies, planned)
     for policy in policies:
         questions = planned.questions_under(policy, policy.config.reward)
         found = recorded(policy.rollouts, questions, batched=is_batched(policy.config.judge))
         planned.recorded[policy.name] = found
         own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
         own.known = {**found.known, **own.known}
-    for setting, policy in product(settings, policies):
+    for setting, policy in product(planned.settings, policies):
         plan = planned.judges[planned.judge_key(policy, setting)]
         plan.config = setting.judge  # with the address that this call has given
         # A run's own settings have been asked already.
@@ -391,9 +385,8 @@ def _planned(wanted: Wanted) -> Planned:
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
             _check_prompts(plan)
-            with stored(plan.config, wanted.workspace, WRITER) as store:
+            with stored(plan.config, planned.workspace, WRITER) as store:
                 plan.count(store)
-    return planned
 
 
 def _check_prompts(plan: JudgePlan) -> None:
@@ -411,7 +404,7 @@ def _check_prompts(plan: JudgePlan) -> None:
     )
 
 
-def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
+def _settings(policies: Sequence[Policy], wanted: Planned) -> list[Setting]:
     """The runs' own settings, each once, then what was asked for (over those of the first run)."""
     owners: list[Policy] = []
     for policy in policies:
