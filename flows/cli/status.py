@@ -424,11 +424,12 @@ def _run_lines(report: RunReport) -> Iterator[str]:
     if report.incidents:
         yield f"\n{words.incidents_text(report).capitalize()}"
         for incident in report.incidents[-_MOST_INCIDENTS:]:
-            over = "" if incident.resolved else " (open)"
-            yield f"  {moment(incident.at)} {incident.stage}: {plain(incident.text)}{over}"
+            over = "" if incident["resolved"] else " (open)"
+            text = f"{incident['stage']}: {plain(incident['text'])}"
+            yield f"  {moment(incident['at'])} {text}{over}"
     yield f"\nCost: {words.cost_text(report)}"
     for one in report.published:
-        yield f"Published: {plain(one.target)}"
+        yield f"Published: {plain(one['target'])}"
 
 
 def _sweep_lines(report: SweepReport) -> Iterator[str]:

@@ -33,7 +33,7 @@ from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.document import IncidentRow, TrialRow
+from refiner_core.report.sweep.document import Row, TrialRow
 from refiner_core.report.sweep.evidence import (
     Evaluation,
     Evidence,
@@ -261,7 +261,7 @@ def read_training(name: str, path: Path) -> Training:
     return Training(name, arrays)
 
 
-def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
+def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
     """Incidents of trials, oldest first; of a stage that trials share, once."""
     found: list[tuple[Incident, TrialStanding]] = []
     for standing in standings:
@@ -278,7 +278,11 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
             found.append((incident, standing))
     found.sort(key=lambda pair: pair[0].at)
     return tuple(
-        IncidentRow(s.arm, s.seed, i.at, f"{i.stage}: {i.text}", i.resolved) for i, s in found
+        {
+            **{"arm": s.arm, "seed": s.seed, "at": i.at},
+            **{"text": f"{i.stage}: {i.text}", "resolved": i.resolved},
+        }
+        for i, s in found
     )
 
 

@@ -21,7 +21,7 @@ from refiner_core.report.run.document import (
     UNDER_WAY,
     AttemptRow,
     MetricCurve,
-    RewardPart,
+    Row,
     StageRow,
 )
 from refiner_core.report.sweep.document import Curve
@@ -373,16 +373,16 @@ def _time_scale(seconds: float) -> Scale:
 class Share(NamedTuple):
     """A part of a reward, which begins where the one before it ends."""
 
-    part: RewardPart
+    part: Row
     start: float
     end: float
     scale: Scale | None
 
 
-def shares(parts: Sequence[RewardPart]) -> tuple[list[Share], list[RewardPart]]:
+def shares(parts: Sequence[Row]) -> tuple[list[Share], list[Row]]:
     """Parts that count, as a waterfall from 0, and those that were only measured."""
-    counted = [p for p in parts if finite(p.share) is not None and p.weight != 0]
-    ends = [0.0, *accumulate(part.share or 0.0 for part in counted)]
+    counted = [p for p in parts if finite(p["share"]) is not None and p["weight"] != 0]
+    ends = [0.0, *accumulate(part["share"] for part in counted)]
     scale = scale_for(ends, ticks=3)
     made = [Share(part, *span, scale) for part, span in zip(counted, pairwise(ends), strict=True)]
     return made, [p for p in parts if p not in counted]

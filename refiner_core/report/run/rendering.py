@@ -23,11 +23,10 @@ from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, counted, duration, estimate, hours
 from refiner_core.report.run.document import (
     ChangeRow,
-    Example,
     MetricCurve,
     NumberRow,
+    Row,
     RunReport,
-    Said,
     StageRow,
 )
 from refiner_core.report.transcripts import (
@@ -134,7 +133,7 @@ def incidents_text(report: RunReport) -> str:
     """``2 incidents, all resolved``; empty where nothing went wrong."""
     if not report.incidents:
         return ""
-    still = sum(not incident.resolved for incident in report.incidents)
+    still = sum(not incident["resolved"] for incident in report.incidents)
     count = counted(len(report.incidents), "incident")
     return f"{count}, {still} open" if still else f"{count}, all resolved"
 
@@ -283,7 +282,7 @@ MOST_EXAMPLES, MOST_SAID, MOST_PARTS = 60, 12, 40
 
 
 def shown_examples(
-    examples: Sequence[Example], pair: tuple[str, str] | None = None
+    examples: Sequence[Row], pair: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Examples with as many answers as a page can hold: each has an equal share of the room. The
     models of a ``pair`` (before, after) stand side by side, in front of the others."""
@@ -291,11 +290,11 @@ def shown_examples(
     share = MOST_IN_ALL // max(1, len(shown))
     made = []
     for place, example in enumerate(shown):
-        said = list(example.said)
-        if pair is not None and example.kind == "before and after":
-            said.sort(key=lambda s: s.model not in pair)
-        kept = within(said[:MOST_SAID], share - min(len(example.prompt), MOST_OF_PROMPT))
-        evidence = evidence_of(example.prompt, (s.text for s in kept), f"e{place}")
+        said = list(example["said"])
+        if pair is not None and example["kind"] == "before and after":
+            said.sort(key=lambda s: s["model"] not in pair)
+        kept = within(said[:MOST_SAID], share - min(len(example["prompt"]), MOST_OF_PROMPT))
+        evidence = evidence_of(example["prompt"], (s["text"] for s in kept), f"e{place}")
         made.append(
             {
                 "example": example,
@@ -307,9 +306,9 @@ def shown_examples(
     return made
 
 
-def _shown(said: Said, evidence: Evidence) -> dict[str, Any]:
+def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
     """An answer or an attempt as it is shown."""
-    kept = said.judgements[:MOST_JUDGEMENTS]
+    kept = said["judgements"][:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
     rubrics: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
@@ -321,17 +320,17 @@ def _shown(said: Said, evidence: Evidence) -> dict[str, Any]:
             found["on"].append((kind.removeprefix("citation_"), one))
         else:
             (rubrics if kind in ("rubric", "") else others).append(one)
-    counted, measured = drawing.shares(said.parts[:MOST_PARTS])
+    counted, measured = drawing.shares(said["parts"][:MOST_PARTS])
     return {
         "said": said,
-        "text": answer_markup(said.text, evidence),
-        "conversation": conversation(said.episode) if said.episode is not None else None,
+        "text": answer_markup(said["text"], evidence),
+        "conversation": conversation(said["episode"]) if said["episode"] is not None else None,
         "shares": counted,
         "measured": measured,
         "rubrics": rubrics,
         "claims": list(claims.values()),
         "others": others,
-        "judgements_left_out": len(said.judgements) - len(kept),
+        "judgements_left_out": len(said["judgements"]) - len(kept),
     }
 
 

@@ -25,7 +25,7 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import SweepRecord
 from refiner_core.evaluation.metric_names import domain_of, of_domain
 from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
-from refiner_core.report.sweep.document import IncidentRow, TrialRow
+from refiner_core.report.sweep.document import Row, TrialRow
 
 Floats = npt.NDArray[np.float64]
 
@@ -193,7 +193,7 @@ class Evidence:
     evaluations: Mapping[str, Evaluation]
     protocols: Mapping[str, Mapping[str, Any]]
     trainings: Mapping[str, Training] = field(default_factory=dict)
-    incidents: tuple[IncidentRow, ...] = ()
+    incidents: tuple[Row, ...] = ()
     stored: Stored | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better, is_number, is_yes_no, once_per_prompt
 from refiner_core.evaluation.statistics import Difference, holm, mcnemar_of, two_way_means, wilson
-from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SeedPoint, Verdict
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, Row, Verdict
 from refiner_core.report.sweep.evidence import Group, PromptMeans
 
 Floats = npt.NDArray[np.float64]
@@ -208,14 +208,14 @@ def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
     return "better" if (found.value > 0) == good else "worse"
 
 
-def _points(side: Side, setting: Setting) -> tuple[SeedPoint, ...]:
+def _points(side: Side, setting: Setting) -> tuple[Row, ...]:
     nothing = (None, 0)
     points = []
     for seed in setting.seeds:
         if seed in side.by_seed or (side.arm, seed) in setting.absent:
             value, count = side.by_seed.get(seed, nothing)
             change, _ = side.changes.get(seed, nothing)
-            points.append(SeedPoint(seed, value, change, count))
+            points.append({"seed": seed, "value": value, "difference": change, "n": count})
     return tuple(points)
 
 

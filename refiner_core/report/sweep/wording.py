@@ -240,9 +240,9 @@ class Column:
         """Scales that hold every interval and every seed."""
         values, differences = [], []
         for n in comparison.numbers:
-            values += [n.value, n.low, n.high, *(p.value for p in n.points)]
+            values += [n.value, n.low, n.high, *(p["value"] for p in n.points)]
             differences += [n.difference, n.difference_low, n.difference_high]
-            differences += [p.difference for p in n.points]
+            differences += [p["difference"] for p in n.points]
         known = [d for d in differences if finite(d) is not None]
         matters = report.detectable.get("smallest_effect") if comparison.primary else None
         return cls(
@@ -291,7 +291,7 @@ def _strip(
     )
     if scale is None or finite(value) is None:
         return None
-    points = {p.seed: getattr(p, of) for p in found.points}
+    points = {p["seed"]: p[of] for p in found.points}
     seeds = (
         f"seed {seed}: {number(point, column.decimals, signed=difference)}"
         f"{' (missing)' if finite(point) is None else ''}"
