@@ -35,7 +35,6 @@ from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.report.sweep.document import Row, TrialRow
 from refiner_core.report.sweep.evidence import (
-    Evaluation,
     Evidence,
     Measured,
     PromptMeans,
@@ -99,16 +98,15 @@ def _state(
 
 class _Read:
     """Reader of stages, each once; and of texts of evaluations, where a report shows them (see
-    :class:`refiner_core.report.sweep.evidence.Stored`): what cannot be read any more is left out,
+    :class:`refiner_core.report.sweep.evidence.Evidence`): what cannot be read any more is left out,
     as the numbers do without it."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.samples = SamplesReader()
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations: dict[str, tuple[Measured, ...]] = {}
         self.trainings: dict[str, Training] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
-        self.folders: dict[str, Path] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
         #: Code and libraries that have made a stage.
@@ -118,33 +116,35 @@ class _Read:
         """Read all evaluations that are done."""
         names = {i: n for t in trials for n, i in t.stages.items() if n.startswith(_EVALUATE)}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(lambda pair: self._evaluation(*pair), names.items()):
-                if isinstance(found, str):
-                    self.warnings.append(found)
-                elif found is not None:
-                    self.evaluations[found.stage] = found
+            found = pool.map(lambda pair: self._evaluation(*pair), names.items())
+            for stage, measured in zip(names, found, strict=True):
+                if isinstance(measured, str):
+                    self.warnings.append(measured)
+                elif measured is not None:
+                    self.evaluations[stage] = measured
 
-    def _evaluation(self, stage: str, name: str) -> Evaluation | str | None:
+    def _evaluation(self, stage: str, name: str) -> tuple[Measured, ...] | str | None:
         """One evaluation; why it is left out; None if it is not done."""
         path = self.workspace.layout.stage(stage)
         result = self.workspace.read_control(path.result)
         if result is None:
             return None
         folder = path.data / str(result["output_dir"])
-        self.folders[stage] = folder
         made = result.get("provenance") or {}
         versions = canonical_json(made.get("versions") or {})
         self.made_with[stage] = str(made.get("code") or ""), versions
         try:
             report = result["report"]
             report = report if "evaluations" in report else load_results(folder)
-            measured = tuple(self._measured(folder, report))
+            measured = tuple(self._measured(stage, name, folder, report))
         except DataError as error:
             return f"{name} ({stage}) is left out: {error}"
         self.protocols.update(report["protocols"])
-        return Evaluation(stage, name, str(report["model"]), protocol_name(name), measured)
+        return measured
 
-    def _measured(self, folder: Path, report: Mapping[str, Any]) -> Iterable[Measured]:
+    def _measured(
+        self, stage: str, name: str, folder: Path, report: Mapping[str, Any]
+    ) -> Iterable[Measured]:
         files = {str(e["samples_file"]) for e in report["reference"]}
         reference = {file: self.samples.means(folder / file) for file in files}
         by_decoding: dict[str, list[Mapping[str, Any]]] = {}
@@ -155,12 +155,15 @@ class _Read:
             protocols = {weighed(str(e["metric"])): str(e["protocol"]) for e in reversed(entries)}
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
             yield Measured(
+                stage=stage,
+                model=str(report["model"]),
+                protocol_file=protocol_name(name),
                 decoding=decoding,
                 protocol=protocols.get(False) or protocols[True],
                 reward_protocol=protocols.get(True) or protocols[False],
                 means=_only(self.samples.means(folder / file), entries),
                 reference=reference[str(beside[0]["samples_file"])] if beside else None,
-                samples_file=file,
+                samples=folder / file,
                 episodes=(report.get("episodes") or {}).get(decoding) or {},
             )
 
@@ -206,36 +209,28 @@ class _Read:
 
     # ------------------------------------------------------------ texts
 
-    def answers(
-        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
-    ) -> list[dict[str, Any]]:
+    def answers(self, measured: Measured, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, and of agents the first attempts."""
         try:
-            return self.samples.rows(self._file(evaluation, measured), prompts)
+            return self.samples.rows(measured.samples, prompts)
         except DataError:
             return []
 
     def rubrics(
-        self,
-        evaluation: Evaluation,
-        measured: Measured,
-        names: Sequence[tuple[str, str]] | None = None,
+        self, measured: Measured, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
         """Credit per rubric."""
         try:
-            return self.samples.rubrics(self._file(evaluation, measured), names)
+            return self.samples.rubrics(measured.samples, names)
         except DataError:
             return None
 
-    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
+    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, Question]:
         """From the prepared rows that the evaluation has read."""
-        result = self.workspace.read_result(evaluation.stage)
+        result = self.workspace.read_result(stage)
         if result is None:
             return {}
-        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
-
-    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
-        return self.folders[evaluation.stage] / measured.samples_file
+        return questions_of(self.workspace, stage, result.attempt, prompts)
 
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:

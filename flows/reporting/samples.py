@@ -66,8 +66,11 @@ class SamplesReader:
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
-        """Credit per rubric and prompt; see
-        :meth:`refiner_core.report.sweep.evidence.Stored.rubrics`."""
+        """Credit per rubric and prompt; None where nothing was judged by rubrics.
+
+        ``names`` are the rubrics wanted, as another evaluation has them; by default those that
+        several prompts share, and the rest of each kind together.
+        """
         with opened(path, path) as file:
             rows = file.read(columns=["sample_id", "judgements"], use_threads=False).to_pydict()
         judged = _judged(rows)

@@ -517,8 +517,8 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
         made.add(arm, 1, values, prompts=means.prompts, protocol=AGENT)
         told[f"evaluate-grpo-{arm}-1"] = found["episodes"]["sampled"]
     made.evaluations = {
-        stage: replace(e, measured=tuple(replace(m, episodes=told[stage]) for m in e.measured))
-        for stage, e in made.evaluations.items()
+        stage: tuple(replace(m, episodes=told[stage]) for m in measured)
+        for stage, measured in made.evaluations.items()
     }
     report = make_report(made.evidence())
     assert report.primary is not None

@@ -1,7 +1,7 @@
 """Breakdown of a sweep's result by judge, by rubric and by prompt.
 
 In: groups of evaluations of the last model; texts by
-:class:`~refiner_core.report.sweep.evidence.Stored`. Out: the judge x policy matrix with how far its
+the evidence's ``stored``. Out: the judge x policy matrix with how far its
 rows agree on the order of arms (Kendall's tau-b), credit per rubric and arm, and the prompts on
 which an arm and the baseline differ most, with their answers.
 
@@ -102,7 +102,7 @@ def _row(
 
 
 def _mean(group: Group, arm: str) -> tuple[float, float | None, float | None] | None:
-    rows = [group.cells[arm, s].measured.means.of(METRIC) for s in group.seeds_of(arm)]
+    rows = [group.cells[arm, s].means.of(METRIC) for s in group.seeds_of(arm)]
     found = [row for row in rows if row is not None]
     if not found or len({len(row) for row in found}) > 1:
         return None
@@ -115,8 +115,8 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
         own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
-        if own is not None and own.measured and trial.row.arm not in found:
-            found[trial.row.arm] = _asked(evidence.protocols.get(own.measured[0].protocol, {}))
+        if own and trial.row.arm not in found:
+            found[trial.row.arm] = _asked(evidence.protocols.get(own[0].protocol, {}))
     return found
 
 
@@ -158,7 +158,7 @@ def make_rubrics(
     if evidence.stored is None or evidence.sweep.baseline not in group.arms:
         return ()
     baseline = evidence.sweep.baseline
-    asked = group.cells[baseline, group.seeds_of(baseline)[0]].measured.means.prompts
+    asked = group.cells[baseline, group.seeds_of(baseline)[0]].means.prompts
     arms = _arms(group, baseline, differences)
     seeds = sorted({seed for _, seed in group.cells})[: max(1, _MOST_READ // len(arms))]
     names: tuple[tuple[str, str], ...] | None = None
@@ -166,9 +166,9 @@ def make_rubrics(
     for arm in arms:
         for seed in seeds:
             cell = group.cells.get((arm, seed))
-            if cell is None or cell.measured.means.prompts != asked:
+            if cell is None or cell.means.prompts != asked:
                 continue
-            found = evidence.stored.rubrics(cell.evaluation, cell.measured, names)
+            found = evidence.stored.rubrics(cell, names)
             if found is None:
                 continue
             names = names or found.rubrics
@@ -227,7 +227,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]
     layouts = paired_layouts(group, metric, baseline)
     most = max(2, min(_PER_ARM, _ALL // max(1, len(layouts))))
     asked = group.cells[baseline, group.seeds_of(baseline)[0]]
-    prompts, _ = asked.measured.means.about(metric)
+    prompts, _ = asked.means.about(metric)
     found = []
     for arm, changes in layouts.items():
         seeds = [s for s in group.seeds_of(arm) if (baseline, s) in group.cells]
@@ -250,7 +250,7 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
-    rows = [group.cells[arm, s].measured.means.about(metric)[1] for s in seeds]
+    rows = [group.cells[arm, s].means.about(metric)[1] for s in seeds]
     return float(np.mean([row[place] for row in rows if row is not None]))
 
 
@@ -259,7 +259,8 @@ def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict
         return {}
     baseline = evidence.sweep.baseline
     cell = group.cells[baseline, group.seeds_of(baseline)[0]]
-    return evidence.stored.questions(cell.evaluation, list(dict.fromkeys(prompts)))
+    found: dict[str, Question] = evidence.stored.questions(cell.stage, list(dict.fromkeys(prompts)))
+    return found
 
 
 def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) -> tuple[Row, ...]:
@@ -274,13 +275,13 @@ def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) ->
     if not shared:
         return ()
     seed = min(shared)
-    asked = group.cells[baseline, seed].measured.means.prompts
+    asked = group.cells[baseline, seed].means.prompts
     prompts = _shown_prompts(asked, flips, evidence.sweep.name)
     questions = _questions(evidence, group, prompts)
     answers: dict[str, list[Row]] = {prompt: [] for prompt in prompts}
     for arm in arms:
         cell = group.cells[arm, seed]
-        for row in evidence.stored.answers(cell.evaluation, cell.measured, prompts):
+        for row in evidence.stored.answers(cell, prompts):
             if row["sample_id"] in answers:
                 answers[row["sample_id"]].append(_answer(arm, seed, row))
     none = Question("", "")

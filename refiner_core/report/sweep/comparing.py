@@ -7,7 +7,7 @@
         ├─ curves (training) ───────────────────────────────────┤
         └─ flips (prompts that changed, answers side by side) ──┘
 
-Pure but for :class:`~refiner_core.report.sweep.evidence.Stored`, which is asked for the few texts
+Pure but for ``stored`` of the evidence, which is asked for the few texts
 that are shown.
 """
 
@@ -119,7 +119,7 @@ def make_attempts(groups: Sequence[Group]) -> Iterator[Row]:
         for arm in () if group.reward else group.arms:
             by_domain: dict[str, list[Mapping[str, Any]]] = {}
             for seed in group.seeds_of(arm):
-                told = group.cells[arm, seed].measured.episodes.get("domains") or {}
+                told = group.cells[arm, seed].episodes.get("domains") or {}
                 for domain, counts in told.items():
                     by_domain.setdefault(domain, []).append(counts)
             for domain, found in by_domain.items():
