@@ -447,7 +447,7 @@ def _sweep_lines(report: SweepReport) -> Iterator[str]:
     if (primary := report.primary) is None:
         return
     yield words.key_text(primary.key)
-    column = words.Column.of(primary, report)
+    column = words.column_of(primary, report)
     shown = (words.arm_row(n, column, report) for n in primary.numbers)
     pairs = (("value", "bounds"), ("difference", "difference_bounds"), ("sign", "verdict"))
     rows = [

@@ -266,7 +266,7 @@ def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> Non
     drawn = timeline([row], "2026-03-01T09:59:00+00:00", "2026-03-08T10:00:00+00:00")
     assert kind_of(gone) == "bad"
     assert drawn is not None
-    assert drawn.seconds == 150.0, "a week in which nobody worked is no part of the run"
+    assert drawn["seconds"] == 150.0, "a week in which nobody worked is no part of the run"
 
 
 def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path) -> None:

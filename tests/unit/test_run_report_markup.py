@@ -67,7 +67,7 @@ def test_what_was_only_measured_is_no_part_of_the_sum() -> None:
         part("penalty", 1.0, -0.5, -0.5),
     )
     counted, measured = shares(parts)
-    assert [s.part["name"] for s in counted] == ["rubric", "penalty"]
+    assert [s["part"]["name"] for s in counted] == ["rubric", "penalty"]
     assert [p["name"] for p in measured] == ["format", "citation"]
 
 

@@ -29,7 +29,7 @@ from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
 from refiner_core.report.sweep.document import Comparison, Row, SweepReport
-from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
+from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
 from refiner_core.report.transcripts import (
     MOST_IN_ALL,
     attempts_of,
@@ -67,7 +67,7 @@ def markdown(report: SweepReport) -> str:
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
     """One row per arm; of many arms the baseline and those that differ most."""
-    column = Column.of(comparison, report)
+    column = column_of(comparison, report)
     ranked = sorted(
         comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
     )
@@ -219,12 +219,12 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         is over has a page that stays.
     """
     compared = shown_comparisons(report)
-    columns = [Column.of(c, report) for c in compared]
+    columns = [column_of(c, report) for c in compared]
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
     shown = fitting(report.side_by_side, few)
     parts = parts_of(__package__)
-    return parts.template.render(
+    text: str = parts["template"].render(
         report=report,
         parts=parts,
         reload_s=reload_s if report.state == "running" else 0,
@@ -254,6 +254,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         costs=wording.costs(report),
         whole=wording.cost_of("all arms", report.trials),
     )
+    return text
 
 
 # ---------------------------------------------------------------- what is chosen for the page
