@@ -18,7 +18,7 @@ import numpy as np
 
 from flows.reporting.samples import SamplesReader, questions_of
 from flows.sweeping.status import SweepWatcher, TrialStanding
-from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
+from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
@@ -267,10 +267,8 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
             run = workspace.read_run(standing.run)
         except ConfigurationError:  # it was deleted; its stages are not
             continue
-        own = [name for name in run.stages if name not in standing.shared]
-        histories = [h for n in own if (h := stage_history(workspace, run, n)) is not None]
-        for incident in incidents_of(histories, run_events(workspace, run.run)):
-            found.append((incident, standing))
+        own = (i for i in run_incidents(workspace, run) if i.stage not in standing.shared)
+        found += [(incident, standing) for incident in own]
     found.sort(key=lambda pair: pair[0].at)
     return tuple(
         {

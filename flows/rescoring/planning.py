@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
@@ -28,8 +28,7 @@ from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import LEXICAL_MODELS, JudgeConfig, RecipeConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.loading import apply_overrides, parse_config
@@ -55,22 +54,11 @@ _PAIRS = re.compile(r",(?=\s*[a-z_]+(?:\.[a-z_]+)*=)")
 _EXECUTION = frozenset(path for path, info in walk(JudgeConfig) if info.mark == "execution")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Rewards and a judge under a name."""
 
     name: str
     config: RecipeConfig
-
-    @property
-    def reward(self) -> RewardConfig:
-        """Of what a score is made."""
-        return self.config.reward
-
-    @property
-    def judge(self) -> JudgeConfig:
-        """Judge that gives it."""
-        return self.config.judge
 
 
 @dataclass(frozen=True)
@@ -153,7 +141,7 @@ def _told_apart(settings: Sequence[Setting]) -> list[Setting]:
     apart = []
     for setting in settings:
         seen[setting.name] = number = seen.get(setting.name, 0) + 1
-        apart.append(setting if number == 1 else replace(setting, name=f"{setting.name} #{number}"))
+        apart.append(setting if number == 1 else setting._replace(name=f"{setting.name} #{number}"))
     return apart
 
 
@@ -263,7 +251,9 @@ class Planned:
         asked = {
             "policies": [[p.stage_id, p.name, len(p.rollouts), p.steps] for p in self.policies],
             "part": to_json(self.part),
-            "settings": [[s.name, *identity_of(s.config), _rubrics(s)] for s in self.settings],
+            "settings": [
+                [s.name, *identity_of(s.config), _rubrics(s.config.reward)] for s in self.settings
+            ],
             "judges": sorted(self.judges),
             "baseline": self.baseline,
             "metric": self.metric,
@@ -276,12 +266,12 @@ class Planned:
         judge has the run's own one, as it was then; any other is as it is today."""
         same = judge_fields(policy.config) == judge_fields(setting.config)
         prompts = policy.sources.get("judge_prompt") if same else None
-        identity = judge_identity(setting.judge, prompts)
+        judge = setting.config.judge
+        identity = judge_identity(judge, prompts)
         key = digest(identity)
         if key not in self.judges:
-            model = setting.judge.model
-            name = "lexical" if model == LEXICAL_MODELS[0] else model
-            self.judges[key] = JudgePlan(name, setting.judge, identity)
+            name = "lexical" if judge.model == LEXICAL_MODELS[0] else judge.model
+            self.judges[key] = JudgePlan(name, judge, identity)
         return key
 
     def questions_under(self, policy: Policy, reward: RewardConfig) -> list[tuple[Question, ...]]:
@@ -299,10 +289,10 @@ class Planned:
         return next(own)
 
 
-def _rubrics(setting: Setting) -> str | None:
+def _rubrics(reward: RewardConfig) -> str | None:
     """Digest of the set that a setting names: a file may be edited."""
-    static = "static" in setting.reward.rubric_source and not setting.reward.instance_rubrics_only
-    return rubric_set_digest(setting.reward.static_rubrics) if static else None
+    static = "static" in reward.rubric_source and not reward.instance_rubrics_only
+    return rubric_set_digest(reward.static_rubrics) if static else None
 
 
 def plan_rescoring(
@@ -377,10 +367,10 @@ def _fill(planned: Planned) -> None:
         own.known = {**found.known, **own.known}
     for setting, policy in product(planned.settings, policies):
         plan = planned.judges[planned.judge_key(policy, setting)]
-        plan.config = setting.judge  # with the address that this call has given
+        plan.config = setting.config.judge  # with the address that this call has given
         # A run's own settings have been asked already.
         if identity_of(setting.config) != identity_of(policy.config):
-            for asked in planned.questions_under(policy, setting.reward):
+            for asked in planned.questions_under(policy, setting.config.reward):
                 plan.need([question.request for question in asked])
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
@@ -421,12 +411,8 @@ def _settings(policies: Sequence[Policy], wanted: Planned) -> list[Setting]:
     settings += make_settings(policies[0].config, wanted.options)
     names = [setting.name for setting in settings]
     if wanted.baseline not in (OWN, *names):
-        raise ConfigurationError(
-            f"There is no setting {wanted.baseline!r} to compare with."
-            f"{suggest(wanted.baseline, names)}",
-            expected="one of: " + "; ".join(names),
-            fix="name one of these with --baseline",
-        )
+        fix = "name one of these with --baseline"
+        raise no_such("To compare with, there is no setting", wanted.baseline, names, fix)
     return settings
 
 

@@ -167,8 +167,8 @@ def _scores(
     known |= planned.judges[key].known
     if key == planned.judge_key(policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
-    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
-    return scores_under(policy.rollouts, setting.reward, judge, normalization)
+    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.config.judge))
+    return scores_under(policy.rollouts, setting.config.reward, judge, normalization)
 
 
 def _ask_all(
@@ -264,10 +264,11 @@ def _policy(policy: Policy) -> dict[str, Any]:
 
 
 def _setting(setting: Setting) -> dict[str, Any]:
+    judge = setting.config.judge
     return {
         "name": setting.name,
-        "reward": to_json(setting.reward),
-        "judge": judge_identity(setting.judge, "-") | {"prompt": setting.judge.prompt},
+        "reward": to_json(setting.config.reward),
+        "judge": judge_identity(judge, "-") | {"prompt": judge.prompt},
     }
 
 

@@ -8,11 +8,11 @@ that templates escape. A page holds a bounded number of characters; what is left
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
@@ -139,50 +139,38 @@ class Evidence:
 
 def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
     """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
-    keeps anchors of prompts apart."""
+    keeps anchors of prompts apart. A web page's opening tag may be cited too."""
     known = frozenset(parse_evidence(prompt).texts)
     cited = {i for text in answers for span in spans(text[:MOST_OF_ANSWER]) for i in span.ids or ()}
-    marker = _Marker(known, frozenset(cited), name)
-    shown = spans(plain(prompt[:MOST_OF_PROMPT]), any_case=True)
-    parts = [*map(marker.piece, shown), left_out(len(prompt) - MOST_OF_PROMPT)]
-    return Evidence(Markup("").join(parts), marker.anchors, known)
+    anchors: dict[str, str] = {}
+    numbers = itertools.count()
 
+    def source(shown: Markup, ids: Iterable[str]) -> Markup:
+        mine = [i for i in ids if i in known]
+        if not mine:
+            return shown
+        anchor = f"{name}-s{next(numbers)}"
+        for i in mine:
+            anchors.setdefault(i, anchor)
+        kind = "source cited" if cited.intersection(mine) else "source"
+        mark = Markup('<mark class="{}" id="{}" tabindex="-1">{}</mark>')
+        return mark.format(kind, anchor, shown)
 
-@dataclass
-class _Marker:
-    """Marks what may be cited; ``anchors`` names the first element of each id."""
-
-    known: frozenset[str]
-    cited: frozenset[str]
-    name: str
-    anchors: dict[str, str] = field(default_factory=dict)
-    count: int = 0
-
-    def piece(self, span: Span) -> Markup:
-        """A snippet, or what stands between two; a web page's opening tag may be cited too."""
+    parts: list[Markup] = []
+    for span in spans(plain(prompt[:MOST_OF_PROMPT]), any_case=True):
         if span.ids is not None:
-            return self._source(tagged(span), span.ids)
-        parts, at, text = [], 0, span.text
+            parts.append(source(tagged(span), span.ids))
+            continue
+        at, text = 0, span.text
         for tag in scan_tags(text):
             raw = _TAG.format(text[tag.start : tag.end])
             page = tag.name == "webpage" and not tag.closing
             parts.append(escape(text[at : tag.start]))
-            parts.append(self._source(raw, read_attributes(tag.attributes).ids) if page else raw)
+            parts.append(source(raw, read_attributes(tag.attributes).ids) if page else raw)
             at = tag.end
-        return Markup("").join([*parts, escape(text[at:])])
-
-    def _source(self, shown: Markup, ids: Iterable[str]) -> Markup:
-        mine = [i for i in ids if i in self.known]
-        if not mine:
-            return shown
-        anchor = f"{self.name}-s{self.count}"
-        self.count += 1
-        for i in mine:
-            self.anchors.setdefault(i, anchor)
-        kind = "source cited" if self.cited.intersection(mine) else "source"
-        return Markup('<mark class="{}" id="{}" tabindex="-1">{}</mark>').format(
-            kind, anchor, shown
-        )
+        parts.append(escape(text[at:]))
+    whole = Markup("").join([*parts, left_out(len(prompt) - MOST_OF_PROMPT)])
+    return Evidence(whole, anchors, known)
 
 
 def answer_markup(text: str, evidence: Evidence) -> Markup:
@@ -265,7 +253,7 @@ class Turn:
 def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
     everything = list(_said(episode))
-    ends = accumulate(map(_size, everything))
+    ends = itertools.accumulate(map(_size, everything))
     fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
     kept = fitting or everything[:1]
     names = ("kind", "name", "passed", "detail")

@@ -238,7 +238,7 @@ def test_trials_are_named_by_sweep_arm_and_seed(
         (["{run}"], "compares two, and was given 1"),
         (["{run}:gpro", "{run}"], "Did you mean"),
         (["{run}#1", "{run}"], "names attempt 1 of a whole run"),
-        (["{run}:grpo#7", "{run}"], "has no attempt 7"),
+        (["{run}:grpo#7", "{run}"], "has no attempt '7'"),
     ],
 )
 def test_a_name_that_cannot_be_meant_is_refused_with_what_there_is(

@@ -383,11 +383,11 @@ def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> N
     specs = ("lexical", str(file), f"model=org/other,{extra}", "prompt=v1,temperature=0.5")
     lexical, strict, other, own = make_settings(base, Options(judges=specs))
     assert [s.name for s in (lexical, strict)] == ["judge=lexical", "judge=strict"]
-    assert strict.judge.model == "small"
-    assert other.judge.base_url == "http://a/v1", "asked where the run's own judge is"
-    assert other.judge.revision is None, "a revision is one of its model"
-    assert json.loads(other.judge.extra_body) == {"a": 1, "b": 2}
-    assert (own.judge.model, own.judge.temperature) == ("big", 0.5)
+    assert strict.config.judge.model == "small"
+    assert other.config.judge.base_url == "http://a/v1", "asked where the run's own judge is"
+    assert other.config.judge.revision is None, "a revision is one of its model"
+    assert json.loads(other.config.judge.extra_body) == {"a": 1, "b": 2}
+    assert (own.config.judge.model, own.config.judge.temperature) == ("big", 0.5)
     with pytest.raises(ConfigurationError, match="gpt is not understood"):
         make_settings(base, Options(judges=("gpt",)))
 
@@ -409,10 +409,10 @@ def test_where_a_judge_is_asked_is_no_setting() -> None:
     base = RecipeConfig(judge=JudgeConfig(kind="openai", model="m", base_url="http://a/v1"))
     where = ("judge.base_url=http://b/v1", "judge.concurrency=3")
     assert make_settings(base, Options(overrides=where)) == []
-    assert own_setting(base, where).judge.base_url == "http://b/v1"
+    assert own_setting(base, where).config.judge.base_url == "http://b/v1"
     (setting,) = make_settings(base, Options(overrides=(*where, "reward.verification_reward=1")))
     assert setting.name == "reward.verification_reward=1"
-    assert setting.judge.concurrency == 3
+    assert setting.config.judge.concurrency == 3
 
 
 def test_options_that_a_run_did_not_know_are_as_they_were_then() -> None:
