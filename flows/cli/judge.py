@@ -302,7 +302,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         ask_leave(f"Make {calls} calls?", why, f"add --yes; {less}")
     out = output_folder(options["out"]) if options["out"] else None
     try:
-        document, folder = rescore(planned, out, _Bar())
+        document, folder = rescore(planned, out, _tell)
     except KeyboardInterrupt:
         say("What was judged is kept: the same command goes on from there.")
         raise
@@ -312,12 +312,11 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         lambda: ["", *document_lines(document)],
     )
     if not as_json:
-        for line in next_lines(document, folder, words, planned.wanted.runs[0].overrides):
+        for line in next_lines(document, folder, words, planned.runs[0].overrides):
             say(line)
 
 
 def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
-    from flows.rescoring.asking import Prices
     from flows.rescoring.planning import Options, plan_rescoring
     from flows.rescoring.reading import Part
 
@@ -331,7 +330,7 @@ def _planned(words: Sequence[str], options: dict[str, Any]) -> Planned:
         where,
         options=Options(judges, rubrics, weights, tuple(overrides), options["cross"]),
         part=Part(**part),
-        prices=Prices(options["price_in"], options["price_out"]),
+        prices=(options["price_in"], options["price_out"]),
         **more,
     )
 
@@ -360,22 +359,8 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-class _Bar:
+def _tell(what: str, done: int, total: int) -> None:
     """Progress of judging, on standard error."""
-
-    def __init__(self) -> None:
-        self._waiting = False
-        self.scored = progress("scorings")
-
-    def paused(self, why: str) -> None:
-        """All servers are gone, which the log says; or that is over, with an answer or without."""
-        self._waiting = self._waiting or bool(why)
-
-    def judged(self, judge: str, done: int, total: int) -> None:
-        """So many judgements of a judge have come."""
-        if self._waiting:
-            say("A server answers again.")
-            self._waiting = False
-        progress(f"judgements of {judge}")(done, total)
-        if done == total:
-            say(f"{judge}: {done} judgements")
+    progress(what)(done, total)
+    if done == total and what != "scorings":
+        say(f"{done} {what}")

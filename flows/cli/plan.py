@@ -243,9 +243,10 @@ def why_command(
     from flows.why.explanation import (
         OUTPUT_VERSION,
         candidate_lines,
+        counted_samples,
         explain_number,
-        explanation_json,
         explanation_lines,
+        sample_name,
     )
     from flows.why.figures import find_numbers, words_apart
 
@@ -272,10 +273,9 @@ def why_command(
         ]
     else:
         found = explain_number(figures[0], where, sample=sample)
-        show(as_json, lambda: value([explanation_json(found)]), lambda: explanation_lines(found))
-        commands = []
-        if sample is None and len(found.counted) > 1:
-            other = found.counted[0].name
-            commands = [command_line("why", *words, *of_card, "--sample", other)]
+        show(as_json, lambda: value([found]), lambda: explanation_lines(figures[0], found))
+        commands, counted = [], counted_samples(found)
+        if sample is None and len(counted) > 1:
+            commands = [command_line("why", *words, *of_card, "--sample", sample_name(counted[0]))]
     if commands and not as_json:
         say_next(*commands, gap=True)

@@ -424,11 +424,12 @@ def _run_lines(report: RunReport) -> Iterator[str]:
     if report.incidents:
         yield f"\n{words.incidents_text(report).capitalize()}"
         for incident in report.incidents[-_MOST_INCIDENTS:]:
-            over = "" if incident.resolved else " (open)"
-            yield f"  {moment(incident.at)} {incident.stage}: {plain(incident.text)}{over}"
+            over = "" if incident["resolved"] else " (open)"
+            text = f"{incident['stage']}: {plain(incident['text'])}"
+            yield f"  {moment(incident['at'])} {text}{over}"
     yield f"\nCost: {words.cost_text(report)}"
     for one in report.published:
-        yield f"Published: {plain(one.target)}"
+        yield f"Published: {plain(one['target'])}"
 
 
 def _sweep_lines(report: SweepReport) -> Iterator[str]:
@@ -446,7 +447,7 @@ def _sweep_lines(report: SweepReport) -> Iterator[str]:
     if (primary := report.primary) is None:
         return
     yield words.key_text(primary.key)
-    column = words.Column.of(primary, report)
+    column = words.column_of(primary, report)
     shown = (words.arm_row(n, column, report) for n in primary.numbers)
     pairs = (("value", "bounds"), ("difference", "difference_bounds"), ("sign", "verdict"))
     rows = [

@@ -12,8 +12,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,73 +24,21 @@ from infra.store.traces import read_metrics, read_rollouts
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
-from refiner_core.contract.marks import ABSENT, Mark, walk
+from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
 
 #: Of these a stage's own fields say all that matters, or they are names for people.
 _NO_NEWS = ("description", "workspace")
-
-
-@dataclass(frozen=True)
-class FieldChange:
-    """A configuration field that differs, and the stages that it makes others."""
-
-    field: str
-    mark: Mark
-    a: Any
-    b: Any
-    stages: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StageChange:
-    """One pair of stages: ``relation`` is ``same`` (one stage), ``alike`` (one fingerprint, another
-    execution), ``different``, ``only a``, ``only b``; ``because`` says in what they differ, and
-    ``outputs`` which output files are not bitwise the same (None: not both are done)."""
-
-    stage: str
-    a: str | None
-    b: str | None
-    relation: str
-    because: tuple[str, ...] = ()
-    outputs: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something named that differs, in these stages (none: of the whole run)."""
-
-    what: str
-    a: Any
-    b: Any
-    stages: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class FileChange:
-    """One file of the code: ``added`` and ``removed`` lines from the first to the second side."""
-
-    path: str
-    added: int
-    removed: int
-
-
-@dataclass(frozen=True)
-class CodeChange:
-    """Two code snapshots. ``files`` is None where one of them is not kept any more."""
-
-    a: str
-    b: str
-    files: tuple[FileChange, ...] | None
-    git: tuple[Change, ...] = ()
-    folders: tuple[str, str] | None = None
+#: One thing that differs, by name, as `--json` has it.
+Row = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
 
 
 # ---------------------------------------------------------------- configuration
 
 
-def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[FieldChange]:
-    """Fields that differ, identity first."""
+def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[Row]:
+    """Fields that differ, identity first, with the stages that each makes others."""
     left, right = a.config, b.config
     found = []
     for path, info in walk(RecipeConfig):
@@ -105,8 +53,8 @@ def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[FieldChange]:
             stages = tuple(pair.name for pair in pairs if _has_field(pair, path))
             if not stages and (a.single or b.single):
                 continue  # other stages of these runs have it
-        found.append(FieldChange(path, info.mark, one, other, stages))
-    return sorted(found, key=lambda change: change.mark != "identity")
+        found.append({"field": path, "mark": info.mark, "a": one, "b": other, "stages": stages})
+    return sorted(found, key=lambda change: change["mark"] != "identity")
 
 
 def _has_field(pair: Pair, path: str) -> bool:
@@ -122,24 +70,25 @@ def _has_field(pair: Pair, path: str) -> bool:
 # ---------------------------------------------------------------- stages
 
 
-def stage_change(pair: Pair) -> StageChange:
-    """Relation of a pair of stages."""
+def stage_change(pair: Pair) -> Row:
+    """Relation of a pair of stages: ``same`` (one stage), ``alike`` (one fingerprint, another
+    execution), ``different``, ``only a``, ``only b``; ``because`` says in what they differ, and
+    ``outputs`` which output files are not bitwise the same (None: not both are done)."""
     a, b = pair.a, pair.b
+    ids = {"stage": pair.name, "a": a and a.stage_id, "b": b and b.stage_id}
     if a is None or b is None:
-        ids = (a.stage_id if a else None, b.stage_id if b else None)
-        return StageChange(pair.name, *ids, "only b" if a is None else "only a")
+        only = "only b" if a is None else "only a"
+        return {**ids, "relation": only, "because": (), "outputs": None}
     if pair.same:
-        return StageChange(pair.name, a.stage_id, b.stage_id, "same", outputs=())
+        return {**ids, "relation": "same", "because": (), "outputs": ()}
     alike = a.stage_id == b.stage_id
     done = a.result is not None and b.result is not None
-    return StageChange(
-        pair.name,
-        a.stage_id,
-        b.stage_id,
-        "alike" if alike else "different",
-        () if alike else tuple(_because(a, b)),
-        tuple(differing(a.digests, b.digests)) if done else None,
-    )
+    return {
+        **ids,
+        "relation": "alike" if alike else "different",
+        "because": () if alike else tuple(_because(a, b)),
+        "outputs": tuple(differing(a.digests, b.digests)) if done else None,
+    }
 
 
 def _because(a: Half, b: Half) -> Iterator[str]:
@@ -168,7 +117,7 @@ def shortened(value: Any, limit: int) -> str:
 
 def changes(
     pairs: Iterable[Pair], values: Callable[[Half], Mapping[str, Any]], *kinds: str
-) -> tuple[Change, ...]:
+) -> list[Row]:
     """Differences of such values, each once, with the stages (of these kinds) that have them."""
     found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for name, a, b in both_of(pairs, *kinds):
@@ -177,7 +126,9 @@ def changes(
             continue
         for what, (x, y) in differing(one, other).items():
             found.setdefault((what, str(x), str(y)), (x, y, []))[2].append(name)
-    return tuple(Change(k[0], x, y, tuple(names)) for k, (x, y, names) in found.items())
+    return [
+        {"what": k[0], "a": x, "b": y, "stages": tuple(names)} for k, (x, y, names) in found.items()
+    ]
 
 
 def sources_of(half: Half) -> Mapping[str, Any]:
@@ -230,20 +181,20 @@ def environment_of(half: Half) -> dict[str, Any]:
 # ---------------------------------------------------------------- code
 
 
-def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> CodeChange | None:
+def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
     """The code of both runs; of single stages that of their workers. None: it is the same, or
-    nobody knows."""
+    nobody knows. ``files`` is None where one of the snapshots is not kept any more."""
     one, other = _code(a, [p.a for p in pairs]), _code(b, [p.b for p in pairs])
     git = _git(a, b)
     if not one or not other or (one == other and not git):
         return None
-    if one == other:
-        return CodeChange(one, other, (), git)
-    folders = (a.workspace.layout.code / one, b.workspace.layout.code / other)
-    if not all(folder.is_dir() for folder in folders):
-        return CodeChange(one, other, None, git)
-    files = tuple(_file_changes(*folders))
-    return CodeChange(one, other, files, git, (str(folders[0]), str(folders[1])))
+    found: dict[str, Any] = {"a": one, "b": other, "files": (), "git": git, "folders": None}
+    if one != other:
+        folders = [side.workspace.layout.code / code for side, code in ((a, one), (b, other))]
+        kept = all(folder.is_dir() for folder in folders)
+        found["files"] = list(_file_changes(*folders)) if kept else None
+        found["folders"] = list(map(str, folders)) if kept else None
+    return found
 
 
 def _code(side: Side, halves: Sequence[Half | None]) -> str:
@@ -252,20 +203,23 @@ def _code(side: Side, halves: Sequence[Half | None]) -> str:
     return side.run.code if side.run is not None else ""
 
 
-def _git(a: Side, b: Side) -> tuple[Change, ...]:
+def _git(a: Side, b: Side) -> list[Row]:
     if a.run is None or b.run is None:
-        return ()
+        return []
     names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
     apart = differing(a.run.provenance, b.run.provenance)
-    return tuple(Change(names[name], *apart[name]) for name in names if name in apart)
+    return [
+        {"what": names[name], "a": apart[name][0], "b": apart[name][1], "stages": ()}
+        for name in names
+        if name in apart
+    ]
 
 
-def _file_changes(a: Path, b: Path) -> Iterator[FileChange]:
+def _file_changes(a: Path, b: Path) -> Iterator[Row]:
     for path, texts in sorted(differing(_texts(a), _texts(b)).items()):
         before, after = ((text or b"").decode(errors="replace").splitlines() for text in texts)
-        lines = list(difflib.unified_diff(before, after, n=0))[2:]
-        added = sum(line.startswith("+") for line in lines)
-        yield FileChange(path, added, sum(line.startswith("-") for line in lines))
+        signs = Counter(line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:])
+        yield {"path": path, "added": signs["+"], "removed": signs["-"]}
 
 
 def _texts(folder: Path) -> dict[str, bytes]:
@@ -278,50 +232,25 @@ FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.pa
 _FEW_ROWS = 5
 
 
-@dataclass(frozen=True)
-class FileRows:
-    """One file of prepared rows.
-
-    Attributes
-    ----------
-    a_rows, b_rows
-        How many; None where a side has no such file (any more).
-    only_a, only_b, changed
-        How many rows one side alone has, and how many both have with other content.
-    examples
-        A few ids for each of the three.
-    order
-        The first position at which the rows that both have stand in another order; None: nowhere.
-    columns
-        Of the first changed row, the columns that differ.
-    """
-
-    stage: str
-    file: str
-    a_rows: int | None
-    b_rows: int | None
-    only_a: int = 0
-    only_b: int = 0
-    changed: int = 0
-    examples: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
-    order: int | None = None
-    columns: tuple[str, ...] = ()
-
-
-def row_changes(pairs: Iterable[Pair]) -> Iterator[FileRows]:
+def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
     """Prepared rows that differ, over all `data` stages. Rows are known by ``sample_id`` and
-    compared by a hash of all their columns: large sets are read in batches and not held."""
+    compared by a hash of all their columns: large sets are read in batches and not held.
+
+    ``a_rows`` and ``b_rows`` are None where a side has no such file; ``examples`` are a few ids of
+    the rows that one side alone has, and of the changed ones; ``order`` is the first position at
+    which the rows that both have stand in another order; ``columns`` are those in which the first
+    changed row differs.
+    """
     for stage, a, b in both_of(pairs, "data"):
         for name in FILES:
             if (digest := a.digests.get(name)) is not None and digest == b.digests.get(name):
                 continue
-            paths = [path for h in (a, b) if (path := _output_file(h, name)) is not None]
-            if len(paths) == 2:
-                yield from _changed_rows(stage, name, *paths)
-            elif paths:
-                count = len(_hashes(paths[0]))
-                there = _output_file(a, name) is not None
-                yield FileRows(stage, name, *((count, None) if there else (None, count)))
+            one, other = paths = [_output_file(half, name) for half in (a, b)]
+            tables = [{} if path is None else _hashes(path) for path in paths]
+            if list(tables[0].items()) != list(tables[1].items()):
+                counts = [None if p is None else len(t) for p, t in zip(paths, tables, strict=True)]
+                found = {"stage": stage, "file": name, "a_rows": counts[0], "b_rows": counts[1]}
+                yield found | _changed_rows(tables if one and other else ({}, {}), one, other)
 
 
 def _output_file(half: Half, name: str) -> Path | None:
@@ -329,27 +258,22 @@ def _output_file(half: Half, name: str) -> Path | None:
     return path if path is not None and path.exists() else None
 
 
-def _changed_rows(stage: str, name: str, a: Path, b: Path) -> Iterator[FileRows]:
-    one, other = _hashes(a), _hashes(b)
-    if list(one.items()) == list(other.items()):
-        return
-    only_a = [k for k in one if k not in other]
-    only_b = [k for k in other if k not in one]
+def _changed_rows(
+    tables: Sequence[Mapping[str, str]], a: Path | None, b: Path | None
+) -> dict[str, Any]:
+    one, other = tables
+    only_a, only_b = ([k for k in x if k not in y] for x, y in ((one, other), (other, one)))
     changed = [k for k in one if k in other and one[k] != other[k]]
-    common = ([k for k in one if k in other], [k for k in other if k in one])
-    columns = differing(*(_row(path, changed[0]) for path in (a, b))) if changed else ()
-    yield FileRows(
-        stage,
-        name,
-        len(one),
-        len(other),
-        len(only_a),
-        len(only_b),
-        len(changed),
-        (tuple(only_a[:_FEW_ROWS]), tuple(only_b[:_FEW_ROWS]), tuple(changed[:_FEW_ROWS])),
-        next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None),
-        tuple(columns),
-    )
+    common = ([k for k in x if k in y] for x, y in ((one, other), (other, one)))
+    rows = (_row(path, changed[0]) for path in (a, b) if path is not None and changed)
+    return {
+        "only_a": len(only_a),
+        "only_b": len(only_b),
+        "changed": len(changed),
+        "examples": [some[:_FEW_ROWS] for some in (only_a, only_b, changed)],
+        "order": next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None),
+        "columns": tuple(differing(*rows)) if changed else (),
+    }
 
 
 def _hashes(path: Path) -> dict[str, str]:
@@ -380,53 +304,17 @@ _FIELDS = (
     *("status", "judgements", "reward", "advantage"),
 )
 _CUT = 160
+_OF_NUMBER = ("value", "low", "high", "n")
 
 
-@dataclass(frozen=True)
-class RolloutChange:
-    """The first rollout of a step that differs: in which fields, and the first of them."""
-
-    sample_id: str
-    sample_index: int
-    fields: tuple[str, ...]
-    a: str
-    b: str
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Divergence of two trainings: how far they are the same.
-
-    Attributes
-    ----------
-    step
-        The first that differs; None where none does, as far as both have gone.
-    same_steps
-        How many steps before that are bitwise the same.
-    a_steps, b_steps
-        The last step that each has logged.
-    metrics
-        At that step: name -> both values, those that differ.
-    rollout
-        The first rollout of that step that differs; None where none does, or none are kept.
-    note
-        What could not be compared.
-    """
-
-    stage: str
-    step: int | None
-    same_steps: int
-    a_steps: int
-    b_steps: int
-    metrics: Mapping[str, tuple[Any, Any]]
-    rollout: RolloutChange | None = None
-    note: str = ""
-
-
-def divergences(pairs: Iterable[Pair]) -> Iterator[Divergence]:
+def divergences(pairs: Iterable[Pair]) -> Iterator[Row]:
     """Each pair of training stages of which both sides have logged something. Rollouts of a step
     are sampled before its numbers are logged, so that of the two a rollout that differs is the
-    earlier. What only measures (times, speed, what the judge's server did) is left aside."""
+    earlier. What only measures (times, speed, what the judge's server did) is left aside.
+
+    ``step`` is the first that differs (None where none does, as far as both have gone),
+    ``same_steps`` how many before it are bitwise the same, ``metrics`` what of its numbers differs.
+    """
     for stage, a, b in both_of(pairs, "sample", *TRAINED):
         one, other = _steps(a), _steps(b)
         if one and other:
@@ -451,32 +339,37 @@ def _divergence(
     stage: str,
     one: Mapping[int, tuple[dict[str, Any], Path | None]],
     other: Mapping[int, tuple[dict[str, Any], Path | None]],
-) -> Divergence:
+) -> Row:
     last, same = (max(one), max(other)), 0
+    found: dict[str, Any] = {"stage": stage, "a_steps": last[0], "b_steps": last[1]}
     for step in (s for s in sorted({*one, *other}) if s <= min(last)):
         (numbers, rollouts), (others, more) = (s.get(step, ({}, None)) for s in (one, other))
         metrics, rollout = differing(numbers, others), _first_rollout(rollouts, more)
         if metrics or rollout is not None:
-            return Divergence(stage, step, same, *last, metrics, rollout)
+            parted = {"step": step, "same_steps": same, "metrics": metrics, "rollout": rollout}
+            return {**found, **parted, "note": ""}
         same += 1
     gone = f"one has gone to step {last[0]}, the other to step {last[1]}"
-    return Divergence(stage, None, same, *last, {}, None, gone if last[0] != last[1] else "")
+    found |= {"step": None, "same_steps": same, "metrics": {}, "rollout": None}
+    return {**found, "note": gone if last[0] != last[1] else ""}
 
 
-def _first_rollout(a: Path | None, b: Path | None) -> RolloutChange | None:
-    """The first rollout that differs; where one side keeps none of the step, nothing is said."""
+def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
+    """The first rollout that differs, in which fields, and the first of them; where one side keeps
+    none of the step, nothing is said."""
     if a is None or b is None or a.read_bytes() == b.read_bytes():
         return None
     one, other = read_rollouts(a), read_rollouts(b)
     for x, y in zip_longest(one, other):
         row = x or y
-        which = (str(row.get("sample_id")), int(row.get("sample_index") or 0))
+        which: dict[str, Any] = {"sample_id": str(row.get("sample_id"))}
+        which["sample_index"] = int(row.get("sample_index") or 0)
         if x is None or y is None:
-            return RolloutChange(*which, ("count",), str(len(one)), str(len(other)))
-        apart = differing(x, y)
-        if apart:
-            fields = (*(f for f in _FIELDS if f in apart), *(f for f in apart if f not in _FIELDS))
-            return RolloutChange(*which, fields, *map(_cut, apart[fields[0]]))
+            return {**which, "fields": ("count",), "a": str(len(one)), "b": str(len(other))}
+        if apart := differing(x, y):
+            fields = sorted(apart, key=lambda f: _FIELDS.index(f) if f in _FIELDS else len(_FIELDS))
+            before, after = map(_cut, apart[fields[0]])
+            return {**which, "fields": tuple(fields), "a": before, "b": after}
     return None
 
 
@@ -488,62 +381,42 @@ def _cut(value: Any) -> str:
 # ---------------------------------------------------------------- evaluations
 
 
-@dataclass(frozen=True)
-class NumberChange:
-    """One metric of one model. ``difference`` is second minus first, paired over prompts (of these
-    two checkpoints); None where the protocols differ, which ``refused`` names. ``same``: both are
-    the same number under the same protocol."""
+def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[Row], list[Row]]:
+    """Every metric that both sides have, and evaluations under one protocol whose samples are not
+    bitwise the same.
 
-    stage: str
-    decoding: str
-    metric: str
-    a: Mapping[str, Any]
-    b: Mapping[str, Any]
-    difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-    refused: tuple[str, ...] = ()
-    same: bool = False
-
-
-@dataclass(frozen=True)
-class SampleChange:
-    """The first sample of an evaluation that differs, and in which columns; ``count`` samples do
-    so."""
-
-    stage: str
-    decoding: str
-    sample_id: str
-    fields: tuple[str, ...]
-    count: int
-    of: int
-
-
-Rows = Sequence[Mapping[str, Any]]
-
-
-def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[NumberChange], list[SampleChange]]:
-    """Every metric that both sides have; and evaluations under one protocol whose samples are not
-    bitwise the same."""
-    numbers: list[NumberChange] = []
-    samples: list[SampleChange] = []
+    ``difference`` is second minus first, paired over prompts (of these two checkpoints); None where
+    the protocols differ, which ``refused`` names. ``same``: both are the same number.
+    """
+    numbers: list[Row] = []
+    samples: list[Row] = []
     for stage, a, b in both_of(pairs, "evaluate"):
         one, other = _entries(a), _entries(b)
-        rows: dict[str, tuple[Rows, Rows] | None] = {}
-        for key in (k for k in one if k in other):
-            x, y = one[key], other[key]
-            if x["protocol"] != y["protocol"]:
-                apart = _protocols_apart(_protocol(a, x), _protocol(b, y))
-                numbers.append(NumberChange(stage, *key, x, y, refused=tuple(apart)))
+        rows: dict[str, list[Rows]] = {}
+        for (decoding, metric), x in one.items():
+            if (y := other.get((decoding, metric))) is None:
                 continue
-            if key[0] not in rows:
-                rows[key[0]] = _samples(a, x, b, y)
-            same = all(x.get(n) == y.get(n) for n in ("value", "low", "high", "n"))
-            paired = _paired(rows[key[0]], key[1])
-            numbers.append(NumberChange(stage, *key, x, y, *paired, same=same))
+            apart = x["protocol"] != y["protocol"]
+            if not apart and decoding not in rows:
+                rows[decoding] = _samples((a, x), (b, y))
+            numbers.append(
+                {
+                    **{"stage": stage, "decoding": decoding, "metric": metric, "a": x, "b": y},
+                    **_paired([] if apart else rows[decoding], metric),
+                    "refused": [*_protocols_apart(_protocol(a, x), _protocol(b, y))]
+                    if apart
+                    else [],
+                    "same": not apart and all(x.get(n) == y.get(n) for n in _OF_NUMBER),
+                }
+            )
         for decoding, both in rows.items():
-            if both is not None:
-                samples += _sample_changes(stage, decoding, *both)
+            changed = [
+                (x, found) for x, y in zip(*both, strict=False) if (found := differing(x, y))
+            ]
+            for row, found in changed[:1]:
+                sample = {"stage": stage, "decoding": decoding, "sample_id": str(row["sample_id"])}
+                counts = {"count": len(changed), "of": len(both[0])}
+                samples.append({**sample, "fields": tuple(found), **counts})
     return numbers, samples
 
 
@@ -566,39 +439,26 @@ def _protocols_apart(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "
             yield prefix + key
 
 
-def _samples(
-    a: Half, x: Mapping[str, Any], b: Half, y: Mapping[str, Any]
-) -> tuple[Rows, Rows] | None:
-    """The samples behind two numbers; None where they are gone."""
+def _samples(*sides: tuple[Half, Mapping[str, Any]]) -> list[Rows]:
+    """The samples behind two numbers; none where they are gone."""
     from refiner_core.evaluation.metrics import load_samples
 
-    assert a.output is not None, "a stage with a report is done"
-    assert b.output is not None, "a stage with a report is done"
+    folders = [(half.output, str(entry["samples_file"])) for half, entry in sides]
     try:
-        one = load_samples(a.output / str(x["samples_file"]))
-        return one, load_samples(b.output / str(y["samples_file"]))
+        return [load_samples(folder / file) for folder, file in folders if folder is not None]
     except RefinerError:  # the numbers themselves are shown all the same
-        return None
+        return []
 
 
-def _paired(
-    rows: tuple[Rows, Rows] | None, metric: str
-) -> tuple[float | None, float | None, float | None]:
+def _paired(rows: Sequence[Rows], metric: str) -> dict[str, float | None]:
     """Paired difference with its interval, second minus first."""
     from refiner_core.evaluation.statistics import paired_difference_over_seeds
 
-    if rows is None:
-        return None, None, None
+    nothing = dict.fromkeys(("difference", "low", "high"))
     try:
-        found = paired_difference_over_seeds([rows[1]], [rows[0]], metric)
+        found = paired_difference_over_seeds(rows[1:], rows[:1], metric) if rows else None
     except RefinerError:
-        return None, None, None
-    return (found.value, found.low, found.high) if found.n else (None, None, None)
-
-
-def _sample_changes(stage: str, decoding: str, one: Rows, other: Rows) -> Iterator[SampleChange]:
-    changed = [(x, apart) for x, y in zip(one, other, strict=False) if (apart := differing(x, y))]
-    if changed:
-        (row, apart), count = changed[0], len(changed)
-        name = str(row.get("sample_id"))
-        yield SampleChange(stage, decoding, name, tuple(apart), count, len(one))
+        return nothing
+    if found is None or not found.n:
+        return nothing
+    return {"difference": found.value, "low": found.low, "high": found.high}

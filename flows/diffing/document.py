@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.diffing import changes
+from flows.diffing.changes import Row
 from flows.diffing.sides import Pair, Side, both_of, find_side, pairs_of
 from infra.orchestrator.timeline import run_incidents
 from infra.store.workspace import Workspace
@@ -25,23 +26,13 @@ DIFF_VERSION = 1
 
 
 @dataclass(frozen=True)
-class AttemptChange:
-    """Attempts at a stage on each side, and the steps that later ones went on from."""
-
-    stage: str
-    a: int
-    b: int
-    a_resumed: tuple[int, ...] = ()
-    b_resumed: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Difference:
     """In what two sides differ.
 
     ``equal`` is about what came out: every stage of both is there, and outputs, rows, steps and
     numbers are bitwise the same. Other machines, code or execution settings alone are listed, and
-    make nothing unequal. None: not all of it is done yet, and what is done is equal.
+    make nothing unequal. None: not all of it is done yet, and what is done is equal. The other
+    fields are as ``refiner diff --json`` has them (:mod:`flows.diffing.changes`).
     """
 
     a: str
@@ -49,19 +40,19 @@ class Difference:
     a_workspace: str
     b_workspace: str
     equal: bool | None
-    stages: tuple[changes.StageChange, ...]
-    fields: tuple[changes.FieldChange, ...]
-    sources: tuple[changes.Change, ...]
-    rows: tuple[changes.FileRows, ...]
-    code: changes.CodeChange | None
-    judge: tuple[changes.Change, ...]
-    rubrics: tuple[changes.Change, ...]
-    environment: tuple[changes.Change, ...]
-    training: tuple[changes.Divergence, ...]
-    samples: tuple[changes.SampleChange, ...]
-    numbers: tuple[changes.NumberChange, ...]
-    attempts: tuple[AttemptChange, ...]
-    incidents: tuple[tuple[str, ...], tuple[str, ...]]
+    stages: Sequence[Row]
+    fields: Sequence[Row]
+    sources: Sequence[Row]
+    rows: Sequence[Row]
+    code: Row | None
+    judge: Sequence[Row]
+    rubrics: Sequence[Row]
+    environment: Sequence[Row]
+    training: Sequence[Row]
+    samples: Sequence[Row]
+    numbers: Sequence[Row]
+    attempts: Sequence[Row]
+    incidents: Sequence[Sequence[str]]
 
 
 def diff_runs(
@@ -107,18 +98,18 @@ def diff_sides(a: Side, b: Side) -> Difference:
         a_workspace=str(a.workspace.root),
         b_workspace=str(b.workspace.root),
         equal=None,
-        stages=tuple(map(changes.stage_change, pairs)),
-        fields=tuple(changes.field_changes(a, b, pairs)),
+        stages=[changes.stage_change(pair) for pair in pairs],
+        fields=changes.field_changes(a, b, pairs),
         sources=changes.changes(pairs, changes.sources_of),
-        rows=tuple(changes.row_changes(pairs)),
+        rows=list(changes.row_changes(pairs)),
         code=changes.code_change(a, b, pairs),
         judge=changes.changes(pairs, changes.judge_of, *CONSUMERS),
         rubrics=changes.changes(pairs, changes.rubrics_of, *CONSUMERS),
         environment=changes.changes(pairs, changes.environment_of),
-        training=tuple(changes.divergences(pairs)),
-        samples=tuple(samples),
-        numbers=tuple(numbers),
-        attempts=tuple(_attempt_changes(pairs)),
+        training=list(changes.divergences(pairs)),
+        samples=samples,
+        numbers=numbers,
+        attempts=list(_attempt_changes(pairs)),
         incidents=(_incidents(a), _incidents(b)),
     )
     return replace(found, equal=_equal(found))
@@ -131,26 +122,31 @@ _COPIES = ("publish", "card", "fetch", "serve")
 
 
 def _equal(found: Difference) -> bool | None:
-    if any(s.relation in ("only a", "only b") for s in found.stages):
+    if any(s["relation"] in ("only a", "only b") for s in found.stages):
         return False
-    if found.rows or found.samples or any(d.step is not None or d.note for d in found.training):
+    if found.rows or found.samples:
         return False
-    counted = [s for s in found.stages if (s.a or "").rpartition("-")[0] not in _COPIES]
-    outputs = [path for s in counted for path in s.outputs or ()]
+    if any(d["step"] is not None or d["note"] for d in found.training):
+        return False
+    counted = [s for s in found.stages if (s["a"] or "").rpartition("-")[0] not in _COPIES]
+    outputs = [path for s in counted for path in s["outputs"] or ()]
     weighty = any(path.rpartition("/")[2] not in _OF_A_MOMENT for path in outputs)
-    if weighty or not all(n.same for n in found.numbers):
+    if weighty or not all(n["same"] for n in found.numbers):
         return False
-    return None if any(s.outputs is None for s in counted) else True
+    return None if any(s["outputs"] is None for s in counted) else True
 
 
-def _attempt_changes(pairs: Sequence[Pair]) -> Iterator[AttemptChange]:
-    for name, a, b in both_of(pairs):
-        one, other = (
-            tuple(t.resumed_from_step for t in h.attempts if t.resumed_from_step is not None)
-            for h in (a, b)
-        )
-        if (len(a.attempts), one) != (len(b.attempts), other):
-            yield AttemptChange(name, len(a.attempts), len(b.attempts), one, other)
+def _attempt_changes(pairs: Sequence[Pair]) -> Iterator[Row]:
+    """Attempts at a stage on each side, and the steps that later ones went on from."""
+    for name, *halves in both_of(pairs):
+        counts = [len(half.attempts) for half in halves]
+        steps = [
+            [t.resumed_from_step for t in half.attempts if t.resumed_from_step is not None]
+            for half in halves
+        ]
+        if counts[0] != counts[1] or steps[0] != steps[1]:
+            resumed = {"a_resumed": steps[0], "b_resumed": steps[1]}
+            yield {"stage": name, "a": counts[0], "b": counts[1], **resumed}
 
 
 def _incidents(side: Side) -> tuple[str, ...]:
@@ -173,7 +169,7 @@ def difference_lines(found: Difference) -> Iterator[str]:
 
 def verdict(found: Difference) -> str:
     """Verdict on what came out: equal, or where it first is not."""
-    if found.stages and all(s.relation == "same" for s in found.stages):
+    if found.stages and all(s["relation"] == "same" for s in found.stages):
         return "The same stages: whatever they made is one and the same."
     if found.equal:
         return "What came out is bitwise the same on both sides."
@@ -184,15 +180,15 @@ def verdict(found: Difference) -> str:
 
 
 def _first(found: Difference) -> str:
-    if found.rows:
-        return f"the rows of {found.rows[0].stage} ({found.rows[0].file})"
-    for training in found.training:
-        if training.step is not None:
-            return f"step {training.step} of {training.stage}"
-    if found.samples:
-        return f"the samples of {found.samples[0].stage}"
-    alone = [s for s in found.stages if s.relation in ("only a", "only b")]
-    return f"that only {alone[0].relation[-1].upper()} has {alone[0].stage}" if alone else ""
+    for rows in found.rows:
+        return f"the rows of {rows['stage']} ({rows['file']})"
+    for training in (t for t in found.training if t["step"] is not None):
+        return f"step {training['step']} of {training['stage']}"
+    for sample in found.samples:
+        return f"the samples of {sample['stage']}"
+    for alone in (s for s in found.stages if s["relation"] in ("only a", "only b")):
+        return f"that only {alone['relation'][-1].upper()} has {alone['stage']}"
+    return ""
 
 
 def _show(value: Any, limit: int = 60) -> str:
@@ -203,12 +199,12 @@ def _show(value: Any, limit: int = 60) -> str:
 def next_commands(found: Difference) -> list[str]:
     """Exact commands that look further into the first thing that differs."""
     commands = []
-    parted = next((t for t in found.training if t.step is not None), None)
-    if parted is not None and (rollout := parted.rollout) is not None:
-        words = ["scores", f"step{parted.step}", found.a.partition(":")[0]]
+    parted = next((t for t in found.training if t["step"] is not None), None)
+    if parted is not None and (rollout := parted["rollout"]) is not None:
+        words = ["scores", f"step{parted['step']}", found.a.partition(":")[0]]
         words += [f"workspace={found.a_workspace}", "--sample"]
-        words.append(f"{rollout.sample_id}#{rollout.sample_index}")
+        words.append(f"{rollout['sample_id']}#{rollout['sample_index']}")
         commands.append(shlex.join(["refiner", "why", *words]))
-    if found.code is not None and found.code.folders is not None:
-        commands.append(shlex.join(["diff", "-ru", *found.code.folders]))
+    if found.code is not None and found.code["folders"] is not None:
+        commands.append(shlex.join(["diff", "-ru", *found.code["folders"]]))
     return commands

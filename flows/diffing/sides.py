@@ -18,7 +18,7 @@ from flows.stored import the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.sweep_records import sweep_versions
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.records import Attempt, RunRecord, StageRecord, StageResult, StageSpec
 
 _ATTEMPT = re.compile(r"^(?P<rest>.+)#(?P<number>\d+)$")
@@ -206,11 +206,7 @@ def find_side(workspace: Workspace, word: str) -> Side:
     (stage_id,) = side.stages.values()
     known = workspace.layout.stage(stage_id).attempt_numbers()
     if number not in known:
-        raise ConfigurationError(
-            f"{stage_id} has no attempt {number}.",
-            expected=f"one of: {', '.join(map(str, known)) or '(there are none)'}",
-            fix="name one of these",
-        )
+        raise no_such(f"{stage_id} has no attempt", str(number), map(str, known))
     return Side(word, workspace, side.run, side.stages, number, single=True)
 
 

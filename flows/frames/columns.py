@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from flows.running.status import required_run
 from infra.store.checkpoints import reclaimed_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import DataError, no_such
 from refiner_core.contract.records import RunRecord, SweepRecord, TrialRecord
 
 if TYPE_CHECKING:
@@ -193,11 +192,7 @@ def describe_columns(frame: str) -> pd.DataFrame:
     import pandas as pd
 
     if frame not in TABLES:
-        raise ConfigurationError(
-            f"There is no frame {frame!r}.{suggest(frame, TABLES)}",
-            expected=f"one of: {', '.join(TABLES)}",
-            fix="name one of these",
-        )
+        raise no_such("There is no frame", frame, TABLES)
     rows = [(n, _DTYPES[c.kind], c.unit, c.meaning) for n, c in TABLES[frame].items()]
     return pd.DataFrame(rows, columns=["column", "dtype", "unit", "meaning"], dtype="string")
 
@@ -265,11 +260,8 @@ def chosen(
         wanted = [wanted]
     for name in wanted:
         if name not in there:
-            raise ConfigurationError(
-                f"{of} have no column {name!r}.{suggest(name, there)}",
-                expected=f"some of: {', '.join(there)}",
-                fix="name these in columns=[…], or leave it out",
-            )
+            fix = "name some of these in columns=[…], or leave it out"
+            raise no_such(f"{of} have no column", name, there, fix)
     return list(dict.fromkeys(wanted))
 
 

@@ -28,8 +28,7 @@ from infra.store.sweep_records import read_sweep
 from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
 
@@ -333,12 +332,8 @@ def sweep_metrics_frame(
     parts = []
     for trial in trials_of(read_sweep(room, sweep), arms):
         if stage not in trial.stages:
-            raise ConfigurationError(
-                f"The trials of sweep {sweep} have no stage {stage!r}."
-                f"{suggest(stage, trial.stages)}",
-                expected=f"one of: {', '.join(trial.stages)}",
-                fix="name one of these in stage=",
-            )
+            what = f"The trials of sweep {sweep} have no stage"
+            raise no_such(what, stage, trial.stages, "name one of these in stage=")
         metrics = metrics_of(room, trial.stages[stage], columns)
         place = {"arm": [trial.arm] * len(metrics), "seed": [trial.seed] * len(metrics)}
         parts.append(pd.concat([typed(TABLES["trials"], place), metrics], axis=1))

@@ -27,7 +27,7 @@ from flows.stored import newest_rollouts, results_of, the_stage
 from infra.store.sweep_records import read_sweep
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.evaluation.metrics import weighed
 
 if TYPE_CHECKING:
@@ -146,13 +146,11 @@ def _judged(text: str | None) -> dict[str, float | None]:
     """Counts and mean of a rollout's judgements; everything is missing where none were kept."""
     if text is None:
         return dict.fromkeys(("judgements_scored", "judgements_failed", "judgements_mean"))
+    from flows.reporting.samples import credit_of
+
     found = json.loads(text)
     scored = [j for j in found if j.get("score") is not None]
-    credit = [
-        1.0 - j["score"] if j.get("polarity") == "negative" else float(j["score"])
-        for j in scored
-        if j.get("kind") == "rubric"
-    ]
+    credit = [credit_of(j) for j in scored if j.get("kind") == "rubric"]
     return {
         "judgements_scored": len(scored),
         "judgements_failed": len(found) - len(scored),
@@ -296,11 +294,8 @@ def _only_of(
         if wanted is None or not files:
             continue
         if wanted not in there:
-            raise ConfigurationError(
-                f"{of} has evaluated no {key} {wanted!r}.",
-                expected=f"one of: {', '.join(there)}",
-                fix=f"name one of these in {key}=, or leave it out",
-            )
+            fix = f"name one of these in {key}=, or leave it out"
+            raise no_such(f"{of} has evaluated no {key}", wanted, there, fix)
         kept = [f for f in kept if str(f.place[key]) == wanted]
     return kept
 

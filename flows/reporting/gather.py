@@ -18,7 +18,7 @@ import numpy as np
 
 from flows.reporting.samples import SamplesReader, questions_of
 from flows.sweeping.status import SweepWatcher, TrialStanding
-from infra.orchestrator.timeline import Incident, incidents_of, run_events, stage_history
+from infra.orchestrator.timeline import Incident, run_incidents
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of
 from infra.store.sweep_records import read_sweep
@@ -33,9 +33,8 @@ from refiner_core.contract.records import SweepRecord, TrialRecord
 from refiner_core.evaluation.metrics import weighed
 from refiner_core.evaluation.results import load_results
 from refiner_core.report.sweep.comparing import SHOWN
-from refiner_core.report.sweep.document import IncidentRow, TrialRow
+from refiner_core.report.sweep.document import Row, TrialRow
 from refiner_core.report.sweep.evidence import (
-    Evaluation,
     Evidence,
     Measured,
     PromptMeans,
@@ -99,16 +98,15 @@ def _state(
 
 class _Read:
     """Reader of stages, each once; and of texts of evaluations, where a report shows them (see
-    :class:`refiner_core.report.sweep.evidence.Stored`): what cannot be read any more is left out,
+    :class:`refiner_core.report.sweep.evidence.Evidence`): what cannot be read any more is left out,
     as the numbers do without it."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.samples = SamplesReader()
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations: dict[str, tuple[Measured, ...]] = {}
         self.trainings: dict[str, Training] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
-        self.folders: dict[str, Path] = {}
         self.tracked: dict[str, str] = {}
         self.warnings: list[str] = []
         #: Code and libraries that have made a stage.
@@ -118,33 +116,35 @@ class _Read:
         """Read all evaluations that are done."""
         names = {i: n for t in trials for n, i in t.stages.items() if n.startswith(_EVALUATE)}
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(lambda pair: self._evaluation(*pair), names.items()):
-                if isinstance(found, str):
-                    self.warnings.append(found)
-                elif found is not None:
-                    self.evaluations[found.stage] = found
+            found = pool.map(lambda pair: self._evaluation(*pair), names.items())
+            for stage, measured in zip(names, found, strict=True):
+                if isinstance(measured, str):
+                    self.warnings.append(measured)
+                elif measured is not None:
+                    self.evaluations[stage] = measured
 
-    def _evaluation(self, stage: str, name: str) -> Evaluation | str | None:
+    def _evaluation(self, stage: str, name: str) -> tuple[Measured, ...] | str | None:
         """One evaluation; why it is left out; None if it is not done."""
         path = self.workspace.layout.stage(stage)
         result = self.workspace.read_control(path.result)
         if result is None:
             return None
         folder = path.data / str(result["output_dir"])
-        self.folders[stage] = folder
         made = result.get("provenance") or {}
         versions = canonical_json(made.get("versions") or {})
         self.made_with[stage] = str(made.get("code") or ""), versions
         try:
             report = result["report"]
             report = report if "evaluations" in report else load_results(folder)
-            measured = tuple(self._measured(folder, report))
+            measured = tuple(self._measured(stage, name, folder, report))
         except DataError as error:
             return f"{name} ({stage}) is left out: {error}"
         self.protocols.update(report["protocols"])
-        return Evaluation(stage, name, str(report["model"]), protocol_name(name), measured)
+        return measured
 
-    def _measured(self, folder: Path, report: Mapping[str, Any]) -> Iterable[Measured]:
+    def _measured(
+        self, stage: str, name: str, folder: Path, report: Mapping[str, Any]
+    ) -> Iterable[Measured]:
         files = {str(e["samples_file"]) for e in report["reference"]}
         reference = {file: self.samples.means(folder / file) for file in files}
         by_decoding: dict[str, list[Mapping[str, Any]]] = {}
@@ -155,12 +155,15 @@ class _Read:
             protocols = {weighed(str(e["metric"])): str(e["protocol"]) for e in reversed(entries)}
             beside = [e for e in report["reference"] if e["decoding"] == decoding]
             yield Measured(
+                stage=stage,
+                model=str(report["model"]),
+                protocol_file=protocol_name(name),
                 decoding=decoding,
                 protocol=protocols.get(False) or protocols[True],
                 reward_protocol=protocols.get(True) or protocols[False],
                 means=_only(self.samples.means(folder / file), entries),
                 reference=reference[str(beside[0]["samples_file"])] if beside else None,
-                samples_file=file,
+                samples=folder / file,
                 episodes=(report.get("episodes") or {}).get(decoding) or {},
             )
 
@@ -206,36 +209,28 @@ class _Read:
 
     # ------------------------------------------------------------ texts
 
-    def answers(
-        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
-    ) -> list[dict[str, Any]]:
+    def answers(self, measured: Measured, prompts: Sequence[str]) -> list[dict[str, Any]]:
         """First samples of these prompts, and of agents the first attempts."""
         try:
-            return self.samples.rows(self._file(evaluation, measured), prompts)
+            return self.samples.rows(measured.samples, prompts)
         except DataError:
             return []
 
     def rubrics(
-        self,
-        evaluation: Evaluation,
-        measured: Measured,
-        names: Sequence[tuple[str, str]] | None = None,
+        self, measured: Measured, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
         """Credit per rubric."""
         try:
-            return self.samples.rubrics(self._file(evaluation, measured), names)
+            return self.samples.rubrics(measured.samples, names)
         except DataError:
             return None
 
-    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
+    def questions(self, stage: str, prompts: Sequence[str]) -> dict[str, Question]:
         """From the prepared rows that the evaluation has read."""
-        result = self.workspace.read_result(evaluation.stage)
+        result = self.workspace.read_result(stage)
         if result is None:
             return {}
-        return questions_of(self.workspace, evaluation.stage, result.attempt, prompts)
-
-    def _file(self, evaluation: Evaluation, measured: Measured) -> Path:
-        return self.folders[evaluation.stage] / measured.samples_file
+        return questions_of(self.workspace, stage, result.attempt, prompts)
 
 
 def _only(means: PromptMeans, entries: Sequence[Mapping[str, Any]]) -> PromptMeans:
@@ -261,7 +256,7 @@ def read_training(name: str, path: Path) -> Training:
     return Training(name, arrays)
 
 
-def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[IncidentRow, ...]:
+def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tuple[Row, ...]:
     """Incidents of trials, oldest first; of a stage that trials share, once."""
     found: list[tuple[Incident, TrialStanding]] = []
     for standing in standings:
@@ -272,13 +267,15 @@ def _incidents(workspace: Workspace, standings: Sequence[TrialStanding]) -> tupl
             run = workspace.read_run(standing.run)
         except ConfigurationError:  # it was deleted; its stages are not
             continue
-        own = [name for name in run.stages if name not in standing.shared]
-        histories = [h for n in own if (h := stage_history(workspace, run, n)) is not None]
-        for incident in incidents_of(histories, run_events(workspace, run.run)):
-            found.append((incident, standing))
+        own = (i for i in run_incidents(workspace, run) if i.stage not in standing.shared)
+        found += [(incident, standing) for incident in own]
     found.sort(key=lambda pair: pair[0].at)
     return tuple(
-        IncidentRow(s.arm, s.seed, i.at, f"{i.stage}: {i.text}", i.resolved) for i, s in found
+        {
+            **{"arm": s.arm, "seed": s.seed, "at": i.at},
+            **{"text": f"{i.stage}: {i.text}", "resolved": i.resolved},
+        }
+        for i, s in found
     )
 
 

@@ -66,8 +66,11 @@ class SamplesReader:
     def rubrics(
         self, path: Path, names: Sequence[tuple[str, str]] | None = None
     ) -> RubricScores | None:
-        """Credit per rubric and prompt; see
-        :meth:`refiner_core.report.sweep.evidence.Stored.rubrics`."""
+        """Credit per rubric and prompt; None where nothing was judged by rubrics.
+
+        ``names`` are the rubrics wanted, as another evaluation has them; by default those that
+        several prompts share, and the rest of each kind together.
+        """
         with opened(path, path) as file:
             rows = file.read(columns=["sample_id", "judgements"], use_threads=False).to_pydict()
         judged = _judged(rows)
@@ -122,7 +125,7 @@ def opened(
 def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:
     """Judgements of rubrics, with the credit that each gives."""
     found = [
-        (sample_id, one.get("title"), f"{one.get('source')}, {one.get('polarity')}", _credit(one))
+        (sample_id, one.get("title"), f"{one.get('source')}, {one.get('polarity')}", credit_of(one))
         for sample_id, text in zip(rows["sample_id"], rows["judgements"], strict=True)
         for one in json.loads(text or "[]")
         if one.get("kind") == "rubric"
@@ -130,7 +133,8 @@ def _judged(rows: Mapping[str, list[Any]]) -> pd.DataFrame:
     return pd.DataFrame(found, columns=["sample_id", "title", "kind", "credit"])
 
 
-def _credit(judgement: Mapping[str, Any]) -> float:
+def credit_of(judgement: Mapping[str, Any]) -> float:
+    """Score of a positive rubric, 1 - score of a negative one; NaN where there is none."""
     score = judgement.get("score")
     if score is None:
         return math.nan

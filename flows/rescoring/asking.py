@@ -1,7 +1,7 @@
 """Questions that the judges have to be asked for a rescoring, and asking them.
 
 In: per judge the questions that no stored judgement answers. Out: their judgements, and a
-:class:`Bill`: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
+bill: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
 money. Whatever was judged is in the store, so that the same command goes on where it was stopped.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.types import (
@@ -32,17 +32,8 @@ _LEAST = 512
 _CHARACTERS_PER_TOKEN = 4.0
 
 
-class Prices(NamedTuple):
-    """Per million tokens, in whatever currency."""
-
-    read: float | None = None
-    written: float | None = None
-
-    def of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """Cost of tokens; None where nobody has said."""
-        if self == (None, None):
-            return None
-        return ((self.read or 0) * prompt_tokens + (self.written or 0) * completion_tokens) / 1e6
+#: Prices per million tokens that are read and written, in whatever currency; None: nobody has said.
+Prices = tuple[float | None, float | None]
 
 
 @dataclass
@@ -121,37 +112,17 @@ class JudgePlan:
             yield keys, requests
 
 
-@dataclass(frozen=True)
-class Bill:
-    """Bill for what a judge was asked.
-
-    ``questions`` are distinct: ``reused`` were stored with the rollouts, ``stored`` in the
-    workspace's store, ``asked`` were put to the judge now; ``failed`` of those have no score.
-    """
-
-    judge: str
-    identity: Mapping[str, Any]
-    questions: int
-    reused: int
-    stored: int
-    asked: int
-    failed: int
-    calls: int
-    prompt_tokens: int
-    completion_tokens: int
-    seconds: float
-    cost: float | None
-
-
 def ask(
-    plan: JudgePlan, judge: Judge, prices: Prices, progress: Callable[[int], None]
-) -> tuple[dict[Key, Judgement], Bill]:
-    """Put the unknown questions to the judge.
+    plan: JudgePlan, judge: Judge, prices: Prices, progress: Callable[[int, int], None]
+) -> tuple[dict[Key, Judgement], dict[str, Any]]:
+    """Put the unknown questions to the judge. The bill's ``questions`` are distinct: ``reused``
+    were stored with the rollouts, ``stored`` in the workspace's store, ``asked`` were put to the
+    judge now; ``failed`` of those have no score.
 
     Parameters
     ----------
     progress
-        Told how many judgements have come by now, each time that some do.
+        Told how many judgements have come by now, of how many, each time that some do.
 
     Raises
     ------
@@ -162,23 +133,21 @@ def ask(
     answers: dict[Key, Judgement] = {}
     for keys, judgements in _in_flight(plan, judge):
         answers.update(zip(keys, judgements, strict=True))
-        progress(len(answers))
+        progress(len(answers), len(plan.unknown))
     after = _usage(judge)
     used = {
         name: getattr(after, name) - getattr(before, name)
         for name in ("stored", "calls", "prompt_tokens", "completion_tokens")
     }
-    bill = Bill(
-        judge=plan.name,
-        identity=plan.identity,
-        questions=len(plan.questions),
-        reused=plan.reused,
-        asked=len(answers) - used["stored"],
-        failed=sum(j.status == "failed" for j in answers.values()),
-        seconds=time.monotonic() - began,
-        cost=prices.of(used["prompt_tokens"], used["completion_tokens"]) if plan.served else 0.0,
-        **used,
-    )
+    tokens = [used["prompt_tokens"], used["completion_tokens"]]
+    cost = sum((price or 0) * n for price, n in zip(prices, tokens, strict=True)) / 1e6
+    bill = {
+        **{"judge": plan.name, "identity": plan.identity, "questions": len(plan.questions)},
+        **{"reused": plan.reused, **used, "asked": len(answers) - used["stored"]},
+        "failed": sum(j.status == "failed" for j in answers.values()),
+        "seconds": time.monotonic() - began,
+        "cost": None if plan.served and prices == (None, None) else cost,
+    }
     return answers, bill
 
 

@@ -4,7 +4,7 @@
 
     rollouts ─> settings ─> questions of each ─ less what is stored with them ─> plan per judge
 
-In: what is :class:`Wanted`. Out: a :class:`Planned` rescoring. Every option (``--judge``,
+In: what is wanted. Out: a :class:`Planned` rescoring. Every option (``--judge``,
 ``--rubrics``, ``--citation-weight``) is a :class:`Setting` of its own, or with ``cross`` every
 combination of them; ``KEY=VALUE`` apply to all, and are a setting of their own where there is no
 other.
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from flows.rescoring.asking import JudgePlan, Prices
 from flows.rescoring.reading import Part, Policy, read_policies
@@ -28,8 +28,7 @@ from infra.host.secrets import mask_keys_of
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import LEXICAL_MODELS, JudgeConfig, RecipeConfig, RewardConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.files import yaml_fields
 from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.loading import apply_overrides, parse_config
@@ -55,22 +54,11 @@ _PAIRS = re.compile(r",(?=\s*[a-z_]+(?:\.[a-z_]+)*=)")
 _EXECUTION = frozenset(path for path, info in walk(JudgeConfig) if info.mark == "execution")
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """Rewards and a judge under a name."""
 
     name: str
     config: RecipeConfig
-
-    @property
-    def reward(self) -> RewardConfig:
-        """Of what a score is made."""
-        return self.config.reward
-
-    @property
-    def judge(self) -> JudgeConfig:
-        """Judge that gives it."""
-        return self.config.judge
 
 
 @dataclass(frozen=True)
@@ -153,7 +141,7 @@ def _told_apart(settings: Sequence[Setting]) -> list[Setting]:
     apart = []
     for setting in settings:
         seen[setting.name] = number = seen.get(setting.name, 0) + 1
-        apart.append(setting if number == 1 else replace(setting, name=f"{setting.name} #{number}"))
+        apart.append(setting if number == 1 else setting._replace(name=f"{setting.name} #{number}"))
     return apart
 
 
@@ -233,9 +221,10 @@ LAST_STEPS = "last:5"
 WRITER = "rescore"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Request for a rescoring."""
+@dataclass
+class Planned:
+    """What is wanted, and the work that it takes. ``questions`` are by policy and kind of
+    questions, ``recorded`` by policy."""
 
     workspace: Workspace
     runs: tuple[RunRecord, ...]
@@ -244,16 +233,9 @@ class Wanted:
     baseline: str = OWN
     metric: Metric = "total"
     common: bool = False
-    prices: Prices = field(default_factory=Prices)
-
-
-@dataclass
-class Planned:
-    """Planned work. ``asks`` and ``recorded`` are by policy and kind of questions."""
-
-    wanted: Wanted
-    policies: list[Policy]
-    settings: list[Setting]
+    prices: Prices = (None, None)
+    policies: list[Policy] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
     judges: dict[str, JudgePlan] = field(default_factory=dict)
     questions: dict[tuple[str, str], list[tuple[Question, ...]]] = field(default_factory=dict)
     recorded: dict[str, Recorded] = field(default_factory=dict)
@@ -268,12 +250,14 @@ class Planned:
         """Of what was asked: the same question has the same id."""
         asked = {
             "policies": [[p.stage_id, p.name, len(p.rollouts), p.steps] for p in self.policies],
-            "part": to_json(self.wanted.part),
-            "settings": [[s.name, *identity_of(s.config), _rubrics(s)] for s in self.settings],
+            "part": to_json(self.part),
+            "settings": [
+                [s.name, *identity_of(s.config), _rubrics(s.config.reward)] for s in self.settings
+            ],
             "judges": sorted(self.judges),
-            "baseline": self.wanted.baseline,
-            "metric": self.wanted.metric,
-            "common": self.wanted.common,
+            "baseline": self.baseline,
+            "metric": self.metric,
+            "common": self.common,
         }
         return digest(asked)[:10]
 
@@ -282,12 +266,12 @@ class Planned:
         judge has the run's own one, as it was then; any other is as it is today."""
         same = judge_fields(policy.config) == judge_fields(setting.config)
         prompts = policy.sources.get("judge_prompt") if same else None
-        identity = judge_identity(setting.judge, prompts)
+        judge = setting.config.judge
+        identity = judge_identity(judge, prompts)
         key = digest(identity)
         if key not in self.judges:
-            model = setting.judge.model
-            name = "lexical" if model == LEXICAL_MODELS[0] else model
-            self.judges[key] = JudgePlan(name, setting.judge, identity)
+            name = "lexical" if judge.model == LEXICAL_MODELS[0] else judge.model
+            self.judges[key] = JudgePlan(name, judge, identity)
         return key
 
     def questions_under(self, policy: Policy, reward: RewardConfig) -> list[tuple[Question, ...]]:
@@ -299,16 +283,16 @@ class Planned:
 
     def baseline_of(self, policy: Policy) -> str:
         """The setting that a policy's others are compared with: by default its run's own."""
-        if self.wanted.baseline != OWN:
-            return self.wanted.baseline
+        if self.baseline != OWN:
+            return self.baseline
         own = (s.name for s in self.settings if identity_of(s.config) == identity_of(policy.config))
         return next(own)
 
 
-def _rubrics(setting: Setting) -> str | None:
+def _rubrics(reward: RewardConfig) -> str | None:
     """Digest of the set that a setting names: a file may be edited."""
-    static = "static" in setting.reward.rubric_source and not setting.reward.instance_rubrics_only
-    return rubric_set_digest(setting.reward.static_rubrics) if static else None
+    static = "static" in reward.rubric_source and not reward.instance_rubrics_only
+    return rubric_set_digest(reward.static_rubrics) if static else None
 
 
 def plan_rescoring(
@@ -336,9 +320,9 @@ def plan_rescoring(
     steps
         ``all``, ``last:5`` or ``40-50`` (default: all, or the last few of several runs).
     prices
-        Of a judge's tokens.
+        Of a million tokens that judges read, and that they write.
     **more
-        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Wanted`.
+        ``baseline``, ``metric`` and ``common`` of :class:`flows.rescoring.planning.Planned`.
 
     Returns
     -------
@@ -363,37 +347,36 @@ def plan_rescoring(
         )
     default = "all" if len(wanted) == 1 else LAST_STEPS
     part = replace(part or Part(), steps=steps or default)
-    return _planned(
-        Wanted(room, wanted, options or Options(), part, prices=prices or Prices(), **more)
-    )
+    prices = prices or (None, None)
+    planned = Planned(room, wanted, options or Options(), part, prices=prices, **more)
+    _fill(planned)
+    return planned
 
 
-def _planned(wanted: Wanted) -> Planned:
-    policies = read_policies(wanted.workspace, wanted.runs, wanted.part)
+def _fill(planned: Planned) -> None:
+    policies = read_policies(planned.workspace, planned.runs, planned.part)
     if len(policies) > 1:
-        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=wanted.common)
+        common = common_prompts({p.name: p.rollouts for p in policies}, restrict=planned.common)
         policies = [replace(p, rollouts=tuple(common[p.name])) for p in policies]
-    settings = _settings(policies, wanted)
-    planned = Planned(wanted, policies, settings)
+    planned.policies, planned.settings = policies, _settings(policies, planned)
     for policy in policies:
         questions = planned.questions_under(policy, policy.config.reward)
         found = recorded(policy.rollouts, questions, batched=is_batched(policy.config.judge))
         planned.recorded[policy.name] = found
         own = planned.judges[planned.judge_key(policy, own_setting(policy.config))]
         own.known = {**found.known, **own.known}
-    for setting, policy in product(settings, policies):
+    for setting, policy in product(planned.settings, policies):
         plan = planned.judges[planned.judge_key(policy, setting)]
-        plan.config = setting.judge  # with the address that this call has given
+        plan.config = setting.config.judge  # with the address that this call has given
         # A run's own settings have been asked already.
         if identity_of(setting.config) != identity_of(policy.config):
-            for asked in planned.questions_under(policy, setting.reward):
+            for asked in planned.questions_under(policy, setting.config.reward):
                 plan.need([question.request for question in asked])
     for plan in planned.judges.values():
         if plan.served and plan.unknown:
             _check_prompts(plan)
-            with stored(plan.config, wanted.workspace, WRITER) as store:
+            with stored(plan.config, planned.workspace, WRITER) as store:
                 plan.count(store)
-    return planned
 
 
 def _check_prompts(plan: JudgePlan) -> None:
@@ -411,7 +394,7 @@ def _check_prompts(plan: JudgePlan) -> None:
     )
 
 
-def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
+def _settings(policies: Sequence[Policy], wanted: Planned) -> list[Setting]:
     """The runs' own settings, each once, then what was asked for (over those of the first run)."""
     owners: list[Policy] = []
     for policy in policies:
@@ -428,12 +411,8 @@ def _settings(policies: Sequence[Policy], wanted: Wanted) -> list[Setting]:
     settings += make_settings(policies[0].config, wanted.options)
     names = [setting.name for setting in settings]
     if wanted.baseline not in (OWN, *names):
-        raise ConfigurationError(
-            f"There is no setting {wanted.baseline!r} to compare with."
-            f"{suggest(wanted.baseline, names)}",
-            expected="one of: " + "; ".join(names),
-            fix="name one of these with --baseline",
-        )
+        fix = "name one of these with --baseline"
+        raise no_such("To compare with, there is no setting", wanted.baseline, names, fix)
     return settings
 
 

@@ -17,8 +17,7 @@ from infra.store.checkpoints import reclaimed_text
 from infra.store.traces import read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, DataError, UnsupportedError, no_such
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.protocols import protocol_name
 from refiner_core.contract.records import RunRecord, StageSpec, from_json
@@ -208,11 +207,8 @@ def _evaluated(workspace: Workspace, run: RunRecord, part: Part) -> Iterator[Pol
     wanted = part.models or tuple(model for model in models if not protocol_name(model))
     for model in part.models:
         if model not in models:
-            raise ConfigurationError(
-                f"Run {run.run} evaluates no model {model!r}.{suggest(model, models)}",
-                expected="one of: " + (", ".join(models) or "(it evaluates none)"),
-                fix="name one of these with --model",
-            )
+            what = f"Run {run.run} evaluates no model"
+            raise no_such(what, model, models, "name one of these with --model")
     some = False
     for model, stage_id in models.items():
         result, folder = workspace.read_result(stage_id), workspace.output_dir(stage_id)

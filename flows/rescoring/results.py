@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from flows.rescoring.asking import Bill, ask
+from flows.rescoring.asking import ask
 from flows.rescoring.planning import (
     AGAIN,
     OWN,
@@ -44,9 +43,6 @@ from refiner_core.judges import build_judge
 from refiner_core.report.printing import table_lines
 from refiner_core.rescoring import document as doc
 from refiner_core.rescoring.compare import (
-    Comparison,
-    CriterionAgreement,
-    Matrix,
     compare,
     judges_agree,
     make_matrix,
@@ -59,56 +55,12 @@ from refiner_core.rescoring.rollouts import (
     is_batched,
     judge_identity,
 )
-from refiner_core.rescoring.scores import Fidelity, Scores, fidelity, scores_under, stored_scores
+from refiner_core.rescoring.scores import Scores, fidelity, scores_under, stored_scores
 
-
-@dataclass(frozen=True)
-class Compared:
-    """A setting against its baseline, on one policy."""
-
-    policy: str
-    setting: str
-    baseline: str
-    comparison: Comparison
-    agreement: tuple[CriterionAgreement, ...]
-
-
-@dataclass(frozen=True)
-class Done:
-    """Results. ``scores`` by policy, then setting; the run's own are as they were stored."""
-
-    planned: Planned
-    scores: Mapping[str, Mapping[str, Scores]]
-    fidelity: Mapping[str, Fidelity]
-    compared: tuple[Compared, ...]
-    matrix: Matrix | None
-    bills: tuple[Bill, ...]
-
-
-class Watcher(Protocol):
-    """Listener to how judging goes."""
-
-    def judged(self, judge: str, done: int, total: int) -> None:
-        """So many judgements of a judge have come, of so many."""
-
-    def scored(self, done: int, total: int) -> None:
-        """So many of the scorings (a setting on a policy's rollouts) are made, of so many."""
-
-    def paused(self, why: str) -> None:
-        """All servers are gone; with an empty text: one is back."""
-
-
-class Silent:
-    """A watcher that shows nothing; the log says what there is to say."""
-
-    def judged(self, judge: str, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def scored(self, done: int, total: int) -> None:
-        """Nothing is shown."""
-
-    def paused(self, why: str) -> None:
-        """Nothing is shown."""
+#: Listener to how far it is: what is counted, how many of it are done, of how many.
+Tell = Callable[[str, int, int], None]
+#: Scores by policy, then setting; the run's own are as they were stored.
+ScoresOf = Mapping[str, Mapping[str, Scores]]
 
 
 class Rescored(NamedTuple):
@@ -119,7 +71,7 @@ class Rescored(NamedTuple):
 
 
 def rescore(
-    planned: Planned, folder: str | Path | None = None, watcher: Watcher | None = None
+    planned: Planned, folder: str | Path | None = None, tell: Tell = lambda *_: None
 ) -> Rescored:
     """Score stored rollouts again, and write down what changes.
 
@@ -129,8 +81,8 @@ def rescore(
         What :func:`flows.api.plan_rescoring` has made.
     folder
         Where the files go (default: ``rescores/ID`` in the workspace).
-    watcher
-        Hears how far it is.
+    tell
+        Told what is counted (judgements, scorings), how many are done, and of how many.
 
     Returns
     -------
@@ -146,31 +98,30 @@ def rescore(
     WorkspaceError
         Somebody else may have written what is recorded there.
     """
-    planned.wanted.workspace.require_trust()  # its records name the judge, and whose key it gets
-    default = planned.wanted.workspace.layout.rescores / planned.short_id
+    planned.workspace.require_trust()  # its records name the judge, and whose key it gets
+    default = planned.workspace.layout.rescores / planned.short_id
     where = default if folder is None else Path(folder)
-    done = carry_out(planned, watcher or Silent())
-    document = document_of(done)
-    write(done, document, where)
+    document, scores = carry_out(planned, tell)
+    write(planned, scores, document, where)
     return Rescored(document, where)
 
 
-def carry_out(planned: Planned, watcher: Watcher) -> Done:
-    """Ask what is to be asked, and score everything.
+def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str, Any], ScoresOf]:
+    """Ask what is to be asked, and score everything; writes nothing.
 
-    Parameters
-    ----------
-    watcher
-        Told how judging goes.
+    Returns
+    -------
+    document, scores
+        Everything that was found, as plain values; and the scores behind it.
 
     Raises
     ------
     JudgeOutage
         A judge could not be asked; what has been judged is kept.
     """
-    answers, bills = _ask_all(planned, watcher)
+    answers, bills = _ask_all(planned, tell)
     scores: dict[str, dict[str, Scores]] = {}
-    faithful: dict[str, Fidelity] = {}
+    faithful: dict[str, dict[str, Any]] = {}
     total = len(planned.policies) * len(planned.settings)
     for policy in planned.policies:
         again = _own_again(planned, policy)
@@ -178,11 +129,25 @@ def carry_out(planned: Planned, watcher: Watcher) -> Done:
         of_policy = scores.setdefault(policy.name, {})
         for setting in planned.settings:
             of_policy[setting.name] = _scores(planned, policy, setting, again, answers)
-            watcher.scored(sum(map(len, scores.values())), total)
-        if not faithful[policy.name].sound:
+            tell("scorings", sum(map(len, scores.values())), total)
+        if not faithful[policy.name]["sound"]:
             of_policy[AGAIN] = again
-    compared = tuple(_compare_all(planned, scores))
-    return Done(planned, scores, faithful, compared, _matrix(planned, scores), tuple(bills))
+    document = {
+        "version": doc.DOCUMENT_VERSION,
+        "id": planned.short_id,
+        "made_at": now_text(),
+        "refiner": version("refiner"),
+        "workspace": str(planned.workspace.root),
+        "part": to_json(planned.part),
+        "metric": planned.metric,
+        "policies": [_policy(policy) for policy in planned.policies],
+        "settings": [_setting(setting) for setting in planned.settings],
+        "fidelity": faithful,
+        "judging": bills,
+        "comparisons": list(_compare_all(planned, scores)),
+        "matrix": _matrix(planned, scores),
+    }
+    return dict(atomic.finite(plain(document))), scores
 
 
 def _scores(
@@ -202,26 +167,22 @@ def _scores(
     known |= planned.judges[key].known
     if key == planned.judge_key(policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
-    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.judge))
-    return scores_under(policy.rollouts, setting.reward, judge, normalization)
+    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.config.judge))
+    return scores_under(policy.rollouts, setting.config.reward, judge, normalization)
 
 
 def _ask_all(
-    planned: Planned, watcher: Watcher
-) -> tuple[dict[str, dict[Key, Judgement]], list[Bill]]:
+    planned: Planned, tell: Tell
+) -> tuple[dict[str, dict[Key, Judgement]], list[dict[str, Any]]]:
     answers, bills = {}, []
     for key, plan in planned.judges.items():
         if not plan.questions:
             continue
-        tell = partial(watcher.judged, plan.name, total=len(plan.unknown))
+        what = f"judgements of {plan.name}"
         with judge_by_hand(
-            plan.config,
-            planned.wanted.workspace,
-            writer=WRITER,
-            on_pause=watcher.paused,
-            calls=plan.calls > 0,
+            plan.config, planned.workspace, writer=WRITER, calls=plan.calls > 0
         ) as judge:
-            answers[key], bill = ask(plan, judge, planned.wanted.prices, tell)
+            answers[key], bill = ask(plan, judge, planned.prices, partial(tell, what))
         bills.append(bill)
     return answers, bills
 
@@ -237,7 +198,7 @@ def _own_again(planned: Planned, policy: Policy) -> Scores:
     return scores_under(policy.rollouts, config.reward, judge, normalization)
 
 
-def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
+def _fidelity(planned: Planned, policy: Policy, again: Scores) -> dict[str, Any]:
     found = planned.recorded[policy.name]
     rejudged = alike = 0
     if policy.config.judge.kind == "lexical":
@@ -254,9 +215,8 @@ def _fidelity(planned: Planned, policy: Policy, again: Scores) -> Fidelity:
     )
 
 
-def _compare_all(
-    planned: Planned, scores: Mapping[str, Mapping[str, Scores]]
-) -> Iterator[Compared]:
+def _compare_all(planned: Planned, scores: ScoresOf) -> Iterator[dict[str, Any]]:
+    """Each setting against its baseline, on each policy."""
     configs = {setting.name: setting.config for setting in planned.settings}
     for policy in planned.policies:
         baseline = planned.baseline_of(policy)
@@ -265,19 +225,20 @@ def _compare_all(
         for name, other in scores[policy.name].items():
             if other is base:
                 continue
-            agreement: list[CriterionAgreement] = []
+            agreement = []
             if judge_fields(configs.get(name, policy.config)) != judge:
                 agreement = judges_agree(policy.rollouts, base, other, resamples=resamples)
-            comparison = compare(policy.rollouts, base, other, resamples=resamples)
-            yield Compared(policy.name, name, baseline, comparison, tuple(agreement))
+            which = {"policy": policy.name, "setting": name, "baseline": baseline}
+            found = compare(policy.rollouts, base, other, resamples=resamples)
+            yield {**which, **found, "agreement": agreement}
 
 
-def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Matrix | None:
+def _matrix(planned: Planned, scores: ScoresOf) -> dict[str, Any] | None:
     if len(planned.policies) < 2:
         return None
-    metric = planned.wanted.metric
+    metric = planned.metric
     names = [s.name for s in planned.settings]
-    names.sort(key=lambda name: name != planned.wanted.baseline)  # it is what others differ from
+    names.sort(key=lambda name: name != planned.baseline)  # it is what others differ from
     return make_matrix(
         metric,
         {p.name: p.rollouts for p in planned.policies},
@@ -287,44 +248,6 @@ def _matrix(planned: Planned, scores: Mapping[str, Mapping[str, Scores]]) -> Mat
 
 
 DOCUMENT, REWARDS, TABLE = "rescore.json", "rewards.parquet", "table.md"
-
-
-def document_of(done: Done) -> dict[str, Any]:
-    """Everything that was found, as plain values."""
-    planned = done.planned
-    wanted = planned.wanted
-    document = {
-        "version": doc.DOCUMENT_VERSION,
-        "id": planned.short_id,
-        "made_at": now_text(),
-        "refiner": version("refiner"),
-        "workspace": str(wanted.workspace.root),
-        "part": to_json(wanted.part),
-        "metric": wanted.metric,
-        "policies": [_policy(policy) for policy in planned.policies],
-        "settings": [_setting(setting) for setting in planned.settings],
-        "fidelity": {
-            name: {
-                **plain(found),
-                **{"exact": found.exact, "sound": found.sound, "warning": found.warning()},
-            }
-            for name, found in done.fidelity.items()
-        },
-        "judging": [plain(bill) for bill in done.bills],
-        "comparisons": [
-            {
-                **picked(c, "policy", "setting", "baseline"),
-                **plain(c.comparison),
-                "agreement": [
-                    {**picked(a, "kind", "title", "criterion"), **plain(a.agreement)}
-                    for a in c.agreement
-                ],
-            }
-            for c in done.compared
-        ],
-        "matrix": plain(done.matrix),
-    }
-    return dict(atomic.finite(document))
 
 
 def _policy(policy: Policy) -> dict[str, Any]:
@@ -341,14 +264,15 @@ def _policy(policy: Policy) -> dict[str, Any]:
 
 
 def _setting(setting: Setting) -> dict[str, Any]:
+    judge = setting.config.judge
     return {
         "name": setting.name,
-        "reward": to_json(setting.reward),
-        "judge": judge_identity(setting.judge, "-") | {"prompt": setting.judge.prompt},
+        "reward": to_json(setting.config.reward),
+        "judge": judge_identity(judge, "-") | {"prompt": judge.prompt},
     }
 
 
-def write(done: Done, document: dict[str, Any], folder: Path) -> None:
+def write(planned: Planned, scores: ScoresOf, document: Mapping[str, Any], folder: Path) -> None:
     """All files; what was there of an earlier call is replaced.
 
     Raises
@@ -358,15 +282,15 @@ def write(done: Done, document: dict[str, Any], folder: Path) -> None:
     """
     with no_space_guard(folder, "writing the results of a rescoring"):
         folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(done))))
+        atomic.write_bytes(folder / REWARDS, encode_rollouts(list(_rows(planned, scores))))
         atomic.write_text(folder / TABLE, doc.markdown(document))
         atomic.write_json(folder / DOCUMENT, document)
 
 
-def _rows(done: Done) -> Iterator[dict[str, Any]]:
+def _rows(planned: Planned, every: ScoresOf) -> Iterator[dict[str, Any]]:
     """One row per rollout and setting."""
-    for policy in done.planned.policies:
-        for setting, scores in done.scores[policy.name].items():
+    for policy in planned.policies:
+        for setting, scores in every[policy.name].items():
             for i, rollout in enumerate(policy.rollouts):
                 yield {
                     "policy": policy.name,

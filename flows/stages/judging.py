@@ -246,7 +246,6 @@ def judge_by_hand(
     workspace: Workspace,
     *,
     writer: str = "by-hand",
-    on_pause: Callable[[str], None] = lambda _: None,
     calls: bool = True,
 ) -> Iterator[Judge]:
     """A judge for commands outside of stages, with the same store behind it. A server that a run
@@ -264,7 +263,6 @@ def judge_by_hand(
         around = Surroundings(
             store=stack.enter_context(stored(config, workspace, writer)),
             endpoints=stack.enter_context(endpoints_by_hand(workspace, config, calls=calls)),
-            on_pause=on_pause,
         )
         yield stack.enter_context(_built(config, around))
 

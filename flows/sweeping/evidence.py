@@ -314,7 +314,7 @@ def _changes(then: RecipeConfig, now: RecipeConfig) -> tuple[str, ...]:
 def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> ArmShare:
     from flows.rescoring.planning import Options, plan_rescoring
     from flows.rescoring.reading import Part
-    from flows.rescoring.results import Silent, carry_out
+    from flows.rescoring.results import carry_out
 
     part = Part(source="rollouts", sample=GROUPS)
     options = Options(overrides=changes)
@@ -330,16 +330,14 @@ def _share(workspace: Workspace, run: RunRecord, changes: tuple[str, ...]) -> Ar
         note = f"{calls} calls of its judge are needed first"
         return replace(of_arm, calls=calls, command=command, note=note)
     try:
-        done = carry_out(planned, Silent())
+        document, _ = carry_out(planned)
     except RefinerError as error:
         return replace(of_arm, note=error.what)
     name = planned.settings[-1].name
-    found = next((c.comparison for c in done.compared if c.setting == name), None)
+    found = next((c for c in document["comparisons"] if c["setting"] == name), None)
     if found is None:
         return replace(of_arm, note="nothing to compare")
-    from refiner_core.judge_report.measures import plain
-
-    best, sign = plain(found.best_changed), plain(found.sign_changed)
+    best, sign = found["best_changed"], found["sign_changed"]
     return replace(of_arm, best_changed=best, sign_changed=sign)
 
 

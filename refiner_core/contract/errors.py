@@ -70,6 +70,15 @@ class ConfigurationError(RefinerError, ValueError):
     exit_code = 2
 
 
+def no_such(
+    what: str, word: str, known: Iterable[str], fix: str = "name one of these"
+) -> ConfigurationError:
+    """Refusal of a name that is none of those that there are: ``There is no frame 'x'.``"""
+    names = list(known)
+    expected = f"one of: {', '.join(names) or '(there are none)'}"
+    return ConfigurationError(f"{what} {word!r}.{suggest(word, names)}", expected=expected, fix=fix)
+
+
 class DataError(RefinerError, ValueError):
     """Input rows that cannot be used; names file and line."""
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from typing import Any
 
 from refiner_core.report.printing import MINUS, duration, finite, moment, number
 from refiner_core.report.run.document import (
     UNDER_WAY,
     AttemptRow,
     MetricCurve,
-    RewardPart,
+    Row,
     StageRow,
 )
 from refiner_core.report.sweep.document import Curve
@@ -75,20 +75,14 @@ def _round_step(rough: float) -> float:
     return next((m * power for m in (1, 2, 5) if rough <= m * power), 10 * power)
 
 
-@dataclass(frozen=True)
-class Strip:
-    """Content of one strip: a mean, its interval, the seeds' numbers; ``matters`` is how far from 0
-    a difference has to be to matter."""
-
-    scale: Scale
-    value: float | None
-    low: float | None
-    high: float | None
-    points: tuple[float | None, ...]
-    mark: str
-    label: str
-    zero: bool = False
-    matters: float | None = None
+def strip(
+    scale: Scale, value: float, ends: Sequence[float | None], mark: str, label: str, **more: Any
+) -> dict[str, Any]:
+    """Content of one strip: a mean, the ends of its interval, the seeds' numbers (``points``);
+    ``zero``: it is a difference, and ``matters`` how far from 0 that has to be to matter."""
+    low, high = ends
+    shown = {"scale": scale, "value": value, "low": low, "high": high, "mark": mark, "label": label}
+    return {"points": (), "zero": False, "matters": None, **shown, **more}
 
 
 # ---------------------------------------------------------------- marks of several arms or models
@@ -102,14 +96,6 @@ def style_of(index: int) -> int:
 def dash_of(index: int) -> int:
     """Dashes of an arm's line, so that colours may come again."""
     return 0 if index == 0 else (index - 1) // _COLOURS % 4
-
-
-class Models(NamedTuple):
-    """Numbers of several models on one scale: (place among models, value, low, high) of each."""
-
-    marks: list[tuple[int, float, float | None, float | None]]
-    scale: Scale | None
-    label: str
 
 
 # ---------------------------------------------------------------- curves
@@ -259,27 +245,10 @@ _FROM_OUTSIDE = ("interrupted", "cancelled", "preempted", "time_limit", "node_fa
 MOST_BARS = 400
 
 
-@dataclass(frozen=True)
-class Lane:
-    """A stage of the timeline: its bars with both ends in percent, and what they show in words;
+def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> dict[str, Any] | None:
+    """Stages over the time of a run, counted from its beginning; None where no attempt of it has
+    begun. A lane has the bars of a stage with both ends in percent, and what they show in words;
     without bars, why nothing of it lies in this run."""
-
-    stage: StageRow
-    bars: tuple[tuple[str, float, float], ...]
-    label: str
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Stages over the time of a run, counted from its beginning."""
-
-    lanes: tuple[Lane, ...]
-    scale: Scale
-    seconds: float
-
-
-def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timeline | None:
-    """Bars of all attempts; None where no attempt of the run has begun."""
     own = [s for s in stages if not s.skipped]
     now = _time(made_at)
     times = [t for s in own for a in s.attempts for t in (_time(a.began_at), _ended(a, now))]
@@ -288,17 +257,20 @@ def timeline(stages: Sequence[StageRow], began_at: str, made_at: str) -> Timelin
         return None
     first, last = min(known), max(known)
     scale = _time_scale(max(last - first, 1.0))
-    lanes = [
-        Lane(s, (), _skipped(s)) if s.skipped else _lane(s, first, last, scale) for s in stages
-    ]
-    return Timeline(tuple(lanes), scale, last - first)
+    lanes = []
+    for stage in stages:
+        bars, label = ([], _skipped(stage)) if stage.skipped else _lane(stage, first, last, scale)
+        lanes.append({"stage": stage, "bars": bars, "label": label})
+    return {"lanes": lanes, "scale": scale, "seconds": last - first}
 
 
 def _skipped(stage: StageRow) -> str:
     return f"was there already{f', made by {stage.made_by}' if stage.made_by else ''}"
 
 
-def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
+def _lane(
+    stage: StageRow, first: float, last: float, scale: Scale
+) -> tuple[list[tuple[str, float, float]], str]:
     """Attempts as bars, from what they waited for to how they ended."""
     bars, said = [], []
     before = None
@@ -316,13 +288,13 @@ def _lane(stage: StageRow, first: float, last: float, scale: Scale) -> Lane:
         said.append(_attempt_said(attempt))
         before = ended
     if not bars:
-        return Lane(stage, (), stage.reason or stage.state)
+        return [], stage.reason or stage.state
     label = f"{stage.name}: " + "; ".join(said[-12:])
     if len(stage.attempts) > 12:
         label = f"{stage.name}, {len(stage.attempts)} attempts, the last of them: " + label
     if stage.lost_seconds:
         label += f". {duration(stage.lost_seconds)} of work were lost."
-    return Lane(stage, tuple(bars), label)
+    return bars, label
 
 
 def _ended(attempt: AttemptRow, now: float | None) -> float | None:
@@ -370,19 +342,14 @@ def _time_scale(seconds: float) -> Scale:
 # ---------------------------------------------------------------- shares of a reward
 
 
-class Share(NamedTuple):
-    """A part of a reward, which begins where the one before it ends."""
-
-    part: RewardPart
-    start: float
-    end: float
-    scale: Scale | None
-
-
-def shares(parts: Sequence[RewardPart]) -> tuple[list[Share], list[RewardPart]]:
-    """Parts that count, as a waterfall from 0, and those that were only measured."""
-    counted = [p for p in parts if finite(p.share) is not None and p.weight != 0]
-    ends = [0.0, *accumulate(part.share or 0.0 for part in counted)]
+def shares(parts: Sequence[Row]) -> tuple[list[dict[str, Any]], list[Row]]:
+    """Parts of a reward that count, each beginning where the one before it ends (from 0), and those
+    that were only measured."""
+    counted = [p for p in parts if finite(p["share"]) is not None and p["weight"] != 0]
+    ends = [0.0, *accumulate(part["share"] for part in counted)]
     scale = scale_for(ends, ticks=3)
-    made = [Share(part, *span, scale) for part, span in zip(counted, pairwise(ends), strict=True)]
+    made = [
+        {"part": part, "start": start, "end": end, "scale": scale}
+        for part, (start, end) in zip(counted, pairwise(ends), strict=True)
+    ]
     return made, [p for p in parts if p not in counted]

@@ -1,7 +1,7 @@
 """Parts that all pages of reports share: colours, script, security policy, forms of values.
 
 In: the package of a page, which has its ``page.html.jinja``, ``page.css`` and ``page.js``. Out: its
-:class:`Parts`, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
+parts, with ``base.css`` and ``base.js`` put before its own: one style sheet, and one
 script that is known by its hash, so that a content security policy lets no other run. Templates
 escape everything, show what no file can hold by a sign, and may import macros of this package.
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -26,28 +25,22 @@ _HERE = "refiner_core.report"
 MOST_OF_LEAF, MOST_IN_TREE = 2_000, 300
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Parts of a page; ``policy`` is its content security policy."""
-
-    template: Template
-    style: Markup
-    script: Markup
-    policy: str
-
-
 @lru_cache
-def parts_of(package: str) -> Parts:
-    """The parts of the page that lies in a package."""
+def parts_of(package: str) -> Mapping[str, Any]:
+    """The parts of the page that lies in a package: ``template``, ``style``, ``script``, and
+    ``policy``, its content security policy."""
     script = read(_HERE, "base.js") + read(package, "page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; "
         f"img-src data:; script-src 'sha256-{digest}'"
     )
-    style = Markup(base_style() + read(package, "page.css"))
-    template = template_of(package, "page.html.jinja")
-    return Parts(template, style, Markup(script), policy)
+    return {
+        "template": template_of(package, "page.html.jinja"),
+        "style": Markup(base_style() + read(package, "page.css")),
+        "script": Markup(script),
+        "policy": policy,
+    }
 
 
 @lru_cache

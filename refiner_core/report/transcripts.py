@@ -8,12 +8,12 @@ that templates escape. A page holds a bounded number of characters; what is left
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -28,8 +28,7 @@ from refiner_core.answers import (
 )
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report.printing import count, plain
-from refiner_core.report.run.document import Said
-from refiner_core.report.sweep.document import Answer, AttemptsRow
+from refiner_core.report.run.document import Row
 
 MOST_OF_ANSWER = 4_000
 MOST_OF_PROMPT = 16_000
@@ -39,16 +38,15 @@ MOST_IN_ALL = 1_500_000
 
 #: Judgements of an answer that are shown.
 MOST_JUDGEMENTS = 24
-A = TypeVar("A", Answer, Said)
 
 
-def within(answers: Iterable[A], room: int) -> list[A]:
+def within(answers: Iterable[Row], room: int) -> list[Row]:
     """As many answers or attempts as fit into so many characters, and two in any case."""
-    kept: list[A] = []
+    kept: list[Row] = []
     for answer in answers:
-        text, episode = answer.text, answer.episode
+        text, episode = answer["text"], answer["episode"]
         room -= min(len(text), MOST_OF_ANSWER) if episode is None else size_of(episode)
-        room -= 300 + 300 * min(len(answer.judgements), MOST_JUDGEMENTS)
+        room -= 300 + 300 * min(len(answer["judgements"]), MOST_JUDGEMENTS)
         if room < 0 and len(kept) > 1:
             break
         kept.append(answer)
@@ -141,50 +139,38 @@ class Evidence:
 
 def evidence_of(prompt: str, answers: Iterable[str], name: str) -> Evidence:
     """The prompt with its snippets marked, those that an answer cites more strongly; ``name``
-    keeps anchors of prompts apart."""
+    keeps anchors of prompts apart. A web page's opening tag may be cited too."""
     known = frozenset(parse_evidence(prompt).texts)
     cited = {i for text in answers for span in spans(text[:MOST_OF_ANSWER]) for i in span.ids or ()}
-    marker = _Marker(known, frozenset(cited), name)
-    shown = spans(plain(prompt[:MOST_OF_PROMPT]), any_case=True)
-    parts = [*map(marker.piece, shown), left_out(len(prompt) - MOST_OF_PROMPT)]
-    return Evidence(Markup("").join(parts), marker.anchors, known)
+    anchors: dict[str, str] = {}
+    numbers = itertools.count()
 
+    def source(shown: Markup, ids: Iterable[str]) -> Markup:
+        mine = [i for i in ids if i in known]
+        if not mine:
+            return shown
+        anchor = f"{name}-s{next(numbers)}"
+        for i in mine:
+            anchors.setdefault(i, anchor)
+        kind = "source cited" if cited.intersection(mine) else "source"
+        mark = Markup('<mark class="{}" id="{}" tabindex="-1">{}</mark>')
+        return mark.format(kind, anchor, shown)
 
-@dataclass
-class _Marker:
-    """Marks what may be cited; ``anchors`` names the first element of each id."""
-
-    known: frozenset[str]
-    cited: frozenset[str]
-    name: str
-    anchors: dict[str, str] = field(default_factory=dict)
-    count: int = 0
-
-    def piece(self, span: Span) -> Markup:
-        """A snippet, or what stands between two; a web page's opening tag may be cited too."""
+    parts: list[Markup] = []
+    for span in spans(plain(prompt[:MOST_OF_PROMPT]), any_case=True):
         if span.ids is not None:
-            return self._source(tagged(span), span.ids)
-        parts, at, text = [], 0, span.text
+            parts.append(source(tagged(span), span.ids))
+            continue
+        at, text = 0, span.text
         for tag in scan_tags(text):
             raw = _TAG.format(text[tag.start : tag.end])
             page = tag.name == "webpage" and not tag.closing
             parts.append(escape(text[at : tag.start]))
-            parts.append(self._source(raw, read_attributes(tag.attributes).ids) if page else raw)
+            parts.append(source(raw, read_attributes(tag.attributes).ids) if page else raw)
             at = tag.end
-        return Markup("").join([*parts, escape(text[at:])])
-
-    def _source(self, shown: Markup, ids: Iterable[str]) -> Markup:
-        mine = [i for i in ids if i in self.known]
-        if not mine:
-            return shown
-        anchor = f"{self.name}-s{self.count}"
-        self.count += 1
-        for i in mine:
-            self.anchors.setdefault(i, anchor)
-        kind = "source cited" if self.cited.intersection(mine) else "source"
-        return Markup('<mark class="{}" id="{}" tabindex="-1">{}</mark>').format(
-            kind, anchor, shown
-        )
+        parts.append(escape(text[at:]))
+    whole = Markup("").join([*parts, left_out(len(prompt) - MOST_OF_PROMPT)])
+    return Evidence(whole, anchors, known)
 
 
 def answer_markup(text: str, evidence: Evidence) -> Markup:
@@ -267,7 +253,7 @@ class Turn:
 def conversation(episode: Mapping[str, Any]) -> dict[str, Any]:
     """An attempt as it is shown; ``left_out`` counts the messages that do not fit."""
     everything = list(_said(episode))
-    ends = accumulate(map(_size, everything))
+    ends = itertools.accumulate(map(_size, everything))
     fitting = [turn for turn, end in zip(everything, ends, strict=True) if end <= MOST_OF_EPISODE]
     kept = fitting or everything[:1]
     names = ("kind", "name", "passed", "detail")
@@ -343,43 +329,41 @@ def _turn(label: str, turn: Mapping[str, Any], answered_by: set[str]) -> Turn:
     return Turn("call", label, f"{name}({said})", trouble, other, told)
 
 
-def attempts_of(answers: Iterable[Answer]) -> list[int]:
+def attempts_of(answers: Iterable[Row]) -> list[int]:
     """Numbers of the attempts that are shown, ascending."""
-    return sorted({answer.sample_index for answer in answers if answer.episode is not None})
+    return sorted({answer["sample_index"] for answer in answers if answer["episode"] is not None})
 
 
 # ---------------------------------------------------------------- counts
 
 
-def attempts_tables(rows: Sequence[AttemptsRow], arms: Sequence[str]) -> list[dict[str, Any]]:
+def attempts_tables(rows: Sequence[Row], arms: Sequence[str]) -> list[dict[str, Any]]:
     """Attempts of the arms given, a table for each model and way of measuring. A row per arm and
     domain, and where there are several domains one of all of them; classes of failures and kinds of
     errors that occur."""
-    by_name: dict[str, list[AttemptsRow]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
-        if row.arm in arms:
-            name = f"{row.model}, {row.decoding}, protocol {row.protocol}"
+        if row["arm"] in arms:
+            name = f"{row['model']}, {row['decoding']}, protocol {row['protocol']}"
             by_name.setdefault(name, []).append(row)
     made = []
     for name, found in by_name.items():
-        shown: list[AttemptsRow] = []
+        shown: list[Row] = []
         for arm in arms:
-            mine = [row for row in found if row.arm == arm]
+            mine = [row for row in found if row["arm"] == arm]
             shown += [*mine, _all_of(mine)] if len(mine) > 1 else mine
-        occurring = {c for row in found for c, n in row.failures.items() if n}
+        occurring = {c for row in found for c, n in row["failures"].items() if n}
         known = [c for c in FAILURE_WORDS if c in occurring]
         classes = [*known, *sorted(occurring - set(known))]
-        kinds = sorted({kind for row in found for kind, n in row.errors.items() if n})
+        kinds = sorted({kind for row in found for kind, n in row["errors"].items() if n})
         made.append({"name": name, "classes": classes, "kinds": kinds, "rows": shown})
     return made
 
 
-def _all_of(rows: Sequence[AttemptsRow]) -> AttemptsRow:
-    sums: dict[str, Any] = {
-        n: sum(getattr(r, n) for r in rows) for n in ("tasks", "asked", "passed")
-    }
-    sums |= {n: summed(getattr(r, n) for r in rows) for n in ("failures", "errors")}
-    return replace(rows[0], domain="", **sums)
+def _all_of(rows: Sequence[Row]) -> Row:
+    sums = {n: sum(r[n] for r in rows) for n in ("tasks", "asked", "passed")}
+    counts = {n: summed(r[n] for r in rows) for n in ("failures", "errors")}
+    return {**rows[0], "domain": "", **sums, **counts}
 
 
 def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

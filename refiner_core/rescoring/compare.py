@@ -1,8 +1,8 @@
 """Comparison of two scorings of the same rollouts, in numbers with intervals.
 
 In: rollouts and two :class:`~refiner_core.rescoring.scores.Scores` of them, first what is compared
-with. Out: a :class:`Comparison`. Every share is a numerator, a denominator and an interval of 95 %
-over prompts, since samples of one prompt resemble each other.
+with. Out: numbers by name, as ``rescore.json`` has them. Every share is a numerator, a denominator
+and an interval of 95 % over prompts, since samples of one prompt resemble each other.
 
 What is counted over what:
 
@@ -32,24 +32,22 @@ two settings put in different orders, with paired differences.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.evaluation.statistics import (
     CONFIDENCE,
-    Difference,
     Estimate,
     estimate,
     paired_difference_over_seeds,
 )
-from refiner_core.judge_report.measures import Agreement, agreement
+from refiner_core.judge_report.measures import agreement, plain
 from refiner_core.rescoring.rollouts import StoredRollout, described, groups_of
 from refiner_core.rescoring.scores import METRICS, Scores
 from refiner_core.training.rollouts.rollout import EQUAL_REWARDS
@@ -61,36 +59,6 @@ RESAMPLES = 1000
 #: Above this share of resamples without a correlation, the rest would give an interval of luck.
 _MOST_UNDEFINED = 0.05
 _SIDES = ("baseline", "setting")
-#: One number under the baseline and under the setting.
-Beside = Mapping[str, Estimate | None]
-
-
-class Correlation(NamedTuple):
-    """A rank correlation over ``samples`` of ``prompts``; None where one side is constant."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    samples: int
-    prompts: int
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """See the table in the module's docstring. ``means`` maps a component to its mean under both;
-    ``unscored`` counts the rollouts that have no total under each."""
-
-    spearman: Correlation
-    kendall: Estimate | None
-    best_changed: Estimate | None
-    best_differs: Estimate | None
-    no_signal: Beside
-    sign_changed: Estimate | None
-    means: Mapping[str, Beside]
-    unscored: Mapping[str, int]
-    rollouts: int
-    groups: int
-    prompts: int
 
 
 def compare(
@@ -99,8 +67,10 @@ def compare(
     second: Scores,
     *,
     resamples: int = RESAMPLES,
-) -> Comparison:
-    """Hold the second scoring against the first."""
+) -> dict[str, Any]:
+    """Hold the second scoring against the first: see the table in the module's docstring. ``means``
+    maps a component to its mean under both; ``unscored`` counts the rollouts that have no total
+    under each."""
     groups, sides = groups_of(rollouts), dict(zip(_SIDES, (first, second), strict=True))
     prompts = [rollout.prompt.sample_id for rollout in rollouts]
     of_groups = [
@@ -125,19 +95,21 @@ def compare(
         stream = name.partition(" ")[0]
         return estimate(rows, name, kind="yes_no", resamples=resamples, stream=stream)
 
-    return Comparison(
-        spearman=pooled_spearman(first.advantages, second.advantages, prompts, resamples=resamples),
-        kendall=number("tau"),
-        best_changed=share("changed"),
-        best_differs=share("differs"),
-        no_signal={side: share(f"flat {side}") for side in sides},
-        sign_changed=share("changed", of_samples),
-        means={m: {side: number(f"{m} {side}", "value") for side in sides} for m in METRICS},
-        unscored={side: scores.unscored for side, scores in sides.items()},
-        rollouts=len(rollouts),
-        groups=len(groups),
-        prompts=len(set(prompts)),
-    )
+    return {
+        "spearman": pooled_spearman(
+            first.advantages, second.advantages, prompts, resamples=resamples
+        ),
+        "kendall": number("tau"),
+        "best_changed": share("changed"),
+        "best_differs": share("differs"),
+        "no_signal": {side: share(f"flat {side}") for side in sides},
+        "sign_changed": share("changed", of_samples),
+        "means": {m: {side: number(f"{m} {side}", "value") for side in sides} for m in METRICS},
+        "unscored": {side: scores.unscored for side, scores in sides.items()},
+        "rollouts": len(rollouts),
+        "groups": len(groups),
+        "prompts": len(set(prompts)),
+    }
 
 
 # ---------------------------------------------------------------- groups
@@ -203,9 +175,10 @@ def pooled_spearman(
     prompts: Sequence[str],
     *,
     resamples: int = RESAMPLES,
-) -> Correlation:
+) -> dict[str, Any]:
     """Spearman's rank correlation of what both sides have, and its percentile interval over
-    prompts: a prompt is drawn again with all its samples, and ranks are taken anew each time."""
+    prompts: a prompt is drawn again with all its samples, and ranks are taken anew each time.
+    None where one side is constant."""
     rows = zip(first, second, prompts, strict=True)
     kept = [(a, b, p) for a, b, p in rows if a is not None and b is not None]
     units, unit = np.unique([p for _, _, p in kept], return_inverse=True)
@@ -213,7 +186,7 @@ def pooled_spearman(
     sides = (np.round([row[side] for row in kept], 9) for side in (0, 1))
     places = [np.unique(side, return_inverse=True)[1] for side in sides]
     value = _weighted_spearman(places, np.ones(len(kept))) if kept else None
-    found = Correlation(value, None, None, len(kept), len(units))
+    found = {"value": value, "low": None, "high": None, "samples": len(kept), "prompts": len(units)}
     if value is None or len(units) < 2:
         return found
     picks = np.random.default_rng(0).integers(0, len(units), size=(resamples, len(units)))
@@ -222,7 +195,7 @@ def pooled_spearman(
     if len(known) < (1 - _MOST_UNDEFINED) * resamples:
         return found
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return found._replace(low=float(low), high=float(high))
+    return {**found, "low": float(low), "high": float(high)}
 
 
 def _weighted_spearman(places: Sequence[npt.NDArray[Any]], weights: Floats) -> float | None:
@@ -242,78 +215,36 @@ LEAST_PAIRS = 8
 MOST_CRITERIA = 40
 
 
-class CriterionAgreement(NamedTuple):
-    """``criterion`` is empty for all questions of the kind together."""
-
-    kind: str
-    title: str
-    criterion: str
-    agreement: Agreement
-
-
 def judges_agree(
     rollouts: Sequence[StoredRollout], first: Scores, second: Scores, *, resamples: int = 1000
-) -> list[CriterionAgreement]:
-    """Agreement of the judgements that both scorings have, kinds first."""
-    pairs: dict[tuple[str, str], list[tuple[Any, Any, str]]] = defaultdict(list)
-    titles: dict[str, str] = {}
-    for rollout, a, b in zip(rollouts, first.judgements, second.judgements, strict=True):
-        theirs = _by_question(b)
-        for question, entry in _by_question(a).items():
-            if question not in theirs:
-                continue
-            pair = (entry["score"], theirs[question]["score"], rollout.prompt.sample_id)
-            pairs[entry["kind"], ""].append(pair)
-            if entry["kind"] == "rubric":
-                pairs["rubric", entry["criterion"]].append(pair)
-                titles[entry["criterion"]] = str(entry.get("title") or "")
-    listed = sorted(titles, key=lambda c: -len(pairs["rubric", c]))[:MOST_CRITERIA]
-    keys = [key for key in pairs if not key[1]]
-    keys += [("rubric", c) for c in listed if len(pairs["rubric", c]) >= LEAST_PAIRS]
+) -> list[dict[str, Any]]:
+    """Agreement of the judgements that both scorings have: of each kind of question (``criterion``
+    is empty there), then of rubrics."""
+    rows = []
+    for rollout, *both in zip(rollouts, first.judgements, second.judgements, strict=True):
+        one, other = ({described(entry): entry for entry in entries} for entries in both)
+        for question in (q for q in one if q in other):
+            entry, theirs = one[question], other[question]
+            of = (entry["kind"], entry.get("criterion") or "", str(entry.get("title") or ""))
+            rows.append((*of, entry["score"], theirs["score"], rollout.prompt.sample_id))
+    pairs = pd.DataFrame(rows, columns=["kind", "criterion", "title", "a", "b", "prompt"])
+    pairs = pairs.astype({"a": float, "b": float})
+    rubrics = pairs[pairs["kind"] == "rubric"].groupby("criterion", sort=False)
+    listed = rubrics.size().nlargest(MOST_CRITERIA, keep="first")
+    named = [("rubric", c, rubrics.get_group(c)) for c in listed[listed >= LEAST_PAIRS].index]
+    parts = [(kind, "", found) for kind, found in pairs.groupby("kind", sort=False)] + named
     return [
-        CriterionAgreement(
-            kind,
-            titles.get(criterion, ""),
-            criterion,
-            agreement(*zip(*pairs[kind, criterion], strict=True), resamples=resamples),
-        )
-        for kind, criterion in keys
+        {
+            **{"kind": kind, "title": found["title"].iloc[-1] if criterion else ""},
+            "criterion": criterion,
+            **plain(agreement(found["a"], found["b"], found["prompt"], resamples=resamples)),
+        }
+        for kind, criterion, found in parts
     ]
-
-
-def _by_question(judgements: Sequence[Mapping[str, Any]]) -> dict[Hashable, Mapping[str, Any]]:
-    return {described(entry): entry for entry in judgements}
 
 
 #: Scores of a policy's rollouts: per setting, one value per rollout.
 Values = Mapping[str, Sequence[float | None]]
-
-
-class Reversal(NamedTuple):
-    """Two policies that ``under`` puts in another order than ``than`` does, the first one ahead.
-
-    The order is that of the means. The differences are first policy minus second, paired on prompts
-    that both have a value for; where judgements failed they need not go the same way. ``clear``
-    where the one is above 0 and the other below with their whole intervals: more than luck.
-    """
-
-    policies: tuple[str, str]
-    than: str
-    under: str
-    difference_than: Difference
-    difference_under: Difference
-    clear: bool
-
-
-class Matrix(NamedTuple):
-    """``cells`` by policy, then setting; ``ranks`` by setting, then policy, best first: 1 is the
-    best, and policies of one mean have one rank."""
-
-    metric: str
-    prompts: int
-    cells: dict[str, dict[str, Estimate | None]]
-    ranks: dict[str, dict[str, int]]
-    reversals: tuple[Reversal, ...]
 
 
 def prompts_of(rollouts: Sequence[StoredRollout]) -> dict[str, str]:
@@ -369,9 +300,15 @@ def make_matrix(
     values: Mapping[str, Values],
     *,
     resamples: int = RESAMPLES,
-) -> Matrix:
+) -> dict[str, Any]:
     """The matrix of a metric. Settings stand in the order in which the first policy has them; the
     first of them is the one whose ranking the others are compared with.
+
+    ``cells`` are by policy, then setting; ``ranks`` by setting, then policy, best first: 1 is the
+    best, and policies of one mean have one rank. ``reversals`` are pairs of policies that ``under``
+    puts in another order than ``than`` does, by their means, the first one ahead; the differences
+    are first policy minus second, paired on prompts that both have a value for. ``clear`` where the
+    one is above 0 and the other below with their whole intervals: more than luck.
 
     Parameters
     ----------
@@ -406,12 +343,14 @@ def make_matrix(
                 paired_difference_over_seeds([rows[pair[0], s]], [rows[pair[1], s]], "value")
                 for s in (than, under)
             )
-            clear = (
-                before.low is not None and after.high is not None and before.low > 0 > after.high
-            )
-            reversals.append(Reversal(pair, than, under, before, after, clear))
+            ends = (before.low, after.high)
+            names = {"policies": pair, "than": than, "under": under}
+            both = {"difference_than": before, "difference_under": after}
+            clear = None not in ends and before.low > 0 > after.high  # type: ignore[operator]
+            reversals.append({**names, **both, "clear": clear})
     prompts = len(prompts_of(next(iter(policies.values()))))
-    return Matrix(metric, prompts, cells, ranks, tuple(reversals))
+    found = {"metric": metric, "prompts": prompts, "cells": cells, "ranks": ranks}
+    return {**found, "reversals": reversals}
 
 
 def _turned(pair: tuple[str, str], one: Mapping[str, int], other: Mapping[str, int]) -> bool:

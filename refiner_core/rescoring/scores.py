@@ -1,7 +1,7 @@
 """Totals and advantages of rollouts: as they were stored, and under other settings.
 
 In: rollouts, settings, a judge. Out: :class:`Scores`, parallel to the rollouts; and
-:class:`Fidelity`: whether the run's own settings give back to the bit what was stored, without
+:func:`fidelity`: whether the run's own settings give back to the bit what was stored, without
 which no difference between settings would mean anything.
 """
 
@@ -120,80 +120,6 @@ def _advantages(
 # ---------------------------------------------------------------- fidelity
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """Share of what was stored that the run's own settings give back, bit by bit.
-
-    Attributes
-    ----------
-    totals, advantages
-        How many of ``rollouts`` are the same. ``advantages`` is None for an evaluation.
-    far
-        How many differ by more than rounding does.
-    rejudged, judged_alike
-        With the lexical judge, which costs nothing: judgements made again, and how many of them
-        are as they were stored.
-    first
-        The first rollout that differs, in words.
-    unused
-        Stored judgements that today's code does not ask for: it reads answers, evidence or
-        rubrics in another way than the run did.
-    """
-
-    rollouts: int
-    totals: int
-    advantages: int | None
-    far: int = 0
-    rejudged: int = 0
-    judged_alike: int = 0
-    first: str = ""
-    unused: int = 0
-
-    @property
-    def exact(self) -> bool:
-        """True if everything is as it was."""
-        same = self.totals == self.rollouts and self.advantages in (None, self.rollouts)
-        return same and self.rejudged == self.judged_alike
-
-    @property
-    def sound(self) -> bool:
-        """True if differences between settings are those of the settings: nothing differs by more
-        than rounding."""
-        return not self.far and self.rejudged == self.judged_alike
-
-    def warning(self) -> str:
-        """Warning about it; empty where all is well."""
-        if self.exact:
-            return ""
-        if self.sound:
-            return (
-                f"the run's own settings give back what was stored up to rounding alone (first: "
-                f"{self.first}): this version adds in another order than the one that trained. No "
-                "comparison below depends on that."
-            )
-        advantages = self.rollouts if self.advantages is None else self.advantages
-        counts = {
-            "totals differ": (self.totals, self.rollouts),
-            "advantages differ": (advantages, self.rollouts),
-            "judgements differ (lexical judge)": (self.judged_alike, self.rejudged),
-        }
-        parts = [
-            f"{of - alike} of {of} {what}" for what, (alike, of) in counts.items() if alike < of
-        ]
-        if self.first:
-            parts[-1] += f" (first: {self.first})"
-        if self.unused:
-            parts.append(
-                f"{self.unused} stored judgements answer questions that are not asked any more, "
-                "since the rubric set or the reading of answers has changed"
-            )
-        return (
-            f"the run's own settings do not give back what was stored: {', '.join(parts)}. "
-            "Differences below are in part those of the code, not of the settings; the row `own, "
-            "again` shows how much."
-        )
-
-
 def fidelity(
     rollouts: Sequence[StoredRollout],
     again: Scores,
@@ -201,32 +127,77 @@ def fidelity(
     unused: int = 0,
     rejudged: int = 0,
     judged_alike: int = 0,
-) -> Fidelity:
-    """Hold the run's own settings against what was stored."""
+) -> dict[str, Any]:
+    """Share of what was stored that the run's own settings give back, bit by bit.
+
+    Parameters
+    ----------
+    unused
+        Stored judgements that today's code does not ask for: it reads answers, evidence or
+        rubrics in another way than the run did.
+    rejudged, judged_alike
+        With the lexical judge, which costs nothing: judgements made again, and how many of them
+        are as they were stored.
+
+    Returns
+    -------
+    dict
+        ``totals`` and ``advantages``: how many of ``rollouts`` are the same (``advantages`` is None
+        for an evaluation). ``far``: how many differ by more than rounding does. ``first``: the
+        first that differs, in words. ``exact``: everything is as it was. ``sound``: differences
+        between settings are those of the settings. ``warning``: empty where all is well.
+    """
     in_training = any(rollout.step is not None for rollout in rollouts)
     totals = advantages = far = 0
     first = ""
-    for i, rollout in enumerate(rollouts):
-        total, advantage = again.totals[i], again.advantages[i]
-        pairs = [("total", rollout.total, total)]
+    for rollout, total, advantage in zip(rollouts, again.totals, again.advantages, strict=True):
+        pairs = {"total": (rollout.total, total)}
         if in_training:
-            pairs.append(("advantage", rollout.advantage, advantage))
-        other = [pair for pair in pairs if pair[1] != pair[2]]
-        totals += rollout.total == total
-        advantages += rollout.advantage == advantage
-        far += any(_is_far(was, now) for _, was, now in other)
+            pairs["advantage"] = (rollout.advantage, advantage)
+        other = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        totals += "total" not in other
+        advantages += "advantage" not in other
+        far += any(_is_far(*pair) for pair in other.values())
         if other and not first:
-            name, was, now = other[0]
+            name, (was, now) = next(iter(other.items()))
             first = f"{rollout.group}, sample {rollout.sample_index}: {name} {was} -> {now}"
-    return Fidelity(
-        rollouts=len(rollouts),
-        totals=totals,
-        advantages=advantages if in_training else None,
-        far=far,
-        rejudged=rejudged,
-        judged_alike=judged_alike,
-        first=first,
-        unused=unused,
+    found = {
+        **{"rollouts": len(rollouts), "totals": totals},
+        **{"advantages": advantages if in_training else None, "far": far},
+        **{"rejudged": rejudged, "judged_alike": judged_alike, "first": first, "unused": unused},
+    }
+    exact = not first and rejudged == judged_alike
+    sound = not far and rejudged == judged_alike
+    warning = "" if exact else _warning(found, sound=sound)
+    return {**found, "exact": exact, "sound": sound, "warning": warning}
+
+
+def _warning(found: Mapping[str, Any], *, sound: bool) -> str:
+    """Warning about settings that do not give back what was stored."""
+    if sound:
+        return (
+            f"the run's own settings give back what was stored up to rounding alone (first: "
+            f"{found['first']}): this version adds in another order than the one that trained. No "
+            "comparison below depends on that."
+        )
+    rollouts, advantages = found["rollouts"], found["advantages"]
+    counts = {
+        "totals differ": (found["totals"], rollouts),
+        "advantages differ": (rollouts if advantages is None else advantages, rollouts),
+        "judgements differ (lexical judge)": (found["judged_alike"], found["rejudged"]),
+    }
+    parts = [f"{of - alike} of {of} {what}" for what, (alike, of) in counts.items() if alike < of]
+    if found["first"]:
+        parts[-1] += f" (first: {found['first']})"
+    if found["unused"]:
+        parts.append(
+            f"{found['unused']} stored judgements answer questions that are not asked any more, "
+            "since the rubric set or the reading of answers has changed"
+        )
+    return (
+        f"the run's own settings do not give back what was stored: {', '.join(parts)}. "
+        "Differences below are in part those of the code, not of the settings; the row `own, "
+        "again` shows how much."
     )
 
 

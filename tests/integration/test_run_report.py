@@ -19,7 +19,7 @@ from infra.store.orchestrators import take_up
 from infra.store.workspace import Workspace
 from refiner_core.contract.records import Outcome
 from refiner_core.report.drawing import kind_of, timeline
-from refiner_core.report.run.document import AttemptRow, Example, RunReport, StageRow
+from refiner_core.report.run.document import AttemptRow, Row, RunReport, StageRow
 from tests.support.recorded_run import RecordedRun
 
 MODELS = "evaluate.models=[base,sft,grpo]"
@@ -91,8 +91,8 @@ def row_of(report: RunReport, name: str) -> StageRow:
     return next(row for row in report.stages if row.name == name)
 
 
-def examples_of(report: RunReport, kind: str) -> list[Example]:
-    return [example for example in report.examples if example.kind == kind]
+def examples_of(report: RunReport, kind: str) -> list[Row]:
+    return [example for example in report.examples if example["kind"] == kind]
 
 
 def folder_of(workspace: Workspace, kind: str, rest: str = "") -> Path:
@@ -131,8 +131,8 @@ def test_a_stage_that_is_done_is_not_shown_as_half_way(copied: Workspace) -> Non
 
 def test_what_went_wrong_stands_with_how_it_ended(report: RunReport) -> None:
     (incident,) = report.incidents
-    assert (incident.stage, incident.resolved) == ("grpo", True)
-    assert incident.text.startswith("preempted")
+    assert (incident["stage"], incident["resolved"]) == ("grpo", True)
+    assert incident["text"].startswith("preempted")
     assert report.cost.lost_steps == 3
 
 
@@ -167,24 +167,25 @@ def test_answers_before_and_after_show_what_each_part_of_the_reward_added(
     report: RunReport,
 ) -> None:
     best = examples_of(report, "before and after")[0]
-    assert (best.why, best.metric) == ("improved most", "reward")
-    assert best.question
-    assert best.question in best.prompt
-    before, after = best.said
-    assert (before.model, before.text, before.status) == ("sft", "I do not know.", "malformed")
-    assert (after.model, after.status) == ("grpo", "scored")
-    assert after.judgements
-    shares = [part.share or 0.0 for part in after.parts]
-    assert sum(shares) == pytest.approx(after.reward)
-    assert best.change == pytest.approx((after.reward or 0.0) - (before.reward or 0.0))
+    assert (best["why"], best["metric"]) == ("improved most", "reward")
+    assert best["question"]
+    assert best["question"] in best["prompt"]
+    before, after = best["said"]
+    assert (before["model"], before["status"]) == ("sft", "malformed")
+    assert before["text"] == "I do not know."
+    assert (after["model"], after["status"]) == ("grpo", "scored")
+    assert after["judgements"]
+    shares = [part["share"] or 0.0 for part in after["parts"]]
+    assert sum(shares) == pytest.approx(after["reward"])
+    assert best["change"] == pytest.approx((after["reward"] or 0.0) - (before["reward"] or 0.0))
 
 
 def test_a_prompt_that_came_twice_is_shown_early_and_late(report: RunReport) -> None:
-    twice = [e for e in examples_of(report, "rollout") if e.why == "early and late in training"]
+    twice = [e for e in examples_of(report, "rollout") if e["why"] == "early and late in training"]
     assert twice
-    assert [said.model for said in twice[0].said] == ["step 1", "step 6"]
-    assert {"best", "worst"} <= {e.why for e in examples_of(report, "rollout")}
-    assert twice[0].question
+    assert [said["model"] for said in twice[0]["said"]] == ["step 1", "step 6"]
+    assert {"best", "worst"} <= {e["why"] for e in examples_of(report, "rollout")}
+    assert twice[0]["question"]
 
 
 def test_cost_counts_devices_money_and_the_judge(report: RunReport) -> None:
@@ -227,7 +228,8 @@ def test_what_an_earlier_run_has_lost_is_no_cost_of_a_later_one(tmp_path: Path) 
     first = RecordedRun(tmp_path / "runs", "stages=[data,sft]")
     first.data()
     first.fail("sft", Outcome("preempted", "resume", "taken away", step=2), 1000.0)
-    assert (cost := report_of_run(first.run.run, first.workspace.root).cost).seconds is not None
+    cost = report_of_run(first.run.run, first.workspace.root).cost
+    assert cost.seconds is not None
     assert cost.seconds >= 1000.0
     time.sleep(1.1)  # ids of runs, and times of records, are told apart by it
     second = RecordedRun(first.workspace.root, "stages=[data,sft]")
@@ -264,7 +266,7 @@ def test_an_attempt_that_died_without_a_word_ends_when_it_was_last_seen() -> Non
     drawn = timeline([row], "2026-03-01T09:59:00+00:00", "2026-03-08T10:00:00+00:00")
     assert kind_of(gone) == "bad"
     assert drawn is not None
-    assert drawn.seconds == 150.0, "a week in which nobody worked is no part of the run"
+    assert drawn["seconds"] == 150.0, "a week in which nobody worked is no part of the run"
 
 
 def test_a_reason_with_half_a_character_or_a_token_can_be_written(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_a_run_that_failed_says_why_and_how_to_go_on(tmp_path: Path) -> None:
     assert [c.split()[1] for c in report.next_commands[:2]] == ["logs", "resume"]
     assert row_of(report, "grpo").state == "waiting"
     assert row_of(report, "grpo").seconds is None
-    assert not report.incidents[0].resolved
+    assert not report.incidents[0]["resolved"]
 
 
 def test_a_long_reason_is_not_cut_to_the_width_of_a_table(tmp_path: Path) -> None:
@@ -325,8 +327,8 @@ def test_where_the_judge_failed_a_rollout_has_no_score_and_says_why(
     folder = folder_of(copied, "grpo", "attempts/0002/rollouts")
     (folder / "step-00000006.parquet").write_bytes(encode_rollouts(rows))
     report = report_of_run(finished.run.run, copied.root)
-    (unscored,) = (e for e in report.examples if e.why == "no score")
-    assert (unscored.said[0].reward, unscored.said[0].failed) == (None, "timed out")
+    (unscored,) = (e for e in report.examples if e["why"] == "no score")
+    assert (unscored["said"][0]["reward"], unscored["said"][0]["failed"]) == (None, "timed out")
 
 
 # ---------------------------------------------------------------- damaged, reclaimed
@@ -342,7 +344,7 @@ def test_reclaimed_rollouts_and_prompts_are_said_and_nothing_else_is_lost(
     assert "The rollouts of grpo are not there any more." in report.warnings
     assert "The prompts of evaluations are not there any more." in report.warnings
     (first, *_) = examples_of(report, "before and after")
-    assert (first.question, bool(first.said)) == ("", True)
+    assert (first["question"], bool(first["said"])) == ("", True)
 
 
 def damage_record(workspace: Workspace) -> None:

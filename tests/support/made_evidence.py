@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,9 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import ArmRecord, SweepRecord, TrialRecord
 from refiner_core.report.sweep.document import TrialRow, TrialState
 from refiner_core.report.sweep.evidence import (
-    Evaluation,
     Evidence,
     Measured,
     PromptMeans,
-    Stored,
     TrialEvidence,
 )
 
@@ -56,7 +55,7 @@ class MadeSweep:
         self.levels = levels or {}
         self.states: dict[tuple[str, int], tuple[TrialState, str]] = {}
         self.protocols: dict[str, Mapping[str, Any]] = {}
-        self.evaluations: dict[str, Evaluation] = {}
+        self.evaluations: dict[str, tuple[Measured, ...]] = {}
         self.of_trial: dict[tuple[str, int], list[str]] = {}
         self.trainings: dict[str, Any] = {}
         self.trained: dict[tuple[str, int], list[str]] = {}
@@ -87,16 +86,17 @@ class MadeSweep:
         name = f"evaluate-{model}" + (f"@{protocol_file}" if protocol_file else "")
         stage = stage or f"{name}-{arm}-{seed}"
         measured = Measured(
+            stage=stage,
+            model=model,
+            protocol_file=protocol_file,
             decoding=str(protocol["decoding"]),
             protocol=fingerprints[0],
             reward_protocol=fingerprints[1],
             means=_means(names, values),
             reference=None if reference is None else _means(names, reference),
-            samples_file="samples.parquet",
+            samples=Path("samples.parquet"),
         )
-        known = self.evaluations.get(stage)
-        both = (*(known.measured if known else ()), measured)
-        self.evaluations[stage] = Evaluation(stage, name, model, protocol_file, both)
+        self.evaluations[stage] = (*self.evaluations.get(stage, ()), measured)
         trial = self.of_trial.setdefault((arm, seed), [])
         if stage not in trial:
             trial.append(stage)
@@ -105,7 +105,7 @@ class MadeSweep:
         """A trial that came to nothing."""
         self.states[arm, seed] = ("failed", reason)
 
-    def evidence(self, stored: Stored | None = None) -> Evidence:
+    def evidence(self, stored: Any = None) -> Evidence:
         """All of it."""
         trials = [(arm, seed) for seed in self.seeds for arm in self.arms]
         return Evidence(

@@ -17,21 +17,31 @@ from refiner_core.report.run.document import (
     ChangeRow,
     Cost,
     DiskUse,
-    Example,
-    IncidentLine,
     MetricCurve,
     NumberRow,
-    Published,
-    RewardPart,
+    Row,
     RunReport,
-    Said,
     StageRow,
 )
-from tests.support.sweep_reports import EMOJI, HOSTILE, RTL, agents_report
+from tests.support.sweep_reports import EMOJI, HOSTILE, RTL, agents_report, row
 
 BEGAN = datetime(2026, 11, 20, 9, 0, tzinfo=UTC)
 OWN, WEIGHED = "6d8c09b4f51a", "36f615dd3a39"
 _WORKSPACE = "/scratch/me/runs"
+
+example_of = row(
+    *("kind", "sample_id", "why", "question", "prompt", "said", "metric", "change"),
+    metric="",
+    change=None,
+)
+incident = row("at", "stage", "text", "resolved")
+part = row("name", "value", "weight", "share", weight=None, share=None)
+published = row("stage", "target", "card", "step", card="", step=None)
+said_of = row(
+    *("model", "text", "status", "finish_reason", "reward", "parts", "judgements", "metrics"),
+    **{"status": "", "finish_reason": "", "reward": None, "parts": (), "judgements": ()},
+    **{"metrics": {}, "episode": None, "failed": ""},
+)
 
 
 def full_report() -> RunReport:
@@ -52,9 +62,9 @@ def full_report() -> RunReport:
         made_at=_at(380),
         stages=_stages(),
         incidents=(
-            IncidentLine(_at(96), "grpo", "EDQUOT (errno 122) while saving step 24 on n1; "
+            incident(_at(96), "grpo", "EDQUOT (errno 122) while saving step 24 on n1; "
                          "started over after 7 s; 6 CPU-seconds lost", True),
-            IncidentLine(_at(190), "grpo", "preempted after step 45 on n1; resumed from step 40 "
+            incident(_at(190), "grpo", "preempted after step 45 on n1; resumed from step 40 "
                          "after 20 min; 5 steps done again", True),
         ),
         curves=_curves(70),
@@ -72,7 +82,7 @@ def full_report() -> RunReport:
             lost_seconds=1_260, lost_steps=11,
             judge={"calls": 53_760, "prompt_tokens": 41_873_112, "cached_share": 0.18},
         ),
-        published=(Published("publish", "hub:me/refiner-4b", "published/refiner/README.md", 70),),
+        published=(published("publish", "hub:me/refiner-4b", "published/refiner/README.md", 70),),
         overrides=("seed=1", "grpo.beta=0.01"),
         settings={
             "seed": 1, "grpo.beta": 0.01, "grpo.learning_rate": 1e-06, "grpo.response_length": 1024,
@@ -119,17 +129,17 @@ def hostile_report() -> RunReport:
     """Texts that would break a page that believes them, and answers of megabytes."""
     made = full_report()
     bad = f"{HOSTILE} {RTL} {EMOJI} \x00\x1b[31m \ud800"
-    said = Said(
+    said = said_of(
         f"grpo {HOSTILE}", f"<answer>{bad}<snippet id=\"S_1'>x onclick=alert(1)</snippet> "
         + "word<" * 400_000, status=HOSTILE, finish_reason=HOSTILE, reward=float("nan"),
-        parts=(RewardPart(HOSTILE, float("inf"), float("nan"), float("nan")),),
+        parts=(part(HOSTILE, float("inf"), float("nan"), float("nan")),),
         judgements=({"kind": HOSTILE, "title": HOSTILE, "score": "many"},
                     {"kind": "citation_recall", "claim": HOSTILE, "claim_index": HOSTILE},
                     {"kind": "rubric", "score": float("nan"), "weight": HOSTILE, "detail": bad}),
         metrics={HOSTILE: float("inf")}, failed=HOSTILE,
     )  # fmt: skip
     prompt = f"<tool_output><snippet id=\"S_1' onclick='alert(1)\">{bad}" + "long " * 300_000
-    example = Example("rollout", bad, HOSTILE, f"{HOSTILE} {RTL}", prompt, (said, said), HOSTILE,
+    example = example_of("rollout", bad, HOSTILE, f"{HOSTILE} {RTL}", prompt, (said, said), HOSTILE,
                       float("nan"))  # fmt: skip
     stage = replace(
         made.stages[2], name=f"grpo{HOSTILE}", state=HOSTILE, reason=bad, made_by=HOSTILE,
@@ -139,11 +149,11 @@ def hostile_report() -> RunReport:
     return replace(
         made, recipe=f"Recipe {HOSTILE}", run=bad, description=bad, state_text=bad,
         command=("refiner", "run", bad, "'; rm -rf /"), workspace=bad, examples=(example,),
-        stages=(*made.stages[:2], stage), incidents=(IncidentLine(HOSTILE, bad, bad, False),),
+        stages=(*made.stages[:2], stage), incidents=(incident(HOSTILE, bad, bad, False),),
         numbers=(number, *made.numbers), warnings=(bad,), settings={HOSTILE: bad, bad: [bad]},
         provenance={HOSTILE: {bad: [bad, {bad: 1}]}}, next_commands=(f"echo {bad}",),
         curves=(MetricCurve(HOSTILE, bad, (1, 2), (1.0, float("nan")), (2,)),),
-        disk=DiskUse({bad: 3}, source=bad), published=(Published(bad, bad, bad),),
+        disk=DiskUse({bad: 3}, source=bad), published=(published(bad, bad, bad),),
         overrides=(bad,),
     )  # fmt: skip
 
@@ -153,8 +163,9 @@ def huge_report() -> RunReport:
     made = full_report()
     text = _answer("grpo", 0) + " and more" * 120_000
     examples = tuple(
-        replace(e, sample_id=f"{e.sample_id}-{i}", prompt=e.prompt + "x" * 500_000,
-                said=tuple(replace(s, text=text, judgements=s.judgements * 40) for s in e.said * 4))
+        {**e, "sample_id": f"{e['sample_id']}-{i}", "prompt": e["prompt"] + "x" * 500_000,
+         "said": tuple({**s, "text": text, "judgements": s["judgements"] * 40}
+                       for s in e["said"] * 4)}
         for i in range(40)
         for e in made.examples[:3]
     )  # fmt: skip
@@ -177,15 +188,22 @@ def agents_run_report() -> RunReport:
     sweep = agents_report()
     examples = []
     for side in sweep.side_by_side:
-        mine = [a for a in side.answers if a.seed == 1 and a.arm == "sft"]
+        mine = [a for a in side["answers"] if a["seed"] == 1 and a["arm"] == "sft"]
         said = tuple(
-            Said(f"grpo, attempt {a.sample_index + 1}", "", reward=a.metrics["reward"],
-                 metrics=a.metrics, episode=a.episode,
-                 parts=(RewardPart("environment", 1.0, 1.0, 1.0), RewardPart("partial", 0.5, 0.2)))
+            said_of(f"grpo, attempt {a['sample_index'] + 1}", "", reward=a["metrics"]["reward"],
+                 metrics=a["metrics"], episode=a["episode"],
+                 parts=(part("environment", 1.0, 1.0, 1.0), part("partial", 0.5, 0.2)))
             for a in mine
         )  # fmt: skip
         examples.append(
-            Example("rollout", side.sample_id, "typical", side.question, side.prompt, said)
+            {
+                **side,
+                "kind": "rollout",
+                "why": "typical",
+                "said": said,
+                "metric": "",
+                "change": None,
+            }
         )
     numbers = tuple(
         NumberRow(model, OWN, "own", "sampled", metric, value, value - 0.05, value + 0.05, 90,
@@ -330,7 +348,7 @@ def _answer(model: str, i: int) -> str:
             f'<snippet id="{name},S_w1"> that it is {value}.</snippet></answer>')  # fmt: skip
 
 
-def _said(model: str, i: int, score: float) -> Said:
+def _said(model: str, i: int, score: float) -> Row:
     citation = 0.9 * score
     judgements: tuple[dict[str, Any], ...] = (
         {"kind": "rubric", "title": "Names it", "criterion": f"States what the {_FACTS[i % 3][1]} "
@@ -346,30 +364,31 @@ def _said(model: str, i: int, score: float) -> Said:
         {"kind": "citation_precision", "claim": "In the place it is so.", "claim_index": 1,
          "ids": ["S_e8Q9"], "score": 1.0, "status": "scored", "detail": ""},
     )  # fmt: skip
-    return Said(
+    return said_of(
         model, _answer(model, i), "malformed" if model == "base" else "scored",
         "length" if model == "base" else "stop", 10 * (0.8 * score + 0.2 * citation) - 0.5,
-        (RewardPart("rubric", score, 8.0, 8 * score), RewardPart("citation", citation, 2.0,
-         2 * citation), RewardPart("non-stop penalty", 1.0, -0.5, -0.5),
-         RewardPart("format bonus", 1.0, 0.0), RewardPart("citation F1", 0.8)),
+        (part("rubric", score, 8.0, 8 * score), part("citation", citation, 2.0,
+         2 * citation), part("non-stop penalty", 1.0, -0.5, -0.5),
+         part("format bonus", 1.0, 0.0), part("citation F1", 0.8)),
         () if model == "base" else judgements,
         {"rubric_score": score, "citation_f1": citation, "oracle": score, "claims": 2.0,
          "oracle_given_valid": None},
     )  # fmt: skip
 
 
-def _examples() -> tuple[Example, ...]:
+def _examples() -> tuple[Row, ...]:
     made = []
     for i, why in enumerate(("improved most", "got worse most", "typical")):
         place, thing, _, _ = _FACTS[i % 3]
         question = f"What is the {thing} of {place}?"
         scores = {"base": 0.0, "sft": 0.4 if i != 1 else 1.0, "grpo": 1.0 if i != 1 else 0.4}
         said = tuple(_said(m, i, s) for m, s in scores.items())
-        made.append(Example("before and after", f"synthetic-rl-0-000{i}", why, question,
+        made.append(example_of("before and after", f"synthetic-rl-0-000{i}", why, question,
                             _prompt(i), said, "oracle",
                             scores["grpo"] - scores["sft"]))  # fmt: skip
-        rollouts = tuple(replace(_said("grpo", i, s), model=f"step {k}") for k, s in
+        rollouts = tuple({**_said("grpo", i, s), "model": f"step {k}"} for k, s in
                          ((1, 0.3), (1, 0.6), (1, 1.0), (1, 0.0)))  # fmt: skip
-        made.append(Example("rollout", f"synthetic-rl-0-001{i}", ("best", "worst", "no score")[i],
-                            question, _prompt(i), rollouts, "reward"))  # fmt: skip
+        why = ("best", "worst", "no score")[i]
+        made.append(example_of("rollout", f"synthetic-rl-0-001{i}", why, question, _prompt(i),
+                               rollouts, "reward"))  # fmt: skip
     return tuple(made)

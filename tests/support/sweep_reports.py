@@ -7,26 +7,17 @@ what the page, the Markdown and the tables make of a report.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from refiner_core.report.sweep.document import (
     REPORT_VERSION,
-    Agreement,
-    Answer,
     ArmNumber,
-    AttemptsRow,
     Comparison,
     Curve,
-    Flip,
-    IncidentRow,
     Key,
-    MatrixCell,
-    MatrixRow,
-    RubricRow,
-    SeedPoint,
-    SideBySide,
+    Row,
     SweepReport,
     TrialRow,
     Verdict,
@@ -50,6 +41,28 @@ _QUESTIONS = (
 )
 
 
+def row(*names: str, **known: Any) -> Callable[..., dict[str, Any]]:
+    """Maker of a row of a report: of values in the order of its names."""
+    return lambda *values, **more: {**known, **dict(zip(names, values, strict=False)), **more}
+
+
+agreed = row("first", "second", "tau", "arms")
+answer_of = row(
+    *("arm", "seed", "sample_index", "text", "metrics", "judgements"), judgements=(), episode=None
+)
+attempts_row = row(
+    *("arm", "model", "decoding", "protocol", "domain", "tasks", "asked", "passed"),
+    *("failures", "errors"),
+)
+cell = row("arm", "value", "low", "high", "rank", moved=False)
+flip = row("arm", "sample_id", "question", "baseline", "value", "seeds_agree", "seeds")
+incident_of = row("arm", "seed", "at", "text", "resolved")
+matrix_row = row("protocol", "judge", "rubrics", "metric", "decoding", "trains", "cells")
+point = row("seed", "value", "difference", "n")
+prompt_of = row("sample_id", "question", "prompt", "answers")
+rubric_row = row("rubric", "kind", "n", "values", "differences")
+
+
 def full_report() -> SweepReport:
     """Six arms with three seeds: one arm failed, one trial is missing, one judge moved."""
     return _Made(arms=[f"{s}-{w}" for s in SETS for w in WEIGHTS], seeds=(1, 2, 3)).report()
@@ -59,18 +72,18 @@ def hostile_report() -> SweepReport:
     """Texts that would break a page that believes them, and answers of 100 kB."""
     made = full_report()
     answers = tuple(
-        replace(a, text=f"<answer>{HOSTILE} {RTL} {EMOJI} \x00\x1b[31m \ud800 " + "word " * 20_000)
-        for a in made.side_by_side[0].answers[:3]
+        {**a, "text": f"<answer>{HOSTILE} {RTL} {EMOJI} \x00\x1b[31m \ud800 " + "word " * 20_000}
+        for a in made.side_by_side[0]["answers"][:3]
     )
-    side = SideBySide("id\"'><b>", f"{HOSTILE} {RTL}", f"<snippet id=S_1>{HOSTILE}", answers)
-    incident = IncidentRow("static-0", 1, "2026-11-20T10:00:00.000+00:00", HOSTILE, resolved=False)
+    side = prompt_of("id\"'><b>", f"{HOSTILE} {RTL}", f"<snippet id=S_1>{HOSTILE}", answers)
+    incident = incident_of("static-0", 1, "2026-11-20T10:00:00.000+00:00", HOSTILE, resolved=False)
     return replace(
         made,
         title=f"Rubrics {HOSTILE}",
         question=f"{HOSTILE} {RTL} {EMOJI}",
         side_by_side=(side, *made.side_by_side[1:]),
-        flips=(replace(made.flips[0], question=f"{RTL} | {HOSTILE}"), *made.flips[1:]),
-        rubrics=(replace(made.rubrics[0], rubric=HOSTILE), *made.rubrics[1:]),
+        flips=({**made.flips[0], "question": f"{RTL} | {HOSTILE}"}, *made.flips[1:]),
+        rubrics=({**made.rubrics[0], "rubric": HOSTILE}, *made.rubrics[1:]),
         incidents=(incident,),
         warnings=(HOSTILE, f"{EMOJI} {RTL}"),
     )
@@ -86,7 +99,7 @@ def agents_report() -> SweepReport:
         for c, metric in zip(made.comparisons, metrics, strict=False)
     )
     rows = [
-        AttemptsRow(arm, "grpo", "sampled", "own", domain, 20, 80, passed, failures, errors)
+        attempts_row(arm, "grpo", "sampled", "own", domain, 20, 80, passed, failures, errors)
         for arm in made.arms
         for domain, passed, failures, errors in (
             ("retail", 44, {"no_call": 9, "rule_broken": 12, "incomplete": 13}, {"user_down": 2}),
@@ -94,12 +107,12 @@ def agents_report() -> SweepReport:
         )
     ]
     sides = [
-        SideBySide(
+        prompt_of(
             f"retail/{i}",
             f"exchange the lamp of order {i}",
             '{"data": {}}',
             tuple(
-                Answer(arm, seed, attempt, "", _ATTEMPT_METRICS, episode=episode)
+                answer_of(arm, seed, attempt, "", _ATTEMPT_METRICS, episode=episode)
                 for arm in made.arms
                 for seed in made.seeds
                 for attempt, episode in enumerate(_episodes(i))
@@ -116,7 +129,7 @@ def agents_report() -> SweepReport:
         matrix=(),
         agreement=(),
         rubrics=(),
-        flips=(Flip("sft-rft", "retail/0", "exchange the lamp", 0.25, 1.0, 2, 2),),
+        flips=(flip("sft-rft", "retail/0", "exchange the lamp", 0.25, 1.0, 2, 2),),
     )
 
 
@@ -311,16 +324,16 @@ class _Made:
             gone = (arm, seed) == self.missing
             shift = 0.0 if first else self.effect[arm] + self.random.gauss(0, 0.008)
             points.append(
-                SeedPoint(
+                point(
                     seed,
                     None if gone else (base[seed] + shift) * scale,
                     None if gone or first else shift * scale,
                     0 if gone else 200,
                 )
             )
-        values = [p.value for p in points if p.value is not None]
+        values = [p["value"] for p in points if p["value"] is not None]
         mean, half = sum(values) / len(values), 0.024 * scale
-        shifts = [p.difference for p in points if p.difference is not None]
+        shifts = [p["difference"] for p in points if p["difference"] is not None]
         effect = sum(shifts) / len(shifts) if shifts else None
         wide = 0.017 * scale
         p = None if effect is None else max(1e-5, min(1.0, (0.012 * scale / abs(effect)) ** 3 / 9))
@@ -388,7 +401,7 @@ class _Made:
                 )  # fmt: skip
         return tuple(found)
 
-    def matrix(self) -> tuple[MatrixRow, ...]:
+    def matrix(self) -> tuple[Row, ...]:
         rows = []
         judges = (
             ("qwen3-32b", "persistent-v2", self.arms[:2]),
@@ -399,26 +412,26 @@ class _Made:
             known = {arm: 0.6 + self.effect[arm] + self.random.gauss(0, 0.05) for arm in self.arms}
             order = sorted((a for a in self.arms if a != self.failed), key=lambda a: -known[a])
             cells = tuple(
-                MatrixCell(arm, None, None, None, None)
+                cell(arm, None, None, None, None)
                 if arm == self.failed
-                else MatrixCell(
+                else cell(
                     arm, known[arm], known[arm] - 0.02, known[arm] + 0.02, order.index(arm) + 1
                 )
                 for arm in self.arms
             )
             rows.append(
-                MatrixRow(
+                matrix_row(
                     "held-out", judge, rubrics, "rubric_score", "sampled", tuple(trains), cells
                 )
             )
         return tuple(rows)
 
-    def agreement(self) -> tuple[Agreement, ...]:
+    def agreement(self) -> tuple[Row, ...]:
         if len(self.arms) < 3:
             return ()
-        return (Agreement(0, 2, 0.6, len(self.arms) - 1), Agreement(1, 2, None, 2))
+        return (agreed(0, 2, 0.6, len(self.arms) - 1), agreed(1, 2, None, 2))
 
-    def rubrics(self) -> tuple[RubricRow, ...]:
+    def rubrics(self) -> tuple[Row, ...]:
         texts = (
             ("Answers the question in its first sentence", "static"),
             ("Names the source of each figure", "static"),
@@ -438,20 +451,20 @@ class _Made:
                 for arm, v in values.items()
                 if arm != self.arms[0]
             }
-            rows.append(RubricRow(text, kind, 200, values, differences))
+            rows.append(rubric_row(text, kind, 200, values, differences))
         return tuple(rows)
 
-    def flips(self) -> tuple[Flip, ...]:
+    def flips(self) -> tuple[Row, ...]:
         return tuple(
-            Flip(arm, f"p{i:03d}", _QUESTIONS[i % 4], 0.2 + i / 10, 0.9 - i / 10, 3 - i % 2, 3)
+            flip(arm, f"p{i:03d}", _QUESTIONS[i % 4], 0.2 + i / 10, 0.9 - i / 10, 3 - i % 2, 3)
             for arm in self.arms[1:]
             if arm != self.failed
             for i in range(3)
         )
 
-    def side_by_side(self) -> tuple[SideBySide, ...]:
+    def side_by_side(self) -> tuple[Row, ...]:
         return tuple(
-            SideBySide(
+            prompt_of(
                 f"p{i:03d}",
                 question,
                 f"<snippet id=S_a{i}>Nabsuf: terraces carry barley.</snippet>\n"
@@ -466,7 +479,7 @@ class _Made:
             for i, question in enumerate(_QUESTIONS)
         )
 
-    def answer(self, arm: str, seed: int, prompt: int) -> Answer:
+    def answer(self, arm: str, seed: int, prompt: int) -> Row:
         good = self.random.random() > 0.4
         cited = f"S_a{prompt}" if good else f"S_b{prompt}"
         text = (
@@ -474,15 +487,15 @@ class _Made:
             f"{arm} says.</snippet> That is all that is known.</answer>"
         )
         metrics = {"oracle": float(good), "rubric_score": 0.5 + good / 4, "citation_f1": None}
-        return Answer(arm, seed, 0, text, metrics, _judgements(good))
+        return answer_of(arm, seed, 0, text, metrics, _judgements(good))
 
-    def incidents(self) -> tuple[IncidentRow, ...]:
+    def incidents(self) -> tuple[Row, ...]:
         if not self.failed:
             return ()
         return (
-            IncidentRow(self.arms[3], 1, "2026-11-20T11:02:03.000+00:00",
+            incident_of(self.arms[3], 1, "2026-11-20T11:02:03.000+00:00",
                         "grpo: preempted at step 40; resumed from step 28", resolved=True),
-            IncidentRow(self.failed, 2, "2026-11-20T13:40:00.000+00:00",
+            incident_of(self.failed, 2, "2026-11-20T13:40:00.000+00:00",
                         "grpo: no room left on the disk (quota of 200 GiB)", resolved=False),
         )  # fmt: skip
 

@@ -49,8 +49,8 @@ def test_a_clear_gain_is_better_and_says_by_how_much() -> None:
     assert (better.difference, better.difference_low) == pytest.approx((exact.value, exact.low))
     assert better.p == pytest.approx(exact.p_value)
     assert better.p_adjusted == pytest.approx(2 * exact.p_value)  # two arms, the smaller p first
-    assert [p.seed for p in better.points] == [1, 2, 3]
-    assert better.points[0].difference == pytest.approx((values[1] - values[0])[0].mean())
+    assert [p["seed"] for p in better.points] == [1, 2, 3]
+    assert better.points[0]["difference"] == pytest.approx((values[1] - values[0])[0].mean())
     assert report.primary is not None
     assert report.primary.key.metric == "rubric_score"
 
@@ -78,7 +78,7 @@ def test_a_trial_that_failed_leaves_the_seeds_that_both_arms_have() -> None:
     assert "seed 2 is missing: evaluate-grpo is not done" in found.note
     assert "not_finite in grpo" in found.note
     assert "two seeds" in found.note
-    assert [p.value is None for p in found.points] == [False, True, False]
+    assert [p["value"] is None for p in found.points] == [False, True, False]
     assert any("has failed: not_finite in grpo" in w for w in report.warnings)
 
 
@@ -340,12 +340,12 @@ def test_judges_that_put_arms_in_other_orders_disagree() -> None:
                      protocol=held_out, protocol_file="held-out")  # fmt: skip
     report = make_report(made.evidence())
     own, other = report.matrix
-    assert own.trains == ("base", "one", "two")
-    assert other.trains == ()
-    assert [c.rank for c in own.cells] == [3, 2, 1]
-    assert [c.rank for c in other.cells] == [1, 2, 3]
+    assert own["trains"] == ("base", "one", "two")
+    assert other["trains"] == ()
+    assert [c["rank"] for c in own["cells"]] == [3, 2, 1]
+    assert [c["rank"] for c in other["cells"]] == [1, 2, 3]
     (agreement,) = report.agreement
-    assert (agreement.first, agreement.second, agreement.tau) == (0, 1, -1.0)
+    assert (agreement["first"], agreement["second"], agreement["tau"]) == (0, 1, -1.0)
 
 
 def test_an_arm_whose_judge_has_moved_has_no_rank() -> None:
@@ -356,8 +356,8 @@ def test_an_arm_whose_judge_has_moved_has_no_rank() -> None:
     floor[2] += 0.3
     made = made_from(values, reference=floor, metric="rubric_score")
     (row,) = make_report(made.evidence()).matrix
-    assert [c.rank for c in row.cells] == [2, 1, None]
-    assert [c.moved for c in row.cells] == [False, False, True]
+    assert [c["rank"] for c in row["cells"]] == [2, 1, None]
+    assert [c["moved"] for c in row["cells"]] == [False, False, True]
 
 
 def test_flips_put_first_what_moved_most_and_count_the_seeds() -> None:
@@ -366,6 +366,7 @@ def test_flips_put_first_what_moved_most_and_count_the_seeds() -> None:
     values[1, 0, 7] = 0.0
     report = make_report(made_from(values).evidence())
     first, second = report.flips
-    assert (first.sample_id, first.seeds_agree, first.baseline, first.value) == ("p0004", 3, 0.5, 1)
-    assert (second.sample_id, second.seeds_agree) == ("p0007", 1)
-    assert second.value == pytest.approx(0.5 - 0.5 / 3)
+    assert (first["sample_id"], first["seeds_agree"]) == ("p0004", 3)
+    assert (first["baseline"], first["value"]) == (0.5, 1)
+    assert (second["sample_id"], second["seeds_agree"]) == ("p0007", 1)
+    assert second["value"] == pytest.approx(0.5 - 0.5 / 3)

@@ -517,8 +517,8 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
         made.add(arm, 1, values, prompts=means.prompts, protocol=AGENT)
         told[f"evaluate-grpo-{arm}-1"] = found["episodes"]["sampled"]
     made.evaluations = {
-        stage: replace(e, measured=tuple(replace(m, episodes=told[stage]) for m in e.measured))
-        for stage, e in made.evaluations.items()
+        stage: tuple(replace(m, episodes=told[stage]) for m in measured)
+        for stage, measured in made.evaluations.items()
     }
     report = make_report(made.evidence())
     assert report.primary is not None
@@ -528,10 +528,10 @@ def test_arms_of_agents_are_compared_by_domain_with_their_failures(
     after = next(n for n in by_metric["pass@4/orders"].numbers if n.arm == "after")
     assert (after.difference, after.n, after.excluded) == (0.5, 2, 0)
     assert by_metric["failure/no_call"].higher_is_better is False
-    assert {f.sample_id for f in report.flips} == {O0}
+    assert {f["sample_id"] for f in report.flips} == {O0}
     assert list(views_of(report))[:3] == ["summary", "arms", "attempts"]
-    (orders,) = (r for r in report.attempts if (r.arm, r.domain) == ("before", "orders"))
-    assert (orders.asked, orders.passed, sum(orders.failures.values())) == (8, 4, 4)
+    (orders,) = (r for r in report.attempts if (r["arm"], r["domain"]) == ("before", "orders"))
+    assert (orders["asked"], orders["passed"], sum(orders["failures"].values())) == (8, 4, 4)
     assert "1 seed × 4 tasks" in page(report)
     assert "## Why attempts fail" in markdown(report)
 

@@ -65,20 +65,20 @@ def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
 def test_texts_are_read_of_what_is_shown(made: RecordedSweep) -> None:
     report = make_report(gather(Workspace.read_only(made.root), made.name))
     shown = report.side_by_side[0]
-    assert shown.question == f"What is {shown.sample_id}?"
-    assert [a.arm for a in shown.answers] == ["base", "more", "lenient"]
-    assert "dammed in 1931" in shown.answers[0].text
-    assert shown.answers[0].judgements[0]["title"] == "Cites"
-    assert all(flip.question for flip in report.flips)
+    assert shown["question"] == f"What is {shown['sample_id']}?"
+    assert [a["arm"] for a in shown["answers"]] == ["base", "more", "lenient"]
+    assert "dammed in 1931" in shown["answers"][0]["text"]
+    assert shown["answers"][0]["judgements"][0]["title"] == "Cites"
+    assert all(flip["question"] for flip in report.flips)
 
 
 def test_rubrics_have_credit_by_arm(made: RecordedSweep) -> None:
     report = make_report(gather(Workspace.read_only(made.root), made.name))
-    rows = {row.rubric: row for row in report.rubrics}
+    rows = {row["rubric"]: row for row in report.rubrics}
     assert set(rows) == {"Cites", "Pads"}
-    assert rows["Cites"].differences["more"][0] == pytest.approx(0.1, abs=0.03)
+    assert rows["Cites"]["differences"]["more"][0] == pytest.approx(0.1, abs=0.03)
     # More of what is bad is less credit.
-    assert rows["Pads"].differences["more"][0] == pytest.approx(-0.1, abs=0.03)
+    assert rows["Pads"]["differences"]["more"][0] == pytest.approx(-0.1, abs=0.03)
 
 
 def test_an_evaluation_that_is_damaged_is_missing_and_named(tmp_path: Path) -> None:

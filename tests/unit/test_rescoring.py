@@ -80,27 +80,23 @@ def test_every_number_of_a_comparison_is_what_one_counts_by_hand() -> None:
     rollouts, first = scored([[0, 1, 2, 3], [5, 5, 1, 1], [4, 4, 4, 4], [1, 2, None, None]])
     _, second = scored([[3, 1, 2, 0], [5, 4, 1, 1], [1, 2, 3, 4], [2, 1, 7, None]])
     found = compare(rollouts, first, second, resamples=50)
-    assert found.best_changed is not None
-    assert found.best_differs is not None
     # g0: best 3 -> 0, lost. g1: {0, 1} -> {0}, differs. g2: all -> {3}, differs. g3: 1 -> 0, lost.
-    assert (found.best_changed.numerator, found.best_changed.denominator) == (2, 4)
-    assert (found.best_differs.numerator, found.best_differs.denominator) == (4, 4)
-    baseline, setting = found.no_signal.values()
+    assert (found["best_changed"].numerator, found["best_changed"].denominator) == (2, 4)
+    assert (found["best_differs"].numerator, found["best_differs"].denominator) == (4, 4)
+    baseline, setting = found["no_signal"].values()
     assert baseline is not None
     assert setting is not None
     assert (baseline.numerator, baseline.denominator) == (1, 4), "g2 taught nothing"
     assert (setting.numerator, setting.denominator) == (0, 4)
-    assert found.sign_changed is not None
     # g0: samples 0 and 3 change sides. g1: none does. g2: there was no sign before. g3: sample 1
     # was above the mean, and is below the one that the third sample's 7 has raised.
-    assert (found.sign_changed.numerator, found.sign_changed.denominator) == (3, 14)
+    assert (found["sign_changed"].numerator, found["sign_changed"].denominator) == (3, 14)
     # Kendall: g0 has 6 pairs of which 1 agrees: (1 - 5) / 6. g1: of the 6 pairs, 2 are ties in
     # the first and 1 in the second; the 4 others agree: 4 / sqrt(4 * 5). g2: no order. g3: -1.
-    assert found.kendall is not None
-    assert found.kendall.denominator == 3
-    assert found.kendall.numerator == pytest.approx(-4 / 6 + 4 / math.sqrt(20) - 1)
-    assert found.unscored == {"baseline": 2, "setting": 1}
-    before, after = found.means["total"].values()
+    assert found["kendall"].denominator == 3
+    assert found["kendall"].numerator == pytest.approx(-4 / 6 + 4 / math.sqrt(20) - 1)
+    assert found["unscored"] == {"baseline": 2, "setting": 1}
+    before, after = found["means"]["total"].values()
     assert before is not None
     assert before.value == pytest.approx((6 + 12 + 16 + 3) / 14)
     assert after is not None
@@ -123,7 +119,7 @@ TOTALS = st.lists(
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12))
 def test_correlations_are_those_of_scipy(pairs: list[tuple[int, int]]) -> None:
     a, b = ([float(p[i]) for p in pairs] for i in (0, 1))
-    tau, rho = kendall_tau_b(a, b), pooled_spearman(a, b, ["p"] * len(a)).value
+    tau, rho = kendall_tau_b(a, b), pooled_spearman(a, b, ["p"] * len(a))["value"]
     if len(set(a)) == 1 or len(set(b)) == 1:
         assert tau is None
         assert rho is None
@@ -137,12 +133,12 @@ def test_correlations_are_those_of_scipy(pairs: list[tuple[int, int]]) -> None:
 def test_held_against_itself_nothing_changes(totals: list[list[float]]) -> None:
     rollouts, scores = scored(totals)
     found = compare(rollouts, scores, scores, resamples=20)
-    assert found.spearman.value is None or found.spearman.value == pytest.approx(1.0)
-    assert found.kendall is None or found.kendall.value == pytest.approx(1.0)
-    for share in (found.best_changed, found.best_differs, found.sign_changed):
+    assert found["spearman"]["value"] is None or found["spearman"]["value"] == pytest.approx(1.0)
+    assert found["kendall"] is None or found["kendall"].value == pytest.approx(1.0)
+    for share in (found["best_changed"], found["best_differs"], found["sign_changed"]):
         assert share is not None
         assert share.numerator == 0
-    assert found.no_signal["baseline"] == found.no_signal["setting"]
+    assert found["no_signal"]["baseline"] == found["no_signal"]["setting"]
 
 
 @settings(max_examples=40)
@@ -163,12 +159,12 @@ def test_the_order_of_groups_and_samples_does_not_matter(
         [rollouts[i] for i in places], _taken(first, places), _taken(second, places), resamples=2
     )
     for name in ("best_changed", "best_differs", "sign_changed", "kendall"):
-        a, b = getattr(before, name), getattr(after, name)
+        a, b = before[name], after[name]
         assert (a is None) == (b is None)
         if a is not None:
             assert a.value == pytest.approx(b.value)
             assert a.denominator == b.denominator
-    assert before.spearman.value == pytest.approx(after.spearman.value)
+    assert before["spearman"]["value"] == pytest.approx(after["spearman"]["value"])
 
 
 def _taken(scores: Scores, places: Sequence[int]) -> Scores:
@@ -185,10 +181,10 @@ def test_an_interval_is_over_prompts_not_samples() -> None:
     b = [0.0, 1.0, 2.0, 2.0, 1.0, 0.0, 1.0, 2.0] * 5
     few = pooled_spearman(a, b, ["p", "q", "r", "s"] * 10, resamples=300)
     many = pooled_spearman(a, b, [str(i) for i in range(40)], resamples=300)
-    assert few.prompts == 4
-    assert few.value == many.value
-    assert few.low is not None
-    assert few.low < few.value < (few.high or 0.0)
+    assert few["prompts"] == 4
+    assert few["value"] == many["value"]
+    assert few["low"] is not None
+    assert few["low"] < few["value"] < (few["high"] or 0.0)
 
 
 # ---------------------------------------------------------------- what is known and what is asked
@@ -293,8 +289,8 @@ def test_stored_judgements_answer_the_questions_that_they_were_given_to() -> Non
     assert (found.used, found.unused) == (8, 0)
     again = scores_under(rollouts, reward, RecordedJudge(found.known, NobodyToAsk()), "standard")
     proof = fidelity(rollouts, again)
-    assert proof.exact
-    assert proof.warning() == ""
+    assert proof["exact"]
+    assert proof["warning"] == ""
 
 
 def test_other_rubrics_ask_only_for_themselves() -> None:
@@ -315,7 +311,7 @@ def test_a_judgement_that_nobody_asks_for_any_more_is_counted() -> None:
     assert found.unused > 0
     again = scores_under(rollouts, RewardConfig(), RecordedJudge(found.known, NobodyToAsk()),
                          "standard")  # fmt: skip
-    warning = fidelity(rollouts, again, unused=found.unused).warning()
+    warning = fidelity(rollouts, again, unused=found.unused)["warning"]
     assert f"{found.unused} stored judgements answer questions that are not asked" in warning
 
 
@@ -324,16 +320,16 @@ def test_what_rounding_changes_is_told_from_what_the_code_changes() -> None:
     exact = Scores(
         tuple(r.total for r in rollouts), tuple(r.advantage for r in rollouts), (), (), ()
     )
-    assert fidelity(rollouts, exact).exact
+    assert fidelity(rollouts, exact)["exact"]
     totals = [r.total for r in rollouts]
     near = Scores((math.nextafter(totals[0] or 0.0, 99.0), totals[1]), exact.advantages, (), (), ())
     found = fidelity(rollouts, near)
-    assert not found.exact
-    assert found.sound
-    assert "up to rounding alone" in found.warning()
+    assert not found["exact"]
+    assert found["sound"]
+    assert "up to rounding alone" in found["warning"]
     gone = fidelity(rollouts, Scores((None, totals[1]), exact.advantages, (), (), ()))
-    assert not gone.sound
-    assert "1 of 2 totals differ" in gone.warning()
+    assert not gone["sound"]
+    assert "1 of 2 totals differ" in gone["warning"]
 
 
 def test_a_prompt_that_is_not_there_is_named() -> None:
@@ -387,11 +383,11 @@ def test_a_judge_may_be_given_as_words_as_pairs_or_as_a_file(tmp_path: Any) -> N
     specs = ("lexical", str(file), f"model=org/other,{extra}", "prompt=v1,temperature=0.5")
     lexical, strict, other, own = make_settings(base, Options(judges=specs))
     assert [s.name for s in (lexical, strict)] == ["judge=lexical", "judge=strict"]
-    assert strict.judge.model == "small"
-    assert other.judge.base_url == "http://a/v1", "asked where the run's own judge is"
-    assert other.judge.revision is None, "a revision is one of its model"
-    assert json.loads(other.judge.extra_body) == {"a": 1, "b": 2}
-    assert (own.judge.model, own.judge.temperature) == ("big", 0.5)
+    assert strict.config.judge.model == "small"
+    assert other.config.judge.base_url == "http://a/v1", "asked where the run's own judge is"
+    assert other.config.judge.revision is None, "a revision is one of its model"
+    assert json.loads(other.config.judge.extra_body) == {"a": 1, "b": 2}
+    assert (own.config.judge.model, own.config.judge.temperature) == ("big", 0.5)
     with pytest.raises(ConfigurationError, match="gpt is not understood"):
         make_settings(base, Options(judges=("gpt",)))
 
@@ -413,10 +409,10 @@ def test_where_a_judge_is_asked_is_no_setting() -> None:
     base = RecipeConfig(judge=JudgeConfig(kind="openai", model="m", base_url="http://a/v1"))
     where = ("judge.base_url=http://b/v1", "judge.concurrency=3")
     assert make_settings(base, Options(overrides=where)) == []
-    assert own_setting(base, where).judge.base_url == "http://b/v1"
+    assert own_setting(base, where).config.judge.base_url == "http://b/v1"
     (setting,) = make_settings(base, Options(overrides=(*where, "reward.verification_reward=1")))
     assert setting.name == "reward.verification_reward=1"
-    assert setting.judge.concurrency == 3
+    assert setting.config.judge.concurrency == 3
 
 
 def test_options_that_a_run_did_not_know_are_as_they_were_then() -> None:
@@ -438,11 +434,11 @@ def test_a_setting_that_turns_the_order_of_policies_around_is_said_to() -> None:
     a, b = [1.0, 2.0, 3.0, 2.5], [0.0, 1.1, 2.2, 1.4]
     values = {"a": {"own": a, "other": b}, "b": {"own": b, "other": a}}
     found = make_matrix("total", {n: policy(a) for n in values}, values, resamples=50)
-    assert found.ranks == {"own": {"a": 1, "b": 2}, "other": {"b": 1, "a": 2}}
-    (reversal,) = found.reversals
-    assert reversal.policies == ("a", "b")
-    assert reversal.difference_than.value == pytest.approx(-reversal.difference_under.value)
-    assert reversal.clear
+    assert found["ranks"] == {"own": {"a": 1, "b": 2}, "other": {"b": 1, "a": 2}}
+    (reversal,) = found["reversals"]
+    assert reversal["policies"] == ("a", "b")
+    assert reversal["difference_than"].value == pytest.approx(-reversal["difference_under"].value)
+    assert reversal["clear"]
 
 
 def test_an_order_that_failed_judgements_alone_turn_around_is_not_called_clear() -> None:
@@ -451,9 +447,9 @@ def test_an_order_that_failed_judgements_alone_turn_around_is_not_called_clear()
     a, b = [1.0, 2.0, 3.0, 2.5], [0.0, 1.9, 2.9, 2.4]
     values: dict[str, Any] = {"a": {"own": a, "x": a}, "b": {"own": b, "x": [None, *b[1:]]}}
     found = make_matrix("total", {n: policy(a) for n in values}, values, resamples=50)
-    (reversal,) = found.reversals
-    assert reversal.difference_under.low == pytest.approx(0.1, abs=1e-6)
-    assert not reversal.clear
+    (reversal,) = found["reversals"]
+    assert reversal["difference_under"].low == pytest.approx(0.1, abs=1e-6)
+    assert not reversal["clear"]
     (line,) = reversal_lines(plain(found))
     assert "behind under x (+0.100): not beyond chance" in line
 
@@ -477,8 +473,8 @@ def test_equal_policies_share_a_rank() -> None:
     same = [0.1 + 0.2, 0.5]
     values = {"a": {"own": same, "x": same}, "b": {"own": [0.3, 0.5], "x": same}}
     found = make_matrix("total", {n: policy(same) for n in values}, values, resamples=5)
-    assert found.ranks["own"] == {"a": 1, "b": 1}
-    assert found.reversals == ()
+    assert found["ranks"]["own"] == {"a": 1, "b": 1}
+    assert found["reversals"] == []
 
 
 def test_policies_must_have_been_asked_the_same() -> None:
@@ -503,7 +499,7 @@ def test_agreement_is_of_what_both_have_judged() -> None:
     first = Scores(**{**vars(blank), "judgements": (judged([1.0, 0.5]),) * 10})
     second = Scores(**{**vars(blank), "judgements": (judged([1.0, None]),) * 10})
     kind, *criteria = judges_agree(rollouts, first, second, resamples=20)
-    assert (kind.kind, kind.agreement.pairs, kind.agreement.left_out) == ("rubric", 10, 10)
-    assert [c.title for c in criteria] == ["T0", "T1"]
-    assert criteria[0].agreement.raw is not None
-    assert criteria[1].agreement.raw is None, "a failed judgement agrees with nothing"
+    assert (kind["kind"], kind["pairs"], kind["left_out"]) == ("rubric", 10, 10)
+    assert [c["title"] for c in criteria] == ["T0", "T1"]
+    assert criteria[0]["raw"] is not None
+    assert criteria[1]["raw"] is None, "a failed judgement agrees with nothing"

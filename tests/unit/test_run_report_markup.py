@@ -11,10 +11,10 @@ import pytest
 from refiner_core.answers import parse_answer
 from refiner_core.report.drawing import shares
 from refiner_core.report.printing import plain
-from refiner_core.report.run.document import RewardPart, StageRow
+from refiner_core.report.run.document import StageRow
 from refiner_core.report.run.rendering import page
 from refiner_core.report.transcripts import answer_markup, evidence_of, spans
-from tests.support.run_reports import empty_report, hostile_report
+from tests.support.run_reports import empty_report, hostile_report, part
 
 _PIECES = (
     "<answer>", "</answer>", "<answer x>", "<snippet id=S_1>", "<snippet id='S_2, S_9'>",
@@ -61,14 +61,14 @@ def test_ids_of_elements_are_not_repeated() -> None:
 
 def test_what_was_only_measured_is_no_part_of_the_sum() -> None:
     parts = (
-        RewardPart("rubric", 0.5, 8.0, 4.0),
-        RewardPart("format", 1.0, 0.0, 0.0),
-        RewardPart("citation", None, 2.0, None),
-        RewardPart("penalty", 1.0, -0.5, -0.5),
+        part("rubric", 0.5, 8.0, 4.0),
+        part("format", 1.0, 0.0, 0.0),
+        part("citation", None, 2.0, None),
+        part("penalty", 1.0, -0.5, -0.5),
     )
     counted, measured = shares(parts)
-    assert [s.part.name for s in counted] == ["rubric", "penalty"]
-    assert [p.name for p in measured] == ["format", "citation"]
+    assert [s["part"]["name"] for s in counted] == ["rubric", "penalty"]
+    assert [p["name"] for p in measured] == ["format", "citation"]
 
 
 @pytest.mark.parametrize("make", [hostile_report, empty_report])

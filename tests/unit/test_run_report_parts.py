@@ -104,16 +104,16 @@ def rollout(reward: RewardConfig, **changes: Any) -> dict[str, Any]:
 def test_the_parts_of_a_reward_add_up_to_it(reward: RewardConfig, no_rubrics: float) -> None:
     row = rollout(reward, no_rubrics=no_rubrics)
     said = said_in_training(row, reward)
-    assert sum(part.share or 0.0 for part in said.parts) == pytest.approx(row["reward"])
-    assert {part.name for part in said.parts} == {"rubric", "citation"}
-    assert said.metrics["advantage"] == -0.5
-    assert said.model == "step 3"
+    assert sum(part["share"] for part in said["parts"]) == pytest.approx(row["reward"])
+    assert {part["name"] for part in said["parts"]} == {"rubric", "citation"}
+    assert said["metrics"]["advantage"] == -0.5
+    assert said["model"] == "step 3"
 
 
 def test_parts_that_do_not_add_up_are_shown_without_shares() -> None:
     """As of a run whose settings are not those that its rollouts were rewarded by."""
     said = said_in_training({**rollout(REWARD), "reward": 1.0}, REWARD)
-    assert [(p.name, p.value, p.share) for p in said.parts] == [
+    assert [(p["name"], p["value"], p["share"]) for p in said["parts"]] == [
         ("rubric", 0.75, None),
         ("citation", 0.5, None),
     ]
@@ -138,11 +138,11 @@ def test_an_episode_stands_as_its_record_with_long_texts_cut() -> None:
         "episode": json.dumps(EPISODE),
     }
     said = said_in_training(row, REWARD)
-    assert (said.text, said.failed) == ("", "incomplete")
-    assert [(p.name, p.share) for p in said.parts] == [("reward", 0.25), ("partial", 0.1)]
-    assert said.episode is not None
-    assert len(said.episode["turns"][0]["text"]) < 4_100
-    assert said.metrics["turns"] == 1.0
+    assert (said["text"], said["failed"]) == ("", "incomplete")
+    assert [(p["name"], p["share"]) for p in said["parts"]] == [("reward", 0.25), ("partial", 0.1)]
+    assert said["episode"] is not None
+    assert len(said["episode"]["turns"][0]["text"]) < 4_100
+    assert said["metrics"]["turns"] == 1.0
 
 
 def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
@@ -154,9 +154,9 @@ def test_an_episode_that_the_user_ended_says_so_and_has_no_reward() -> None:
         **{"judgements": "[]", "episode": json.dumps(broken), "failure": ""},
     }
     said = said_in_evaluation(row, "grpo", REWARD)
-    assert (said.reward, said.parts) == (None, ())
-    assert said.failed == "user_down: The user does not answer."
-    assert said.metrics == {"episode_error": 1.0}
+    assert (said["reward"], said["parts"]) == (None, ())
+    assert said["failed"] == "user_down: The user does not answer."
+    assert said["metrics"] == {"episode_error": 1.0}
 
 
 # ---------------------------------------------------------------- secrets

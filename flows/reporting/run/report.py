@@ -51,7 +51,7 @@ from refiner_core.report.run.document import (
     RUN_REPORT_VERSION,
     Cost,
     DiskUse,
-    Published,
+    Row,
     RunReport,
     StageRow,
 )
@@ -87,7 +87,7 @@ def _shown(value: Any) -> Any:
 # ---------------------------------------------------------------- what it left
 
 
-def publications(reading: RunReading) -> tuple[Published, ...]:
+def publications(reading: RunReading) -> tuple[Row, ...]:
     """Publications, as the stages that made them have recorded."""
     found = []
     for name, history in reading.of_kind("publish"):
@@ -96,8 +96,9 @@ def publications(reading: RunReading) -> tuple[Published, ...]:
             step = result.report.get("step")
             target = without_secrets(str(result.report["target"]))
             step = None if step is None else int(step)
-            found.append(Published(name, target, _card(reading, name), step))
-    return tuple(sorted(found, key=lambda p: (p.step is None, p.step or 0)))
+            card = _card(reading, name)
+            found.append({"stage": name, "target": target, "card": card, "step": step})
+    return tuple(sorted(found, key=lambda p: (p["step"] is None, p["step"] or 0)))
 
 
 def _card(reading: RunReading, publish: str) -> str:
@@ -110,7 +111,7 @@ def _card(reading: RunReading, publish: str) -> str:
 
 
 def next_commands(
-    reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Published]
+    reading: RunReading, state: str, rows: Sequence[StageRow], published: Sequence[Row]
 ) -> tuple[str, ...]:
     """Commands that make sense now, most useful first."""
     where = [f"workspace={reading.workspace.root}"]
@@ -122,7 +123,7 @@ def next_commands(
     if state in ("failed", "stopped"):
         commands += [["resume", run, *where], ["status", run, "--incidents", *where]]
     if state == "done":
-        commands += [["card", "check", p.target] for p in published[-1:]]
+        commands += [["card", "check", p["target"]] for p in published[-1:]]
         commands.append(["disk", *where])
     return tuple(shlex.join(["refiner", *command]) for command in commands)
 

@@ -2,10 +2,10 @@
 
 In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (one evaluation that
 is done and can be read), rows of numbers and changes,
-:class:`~refiner_core.report.run.document.MetricCurve` and
-:class:`~refiner_core.report.run.document.Example` values. Numbers come as they were recorded;
-changes are computed from the samples, and left out where those are gone. A step whose value was not
-finite is a gap in its curve; long curves are thinned so that spikes and gaps stay.
+:class:`~refiner_core.report.run.document.MetricCurve` values, and examples. Numbers come as they
+were recorded; changes are computed from the samples, and left out where those are gone. A step
+whose value was not finite is a gap in its curve; long curves are thinned so that spikes and gaps
+stay.
 
 Examples are the prompts whose answers improved most, got worse most, and changed as most did;
 prompts that came early and late in training; the best, a typical and the worst sample of the last
@@ -39,14 +39,7 @@ from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.report.drawing import kept_places
 from refiner_core.report.printing import finite
-from refiner_core.report.run.document import (
-    ChangeRow,
-    Example,
-    MetricCurve,
-    NumberRow,
-    RewardPart,
-    Said,
-)
+from refiner_core.report.run.document import ChangeRow, MetricCurve, NumberRow, Row
 from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.report.sweep.evidence import Question
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
@@ -262,7 +255,7 @@ _CUT = " […]"
 _NEAR = 1e-6
 
 
-def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig) -> Said:
+def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig) -> Row:
     """One sample of an evaluation."""
     known = (*EPISODE_METRICS,) if "episode" in row else METRICS
     metrics = {m: row[m] for m in known if row.get(m) is not None and m != "reward"}
@@ -275,12 +268,12 @@ def said_in_evaluation(row: Mapping[str, Any], model: str, reward: RewardConfig)
     return _said(row, model, metrics, () if "episode" in row else _parts(row, components, reward))
 
 
-def said_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Said:
+def said_in_training(row: Mapping[str, Any], reward: RewardConfig) -> Row:
     """One rollout, by the step it was sampled in."""
     mine = (key for key in row if key.startswith("reward/"))
     components = {key.removeprefix("reward/"): row[key] for key in mine}
     parts = _episode_parts(row, components) if "episode" in row else _parts(row, components, reward)
-    of_parts = {"total", *(part.name for part in parts)}
+    of_parts = {"total", *(part["name"] for part in parts)}
     metrics = {k: v for k, v in components.items() if v is not None and k not in of_parts}
     if row.get("advantage") is not None:
         metrics["advantage"] = row["advantage"]
@@ -291,8 +284,8 @@ def _said(
     row: Mapping[str, Any],
     model: str,
     metrics: Mapping[str, float | None],
-    parts: Sequence[RewardPart],
-) -> Said:
+    parts: Sequence[Row],
+) -> Row:
     stored = row.get("judgements")  # as text in files, or as they were
     judgements = (json.loads(stored) if isinstance(stored, str) else stored) or []
     episode = None
@@ -301,18 +294,18 @@ def _said(
         # A failure stands in the samples' own column, in rollouts in the record itself.
         failure = row["failure"] or None if "failure" in row else recorded.get("failure")
         episode = clipped({**recorded, "failure": failure}, MOST_OF_TURN)
-    return Said(
-        model=model,
-        text="" if episode is not None else clip(str(row["response_text"]), MOST_OF_ANSWER),
-        status=str(row.get("status") or ""),
-        finish_reason=str(row.get("finish_reason") or ""),
-        reward=_finite(row.get("reward")),
-        parts=tuple(parts),
-        judgements=tuple(clipped(j, MOST_OF_JUDGEMENT) for j in judgements),
-        metrics={k: _finite(v) for k, v in metrics.items()},
-        episode=episode,
-        failed=_failed(row, judgements, episode),
-    )
+    return {
+        "model": model,
+        "text": "" if episode is not None else clip(str(row["response_text"]), MOST_OF_ANSWER),
+        "status": str(row.get("status") or ""),
+        "finish_reason": str(row.get("finish_reason") or ""),
+        "reward": _finite(row.get("reward")),
+        "parts": tuple(parts),
+        "judgements": tuple(clipped(j, MOST_OF_JUDGEMENT) for j in judgements),
+        "metrics": {k: _finite(v) for k, v in metrics.items()},
+        "episode": episode,
+        "failed": _failed(row, judgements, episode),
+    }
 
 
 def _failed(
@@ -335,12 +328,12 @@ def _failed(
 
 def _parts(
     row: Mapping[str, Any], components: Mapping[str, float | None], reward: RewardConfig
-) -> tuple[RewardPart, ...]:
+) -> tuple[Row, ...]:
     """The terms of the reward, weighed as the total has them."""
     total = _finite(row.get("reward"))
     if reward.non_stop_penalty and row.get("finish_reason") != "stop":
         value = reward.non_stop_penalty_value
-        return (RewardPart("did not stop", 1.0, value, value),)
+        return (_part("did not stop", 1.0, value),)
     without = bool(components.get("no_rubrics")) or components.get("rubric") is None
     known = {**components, "no_rubrics": float(without)}
     scale = reward.verification_reward
@@ -353,7 +346,7 @@ def _parts(
 
 def _episode_parts(
     row: Mapping[str, Any], components: Mapping[str, float | None]
-) -> tuple[RewardPart, ...]:
+) -> tuple[Row, ...]:
     """The environment's own reward, and partial credit by its weight."""
     counts = row.get("status") == "scored"  # of any other episode the reward is what a rule says
     alpha = components.get("alpha") or 0.0
@@ -363,18 +356,18 @@ def _episode_parts(
     return _checked(parts, _finite(row.get("reward")))
 
 
-def _part(name: str, value: float | None, weight: float) -> RewardPart:
+def _part(name: str, value: float | None, weight: float) -> Row:
     value, weighs = _finite(value), _finite(weight)
     share = None if value is None or weighs is None else value * weighs
-    return RewardPart(name, value, weighs, share)
+    return {"name": name, "value": value, "weight": weighs, "share": share}
 
 
-def _checked(parts: Sequence[RewardPart], total: float | None) -> tuple[RewardPart, ...]:
+def _checked(parts: Sequence[Row], total: float | None) -> tuple[Row, ...]:
     """Shares only where they add up to the recorded reward."""
-    shares = math.fsum(part.share or 0.0 for part in parts)
+    shares = math.fsum(part["share"] or 0.0 for part in parts)
     if total is not None and abs(shares - total) <= _NEAR * max(1.0, abs(total)):
         return tuple(parts)
-    return tuple(RewardPart(part.name, part.value) for part in parts)
+    return tuple({**part, "weight": None, "share": None} for part in parts)
 
 
 def _finite(value: Any) -> float | None:
@@ -415,9 +408,7 @@ class Chosen(NamedTuple):
     change: float
 
 
-def evaluation_examples(
-    reading: RunReading, evaluations: Sequence[Evaluated]
-) -> tuple[Example, ...]:
+def evaluation_examples(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
     """Answers before and after, under the first protocol that has both."""
     pairs = before_and_after(evaluations)
     if not pairs:
@@ -442,7 +433,7 @@ def choose(changes: Mapping[str, float]) -> list[Chosen]:
     return [Chosen(p, word, changes[p]) for word, prompts in why for p in prompts]
 
 
-def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[Example, ...]:
+def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[Row, ...]:
     reader = SamplesReader()
     files = _sample_files(shown)
     if not files:
@@ -485,10 +476,10 @@ def _before_and_after(reading: RunReading, shown: Sequence[Evaluated]) -> tuple[
     )
 
 
-def _example(asked: Mapping[str, Question], sample_id: str, **more: Any) -> Example:
+def _example(asked: Mapping[str, Question], sample_id: str, **more: Any) -> Row:
     question = asked.get(sample_id, Question("", ""))
     prompt = clip(question.prompt, MOST_OF_PROMPT)
-    return Example(sample_id=sample_id, question=question.question, prompt=prompt, **more)
+    return {"sample_id": sample_id, "question": question.question, "prompt": prompt, **more}
 
 
 def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
@@ -508,12 +499,11 @@ def _sample_files(shown: Sequence[Evaluated]) -> list[str]:
 _TWICE, _ENDS = 2, 12
 #: Columns that are most of a file and that nobody reads here.
 _BULK = ("response_ids", "logprobs", "own", "turn_advantages")
-Row = Mapping[str, Any]
 
 
-def rollout_examples(reading: RunReading) -> tuple[Example, ...]:
+def rollout_examples(reading: RunReading) -> tuple[Row, ...]:
     """Rollouts of the run's last GRPO stage that has any."""
-    found: tuple[Example, ...] = ()
+    found: tuple[Row, ...] = ()
     for name, history in reading.of_kind("grpo"):
         _, files = newest_rollouts(reading.workspace, history.stage_id)
         if not files:
@@ -527,7 +517,7 @@ def rollout_examples(reading: RunReading) -> tuple[Example, ...]:
 
 def _rollouts(
     reading: RunReading, name: str, history: StageHistory, files: Mapping[int, Path]
-) -> tuple[Example, ...]:
+) -> tuple[Row, ...]:
     reward = reading.config_of(name).reward
     last = read_rollouts(files[max(files)], _BULK)
     shown = [*_early_and_late(files), *_of_one_step(last)]

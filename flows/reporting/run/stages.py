@@ -32,7 +32,7 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.records import Attempt, RunRecord, StageResult, from_json
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import counted
-from refiner_core.report.run.document import UNDER_WAY, AttemptRow, IncidentLine, StageRow
+from refiner_core.report.run.document import UNDER_WAY, AttemptRow, Row, StageRow
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -278,11 +278,14 @@ def _makers(reading: RunReading) -> dict[str, str]:
 # ---------------------------------------------------------------- the whole
 
 
-def incident_lines(reading: RunReading) -> tuple[IncidentLine, ...]:
+def incident_lines(reading: RunReading) -> tuple[Row, ...]:
     """Incidents of the stages that this run has worked on, oldest first."""
     histories = [reading.histories[name] for name in reading.own()]
     found = reading.tried("What went wrong in the run", incidents_of, histories, reading.events)
-    return tuple(IncidentLine(i.at, i.stage, masked(i.text), i.resolved) for i in found or ())
+    return tuple(
+        {"at": i.at, "stage": i.stage, "text": masked(i.text), "resolved": i.resolved}
+        for i in found or ()
+    )
 
 
 def standing_of(status: RunStatus | None, rows: Sequence[StageRow]) -> tuple[RunState, str]:

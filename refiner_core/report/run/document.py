@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 RUN_REPORT_VERSION = 1
+#: What is shown of one thing, by name, as JSON has it.
+Row = Mapping[str, Any]
 #: Outcome of an attempt that is at work.
 UNDER_WAY = "under way"
 
@@ -63,16 +65,6 @@ class StageRow:
     attempts: tuple[AttemptRow, ...] = ()
     output: str = ""
     output_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class IncidentLine:
-    """Something that went wrong in a stage, and what was done about it."""
-
-    at: str
-    stage: str
-    text: str
-    resolved: bool
 
 
 @dataclass(frozen=True)
@@ -133,57 +125,6 @@ class ChangeRow:
 
 
 @dataclass(frozen=True)
-class RewardPart:
-    """A part of a rollout's reward: its raw value, its weight, and what it added; the shares of a
-    reward's parts add up to it, where they are known. A part of weight 0 was measured only."""
-
-    name: str
-    value: float | None
-    weight: float | None = None
-    share: float | None = None
-
-
-@dataclass(frozen=True)
-class Said:
-    """One answer of a model to a prompt, or an attempt of an agent at a task.
-
-    ``model`` is whose (``sft``, ``grpo``, or ``step 12`` of training); ``judgements`` are as
-    stored (rubric, score, reason, …); ``episode`` is the JSON of an
-    :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty then.
-    """
-
-    model: str
-    text: str
-    status: str = ""
-    finish_reason: str = ""
-    reward: float | None = None
-    parts: tuple[RewardPart, ...] = ()
-    judgements: tuple[Mapping[str, Any], ...] = ()
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    episode: Mapping[str, Any] | None = None
-    failed: str = ""
-
-
-@dataclass(frozen=True)
-class Example:
-    """One prompt with what several models, or one in the course of its training, said to it.
-
-    ``kind``: ``before and after`` (the evaluated models, in the order of training) or ``rollout``
-    (samples of one step of GRPO). ``why`` says why it was chosen (``improved most``, ``got worse
-    most``, ``typical``, ``best``, ``worst``, ``no score``). ``change`` is after minus before.
-    """
-
-    kind: Literal["before and after", "rollout"]
-    sample_id: str
-    why: str
-    question: str
-    prompt: str
-    said: tuple[Said, ...]
-    metric: str = ""
-    change: float | None = None
-
-
-@dataclass(frozen=True)
 class DiskUse:
     """Disk that the run takes, by kind of file, and that is left. Bytes."""
 
@@ -209,22 +150,27 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A checkpoint that has been published."""
-
-    stage: str
-    target: str
-    card: str = ""
-    step: int | None = None
-
-
-@dataclass(frozen=True)
 class RunReport:
     """Everything about a run at one moment.
 
     ``state``: ``running`` as long as somebody works on it, else ``done``, ``failed`` or
     ``stopped``. ``settings`` are the fields whose values are not their defaults (dotted name ->
     value), ``overrides`` what of that was said on the command line; secrets are left out of both.
+
+    Rows that are only shown are mappings, as ``report.json`` has them:
+
+    - ``incidents``: what went wrong (``at``, ``stage``, ``text``), and whether it is ``resolved``.
+    - ``examples``: a prompt with what several models, or one in the course of its training, said to
+      it. ``kind`` is ``before and after`` (the evaluated models, in the order of training) or
+      ``rollout`` (samples of one step of GRPO); ``why`` says why it was chosen (``improved most``,
+      ``got worse most``, ``typical``, ``best``, ``worst``, ``no score``); ``change`` is after minus
+      before. Each of ``said`` is an answer of a ``model`` (``sft``, ``grpo``, or ``step 12`` of
+      training) or an attempt of an agent: then ``episode`` is the JSON of an
+      :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty. Its
+      ``parts`` are those of its reward: the raw ``value``, the ``weight``, and the ``share`` that
+      it added; shares add up to the reward, where they are known; a part of weight 0 was measured
+      only.
+    - ``published``: checkpoints, by stage, with ``target``, ``card`` and ``step``.
     """
 
     version: int
@@ -240,14 +186,14 @@ class RunReport:
     made_at: str
     agent: bool = False
     stages: tuple[StageRow, ...] = ()
-    incidents: tuple[IncidentLine, ...] = ()
+    incidents: tuple[Row, ...] = ()
     curves: tuple[MetricCurve, ...] = ()
     numbers: tuple[NumberRow, ...] = ()
     changes: tuple[ChangeRow, ...] = ()
-    examples: tuple[Example, ...] = ()
+    examples: tuple[Row, ...] = ()
     disk: DiskUse = field(default_factory=DiskUse)
     cost: Cost = field(default_factory=Cost)
-    published: tuple[Published, ...] = ()
+    published: tuple[Row, ...] = ()
     overrides: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)

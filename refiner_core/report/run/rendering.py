@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from refiner_core.evaluation.metrics import main_metrics
 from refiner_core.report import drawing, printing
-from refiner_core.report.drawing import Strip, scale_for
+from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.pages import parts_of, template_of
-from refiner_core.report.printing import MISSING, counted, duration, estimate, hours
+from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
 from refiner_core.report.run.document import (
     ChangeRow,
-    Example,
     MetricCurve,
     NumberRow,
+    Row,
     RunReport,
-    Said,
     StageRow,
 )
 from refiner_core.report.transcripts import (
@@ -73,29 +71,22 @@ def _note(row: StageRow) -> str:
 # ---------------------------------------------------------------- numbers
 
 
-class NumberTable(NamedTuple):
-    """Main numbers that were measured alike."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def number_tables(report: RunReport, *, narrow: bool = False) -> Iterator[NumberTable]:
+def number_tables(report: RunReport, *, narrow: bool = False) -> Iterator[Section]:
     """Per protocol and decoding: the main numbers of all models, and what training changed;
     ``narrow`` ones have the models before and after, where something is paired."""
     for table in tables(report):
-        models = table.pair if narrow and table.pair else table.models
-        change = (f"{table.pair[1]} minus {table.pair[0]}",) if table.pair else ()
-        rows = [
+        pair = table["pair"]
+        models = pair if narrow and pair else table["models"]
+        change = (f"{pair[1]} minus {pair[0]}",) if pair else ()
+        rows = tuple(
             (
-                line.metric,
-                *(_cell(line.cells.get(m)) for m in models),
-                *(_change(line.change) for _ in change),
+                line["metric"],
+                *(_cell(line["cells"].get(m)) for m in models),
+                *(_change(line["change"]) for _ in change),
             )
-            for line in table.lines[: table.main]
-        ]
-        yield NumberTable(f"{table.name} (95 % interval)", ("", *models, *change), rows)
+            for line in table["lines"][: table["main"]]
+        )
+        yield Section(f"{table['name']} (95 % interval)", (), ("", *models, *change), rows)
 
 
 def _cell(row: NumberRow | None) -> str:
@@ -134,7 +125,7 @@ def incidents_text(report: RunReport) -> str:
     """``2 incidents, all resolved``; empty where nothing went wrong."""
     if not report.incidents:
         return ""
-    still = sum(not incident.resolved for incident in report.incidents)
+    still = sum(not incident["resolved"] for incident in report.incidents)
     count = counted(len(report.incidents), "incident")
     return f"{count}, {still} open" if still else f"{count}, all resolved"
 
@@ -153,39 +144,19 @@ def without_incident(report: RunReport) -> str:
 MOST_NUMBERS = 3_000
 
 
-@dataclass(frozen=True)
-class MetricLine:
-    """A metric of a table: the cells of its models, the drawing of all, what training changed."""
-
-    metric: str
-    cells: Mapping[str, NumberRow]
-    decimals: int
-    drawing: drawing.Models
-    change: ChangeRow | None
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers that were measured alike: one protocol file and decoding. ``pair`` is before and
-    after; the first ``main`` of the lines are the main metrics; ``protocols`` are the fingerprints
-    of its numbers with what they say."""
-
-    name: str
-    models: tuple[str, ...]
-    pair: tuple[str, str] | None
-    lines: tuple[MetricLine, ...]
-    main: int
-    protocols: tuple[tuple[str, str], ...]
-    changes: tuple[ChangeRow, ...]
-
-
 def model_index(report: RunReport) -> dict[str, int]:
     """A model's place decides its colour in every view."""
     return {m: i for i, m in enumerate(dict.fromkeys(n.model for n in report.numbers))}
 
 
-def tables(report: RunReport) -> list[Table]:
-    """All numbers; sampled decoding first, for there a policy shows what training did to it."""
+def tables(report: RunReport) -> list[dict[str, Any]]:
+    """All numbers; sampled decoding first, for there a policy shows what training did to it.
+
+    A table has numbers that were measured alike: one protocol file and decoding. ``pair`` is before
+    and after; the first ``main`` of the lines are the main metrics; ``protocols`` are the
+    fingerprints of its numbers with what they say. A line is a metric: the cells of its models, the
+    drawing of all, what training changed.
+    """
     index = model_index(report)
     by_way: dict[tuple[str, str], list[NumberRow]] = {}
     for row in report.numbers[:MOST_NUMBERS]:
@@ -196,7 +167,7 @@ def tables(report: RunReport) -> list[Table]:
 
 def _table(
     way: tuple[str, str], rows: Sequence[NumberRow], report: RunReport, index: Mapping[str, int]
-) -> Table:
+) -> dict[str, Any]:
     under, decoding = way
     asked = f"protocol {under}" if under else f"held-out {'tasks' if report.agent else 'prompts'}"
     changes = tuple(c for c in report.changes if (c.under, c.decoding) == way)
@@ -207,15 +178,15 @@ def _table(
     of_pair = {c.metric: c for c in changes if (c.before, c.after) == pair}
     main = main_metrics(r.metric for r in rows if not r.reference)
     order = dict.fromkeys((*main, *by_metric))
-    return Table(
-        name=f"{decoding} decoding, {asked}",
-        models=tuple(m for m in index if any(r.model == m for r in rows)),
-        pair=pair,
-        lines=tuple(_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order),
-        main=len(main),
-        protocols=tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
-        changes=changes,
-    )
+    return {
+        "name": f"{decoding} decoding, {asked}",
+        "models": tuple(m for m in index if any(r.model == m for r in rows)),
+        "pair": pair,
+        "lines": [_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order],
+        "main": len(main),
+        "protocols": tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
+        "changes": changes,
+    }
 
 
 def _metric_line(
@@ -223,7 +194,7 @@ def _metric_line(
     cells: Mapping[str, NumberRow],
     change: ChangeRow | None,
     index: Mapping[str, int],
-) -> MetricLine:
+) -> dict[str, Any]:
     widths = [c.high - c.low for c in cells.values() if c.low is not None and c.high is not None]
     values = [abs(v) for c in cells.values() if (v := printing.finite(c.value)) is not None]
     widest = max((w for w in widths if w > 0), default=None)
@@ -238,18 +209,19 @@ def _metric_line(
         for m, (_, value, low, high) in marks.items()
     )
     scale = scale_for((end for _, *ends in marks.values() for end in ends), ticks=3)
-    drawn = drawing.Models(list(marks.values()), scale, f"{metric}: {said}")
-    return MetricLine(metric, cells, decimals, drawn, change)
+    drawn = {"marks": list(marks.values()), "scale": scale, "label": f"{metric}: {said}"}
+    found = {"metric": metric, "cells": cells, "decimals": decimals}
+    return {**found, "drawing": drawn, "change": change}
 
 
-def change_strip(change: ChangeRow) -> Strip | None:
+def change_strip(change: ChangeRow) -> dict[str, Any] | None:
     """Strip of a change, with its interval, against 0."""
     scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
     if scale is None:
         return None
     label = f"{change.metric}, {change.after} minus {change.before}: {_change(change)}"
-    ends = (change.difference, change.low, change.high)
-    return Strip(scale, *ends, (), verdict(change), label, zero=True)
+    ends = (change.low, change.high)
+    return strip(scale, change.difference, ends, verdict(change), label, zero=True)
 
 
 def verdict(change: ChangeRow) -> str:
@@ -283,7 +255,7 @@ MOST_EXAMPLES, MOST_SAID, MOST_PARTS = 60, 12, 40
 
 
 def shown_examples(
-    examples: Sequence[Example], pair: tuple[str, str] | None = None
+    examples: Sequence[Row], pair: tuple[str, str] | None = None
 ) -> list[dict[str, Any]]:
     """Examples with as many answers as a page can hold: each has an equal share of the room. The
     models of a ``pair`` (before, after) stand side by side, in front of the others."""
@@ -291,11 +263,11 @@ def shown_examples(
     share = MOST_IN_ALL // max(1, len(shown))
     made = []
     for place, example in enumerate(shown):
-        said = list(example.said)
-        if pair is not None and example.kind == "before and after":
-            said.sort(key=lambda s: s.model not in pair)
-        kept = within(said[:MOST_SAID], share - min(len(example.prompt), MOST_OF_PROMPT))
-        evidence = evidence_of(example.prompt, (s.text for s in kept), f"e{place}")
+        said = list(example["said"])
+        if pair is not None and example["kind"] == "before and after":
+            said.sort(key=lambda s: s["model"] not in pair)
+        kept = within(said[:MOST_SAID], share - min(len(example["prompt"]), MOST_OF_PROMPT))
+        evidence = evidence_of(example["prompt"], (s["text"] for s in kept), f"e{place}")
         made.append(
             {
                 "example": example,
@@ -307,9 +279,9 @@ def shown_examples(
     return made
 
 
-def _shown(said: Said, evidence: Evidence) -> dict[str, Any]:
+def _shown(said: Row, evidence: Evidence) -> dict[str, Any]:
     """An answer or an attempt as it is shown."""
-    kept = said.judgements[:MOST_JUDGEMENTS]
+    kept = said["judgements"][:MOST_JUDGEMENTS]
     claims: dict[Any, dict[str, Any]] = {}
     rubrics: list[Mapping[str, Any]] = []
     others: list[Mapping[str, Any]] = []
@@ -321,17 +293,17 @@ def _shown(said: Said, evidence: Evidence) -> dict[str, Any]:
             found["on"].append((kind.removeprefix("citation_"), one))
         else:
             (rubrics if kind in ("rubric", "") else others).append(one)
-    counted, measured = drawing.shares(said.parts[:MOST_PARTS])
+    counted, measured = drawing.shares(said["parts"][:MOST_PARTS])
     return {
         "said": said,
-        "text": answer_markup(said.text, evidence),
-        "conversation": conversation(said.episode) if said.episode is not None else None,
+        "text": answer_markup(said["text"], evidence),
+        "conversation": conversation(said["episode"]) if said["episode"] is not None else None,
         "shares": counted,
         "measured": measured,
         "rubrics": rubrics,
         "claims": list(claims.values()),
         "others": others,
-        "judgements_left_out": len(said.judgements) - len(kept),
+        "judgements_left_out": len(said["judgements"]) - len(kept),
     }
 
 
@@ -363,7 +335,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
     parts = parts_of(__package__)
     lead = report.changes[0] if report.changes else None
     examples = shown_examples(report.examples, (lead.before, lead.after) if lead else None)
-    return parts.template.render(
+    text: str = parts["template"].render(
         report=report,
         parts=parts,
         views=VIEWS,
@@ -382,6 +354,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
         most_curves=MOST_CURVES,
         most_numbers=MOST_NUMBERS,
     )
+    return text
 
 
 # ---------------------------------------------------------------- curves

@@ -1,7 +1,7 @@
 """Breakdown of a sweep's result by judge, by rubric and by prompt.
 
 In: groups of evaluations of the last model; texts by
-:class:`~refiner_core.report.sweep.evidence.Stored`. Out: the judge x policy matrix with how far its
+the evidence's ``stored``. Out: the judge x policy matrix with how far its
 rows agree on the order of arms (Kendall's tau-b), credit per rubric and arm, and the prompts on
 which an arm and the baseline differ most, with their answers.
 
@@ -17,25 +17,17 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS
 from refiner_core.evaluation.statistics import two_way_means
-from refiner_core.report.sweep.document import (
-    Agreement,
-    Answer,
-    Comparison,
-    Flip,
-    MatrixCell,
-    MatrixRow,
-    RubricRow,
-    SideBySide,
-)
+from refiner_core.report.printing import finite
+from refiner_core.report.sweep.document import Comparison, Row
 from refiner_core.report.sweep.evidence import Evidence, Group, Question, judge_and_rubrics
 from refiner_core.report.sweep.numbers import paired_layouts
 
@@ -50,7 +42,7 @@ def make_matrix(
     groups: Sequence[Group],
     chosen: Group | None,
     comparisons: Sequence[Comparison] = (),
-) -> tuple[MatrixRow, ...]:
+) -> tuple[Row, ...]:
     """Rows in the order of groups, for the model and decoding of the sweep's question.
 
     ``comparisons`` say under which protocols the judge of an arm has moved.
@@ -83,7 +75,7 @@ def _row(
     group: Group,
     trains: Mapping[str, tuple[object, object]],
     moved: frozenset[str],
-) -> MatrixRow:
+) -> Row:
     protocol = evidence.protocols.get(group.protocol, {})
     judge, rubrics = judge_and_rubrics(protocol)
     arms = [arm.name for arm in evidence.sweep.arms]
@@ -96,20 +88,21 @@ def _row(
         rank = None
         if value is not None and not gone:
             rank = 1 + sum(other > value + _SAME for other in known)
-        cells.append(MatrixCell(arm, value, low, high, rank, gone))
-    return MatrixRow(
-        protocol=group.name,
-        judge=judge,
-        rubrics=rubrics,
-        metric=METRIC,
-        decoding=group.decoding,
-        trains=tuple(arm for arm in arms if trains.get(arm) == _asked(protocol)),
-        cells=tuple(cells),
-    )
+        shown = {"arm": arm, "value": value, "low": low, "high": high, "rank": rank}
+        cells.append({**shown, "moved": gone})
+    return {
+        "protocol": group.name,
+        "judge": judge,
+        "rubrics": rubrics,
+        "metric": METRIC,
+        "decoding": group.decoding,
+        "trains": tuple(arm for arm in arms if trains.get(arm) == _asked(protocol)),
+        "cells": cells,
+    }
 
 
 def _mean(group: Group, arm: str) -> tuple[float, float | None, float | None] | None:
-    rows = [group.cells[arm, s].measured.means.of(METRIC) for s in group.seeds_of(arm)]
+    rows = [group.cells[arm, s].means.of(METRIC) for s in group.seeds_of(arm)]
     found = [row for row in rows if row is not None]
     if not found or len({len(row) for row in found}) > 1:
         return None
@@ -122,8 +115,8 @@ def _trained_by(evidence: Evidence, model: str) -> dict[str, tuple[object, objec
     found: dict[str, tuple[object, object]] = {}
     for trial in evidence.trials:
         own = evidence.evaluations.get(trial.stages.get(f"evaluate-{model}", ""))
-        if own is not None and own.measured and trial.row.arm not in found:
-            found[trial.row.arm] = _asked(evidence.protocols.get(own.measured[0].protocol, {}))
+        if own and trial.row.arm not in found:
+            found[trial.row.arm] = _asked(evidence.protocols.get(own[0].protocol, {}))
     return found
 
 
@@ -131,22 +124,22 @@ def _asked(protocol: Mapping[str, Any]) -> tuple[object, object]:
     return protocol.get("judge"), protocol.get("rubrics")
 
 
-def make_agreement(matrix: Sequence[MatrixRow]) -> tuple[Agreement, ...]:
+def make_agreement(matrix: Sequence[Row]) -> tuple[Row, ...]:
     """Agreement of each two rows on the order of arms; of arms that both have, at least three."""
-    from scipy.stats import kendalltau
-
+    means = pd.DataFrame(
+        {
+            i: {c["arm"]: np.nan if c["moved"] else c["value"] for c in row["cells"]}
+            for i, row in enumerate(matrix)
+        },
+        dtype=float,
+    ).round(9)
     found = []
-    for (i, first), (j, second) in combinations(enumerate(matrix), 2):
-        pairs = [
-            (a.value, b.value)
-            for a, b in zip(first.cells, second.cells, strict=True)
-            if a.value is not None and b.value is not None and not (a.moved or b.moved)
-        ]
-        if len(pairs) < _FEWEST_ARMS:
-            continue
-        result = kendalltau([round(a, 9) for a, _ in pairs], [round(b, 9) for _, b in pairs])
-        tau = float(result.statistic)
-        found.append(Agreement(i, j, None if tau != tau else tau, len(pairs)))
+    for i, j in combinations(means.columns, 2):
+        both = means[[i, j]].dropna()
+        if len(both) >= _FEWEST_ARMS:
+            tau = float(both[i].corr(both[j], method="kendall"))
+            agreed = {"first": i, "second": j, "tau": finite(tau), "arms": len(both)}
+            found.append(agreed)
     return tuple(found)
 
 
@@ -157,7 +150,7 @@ _MOST_READ = 80
 
 def make_rubrics(
     evidence: Evidence, group: Group, differences: Mapping[str, float]
-) -> tuple[RubricRow, ...]:
+) -> tuple[Row, ...]:
     """A row per rubric, those that differ most between arms first.
 
     ``differences`` are those of arms on the sweep's question.
@@ -165,7 +158,7 @@ def make_rubrics(
     if evidence.stored is None or evidence.sweep.baseline not in group.arms:
         return ()
     baseline = evidence.sweep.baseline
-    asked = group.cells[baseline, group.seeds_of(baseline)[0]].measured.means.prompts
+    asked = group.cells[baseline, group.seeds_of(baseline)[0]].means.prompts
     arms = _arms(group, baseline, differences)
     seeds = sorted({seed for _, seed in group.cells})[: max(1, _MOST_READ // len(arms))]
     names: tuple[tuple[str, str], ...] | None = None
@@ -173,9 +166,9 @@ def make_rubrics(
     for arm in arms:
         for seed in seeds:
             cell = group.cells.get((arm, seed))
-            if cell is None or cell.measured.means.prompts != asked:
+            if cell is None or cell.means.prompts != asked:
                 continue
-            found = evidence.stored.rubrics(cell.evaluation, cell.measured, names)
+            found = evidence.stored.rubrics(cell, names)
             if found is None:
                 continue
             names = names or found.rubrics
@@ -196,7 +189,7 @@ def _arms(group: Group, baseline: str, differences: Mapping[str, float]) -> list
 
 def _rubric_row(
     name: tuple[str, str], place: int, by_arm: dict[str, dict[int, Floats]], baseline: str
-) -> RubricRow:
+) -> Row:
     base = {seed: values[place] for seed, values in by_arm[baseline].items()}
     means, differences = {}, {}
     n = 0
@@ -213,11 +206,12 @@ def _rubric_row(
         (found,) = two_way_means(np.stack([mine[s] - base[s] for s in shared])[None])
         if found.n:
             differences[arm] = (found.value, found.low, found.high)
-    return RubricRow(name[0], name[1], n, means, differences)
+    counts = {"rubric": name[0], "kind": name[1], "n": n}
+    return {**counts, "values": means, "differences": differences}
 
 
-def _largest(row: RubricRow) -> float:
-    return max((abs(d[0]) for d in row.differences.values()), default=-1.0)
+def _largest(row: Row) -> float:
+    return max((abs(d[0]) for d in row["differences"].values()), default=-1.0)
 
 
 #: Flips of an arm, where arms are few, and of all arms together.
@@ -227,13 +221,13 @@ _SHOWN_FLIPS, _SHOWN_AT_RANDOM, _SHOWN_ARMS = 8, 4, 12
 _NO_CHANGE = 1e-9
 
 
-def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...]:
+def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Row, ...]:
     """The largest changes of each arm, largest first within an arm."""
     baseline = evidence.sweep.baseline
     layouts = paired_layouts(group, metric, baseline)
     most = max(2, min(_PER_ARM, _ALL // max(1, len(layouts))))
     asked = group.cells[baseline, group.seeds_of(baseline)[0]]
-    prompts, _ = asked.measured.means.about(metric)
+    prompts, _ = asked.means.about(metric)
     found = []
     for arm, changes in layouts.items():
         seeds = [s for s in group.seeds_of(arm) if (baseline, s) in group.cells]
@@ -245,24 +239,18 @@ def make_flips(evidence: Evidence, group: Group, metric: str) -> tuple[Flip, ...
             if abs(mean[place]) <= _NO_CHANGE:
                 break
             base = _mean_at(group, baseline, seeds, metric, int(place))
-            found.append(
-                Flip(
-                    arm=arm,
-                    sample_id=prompts[place],
-                    question="",
-                    baseline=base,
-                    value=base + float(mean[place]),
-                    seeds_agree=int(agree[place]),
-                    seeds=len(changes),
-                )
-            )
-    questions = _questions(evidence, group, [flip.sample_id for flip in found])
+            change = {"baseline": base, "value": base + float(mean[place])}
+            agreed = {"seeds_agree": int(agree[place]), "seeds": len(changes)}
+            found.append({"arm": arm, "sample_id": prompts[place], **change, **agreed})
+    questions = _questions(evidence, group, [flip["sample_id"] for flip in found])
     none = Question("", "")
-    return tuple(replace(f, question=questions.get(f.sample_id, none).question) for f in found)
+    return tuple(
+        {**flip, "question": questions.get(flip["sample_id"], none).question} for flip in found
+    )
 
 
 def _mean_at(group: Group, arm: str, seeds: Sequence[int], metric: str, place: int) -> float:
-    rows = [group.cells[arm, s].measured.means.about(metric)[1] for s in seeds]
+    rows = [group.cells[arm, s].means.about(metric)[1] for s in seeds]
     return float(np.mean([row[place] for row in rows if row is not None]))
 
 
@@ -271,12 +259,11 @@ def _questions(evidence: Evidence, group: Group, prompts: Sequence[str]) -> dict
         return {}
     baseline = evidence.sweep.baseline
     cell = group.cells[baseline, group.seeds_of(baseline)[0]]
-    return evidence.stored.questions(cell.evaluation, list(dict.fromkeys(prompts)))
+    found: dict[str, Question] = evidence.stored.questions(cell.stage, list(dict.fromkeys(prompts)))
+    return found
 
 
-def make_side_by_side(
-    evidence: Evidence, group: Group, flips: Sequence[Flip]
-) -> tuple[SideBySide, ...]:
+def make_side_by_side(evidence: Evidence, group: Group, flips: Sequence[Row]) -> tuple[Row, ...]:
     """Answers of the baseline and the arms to the prompts that changed most, and to some that were
     drawn at random: one sample each (of agents the first attempts), of the first seed that all
     shown arms have."""
@@ -288,56 +275,60 @@ def make_side_by_side(
     if not shared:
         return ()
     seed = min(shared)
-    asked = group.cells[baseline, seed].measured.means.prompts
+    asked = group.cells[baseline, seed].means.prompts
     prompts = _shown_prompts(asked, flips, evidence.sweep.name)
     questions = _questions(evidence, group, prompts)
-    answers: dict[str, list[Answer]] = {prompt: [] for prompt in prompts}
+    answers: dict[str, list[Row]] = {prompt: [] for prompt in prompts}
     for arm in arms:
         cell = group.cells[arm, seed]
-        for row in evidence.stored.answers(cell.evaluation, cell.measured, prompts):
+        for row in evidence.stored.answers(cell, prompts):
             if row["sample_id"] in answers:
                 answers[row["sample_id"]].append(_answer(arm, seed, row))
     none = Question("", "")
     return tuple(
-        SideBySide(p, questions.get(p, none).question, questions.get(p, none).prompt, tuple(found))
+        {"sample_id": p, **questions.get(p, none)._asdict(), "answers": found}
         for p, found in answers.items()
         if found
     )
 
 
-def _shown_arms(group: Group, baseline: str, flips: Sequence[Flip]) -> list[str]:
+def _shown_arms(group: Group, baseline: str, flips: Sequence[Row]) -> list[str]:
     """The baseline, and the arms with the largest changes, in the order of the group."""
     largest: dict[str, float] = {}
     for flip in flips:
-        change = abs(flip.value - flip.baseline)
-        largest[flip.arm] = max(change, largest.get(flip.arm, 0.0))
+        change = abs(flip["value"] - flip["baseline"])
+        largest[flip["arm"]] = max(change, largest.get(flip["arm"], 0.0))
     others = [arm for arm in group.arms if arm != baseline]
     chosen = sorted(others, key=lambda arm: -largest.get(arm, 0.0))[: _SHOWN_ARMS - 1]
     return [baseline, *(arm for arm in others if arm in set(chosen))]
 
 
-def _shown_prompts(asked: Sequence[str], flips: Sequence[Flip], seed: str) -> list[str]:
-    ordered = sorted(flips, key=lambda f: (-f.seeds_agree / f.seeds, -abs(f.value - f.baseline)))
+def _shown_prompts(asked: Sequence[str], flips: Sequence[Row], seed: str) -> list[str]:
+    def order(flip: Row) -> tuple[float, float]:
+        agree = flip["seeds_agree"] / flip["seeds"]
+        return -agree, -abs(flip["value"] - flip["baseline"])
+
+    ordered = sorted(flips, key=order)
     known = set(asked)
-    first = [p for p in dict.fromkeys(f.sample_id for f in ordered) if p in known][:_SHOWN_FLIPS]
+    first = [p for p in dict.fromkeys(f["sample_id"] for f in ordered) if p in known][:_SHOWN_FLIPS]
     rest = [p for p in asked if p not in set(first)]
     drawn = random.Random(seed).sample(rest, min(_SHOWN_AT_RANDOM, len(rest)))
     return [*first, *drawn]
 
 
-def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Answer:
+def _answer(arm: str, seed: int, row: Mapping[str, Any]) -> Row:
     """A stored answer, or an agent's attempt: what was said in it stands in its record."""
     is_attempt = "episode" in row
     metrics = EPISODE_METRICS if is_attempt else METRICS
     episode = None
     if is_attempt:
         episode = {**json.loads(row["episode"]), "failure": row["failure"] or None}
-    return Answer(
-        arm=arm,
-        seed=seed,
-        sample_index=int(row["sample_index"]),
-        text="" if is_attempt else str(row["response_text"]),
-        metrics={m: row[m] for m in metrics if row.get(m) is not None},
-        judgements=() if is_attempt else tuple(json.loads(row.get("judgements") or "[]")),
-        episode=episode,
-    )
+    return {
+        "arm": arm,
+        "seed": seed,
+        "sample_index": int(row["sample_index"]),
+        "text": "" if is_attempt else str(row["response_text"]),
+        "metrics": {m: row[m] for m in metrics if row.get(m) is not None},
+        "judgements": () if is_attempt else tuple(json.loads(row.get("judgements") or "[]")),
+        "episode": episode,
+    }

@@ -7,7 +7,7 @@
         ├─ curves (training) ───────────────────────────────────┤
         └─ flips (prompts that changed, answers side by side) ──┘
 
-Pure but for :class:`~refiner_core.report.sweep.evidence.Stored`, which is asked for the few texts
+Pure but for ``stored`` of the evidence, which is asked for the few texts
 that are shown.
 """
 
@@ -30,9 +30,9 @@ from refiner_core.report.sweep.breakdown import (
 )
 from refiner_core.report.sweep.document import (
     REPORT_VERSION,
-    AttemptsRow,
     Comparison,
     Curve,
+    Row,
     SweepReport,
 )
 from refiner_core.report.sweep.evidence import Evidence, Group, Training, TrialEvidence, make_groups
@@ -112,29 +112,24 @@ def _plain(values: Floats) -> tuple[float | None, ...]:
     return tuple(float(f"{v:.6g}") if v - v == 0 else None for v in values.tolist())
 
 
-def make_attempts(groups: Sequence[Group]) -> Iterator[AttemptsRow]:
+def make_attempts(groups: Sequence[Group]) -> Iterator[Row]:
     """Outcomes of agents' attempts, per arm and domain, in sum over seeds; errors of the
     infrastructure stand apart from failures of the model."""
     for group in groups:
         for arm in () if group.reward else group.arms:
             by_domain: dict[str, list[Mapping[str, Any]]] = {}
             for seed in group.seeds_of(arm):
-                told = group.cells[arm, seed].measured.episodes.get("domains") or {}
+                told = group.cells[arm, seed].episodes.get("domains") or {}
                 for domain, counts in told.items():
                     by_domain.setdefault(domain, []).append(counts)
             for domain, found in by_domain.items():
-                yield AttemptsRow(
-                    arm=arm,
-                    model=group.model,
-                    decoding=group.decoding,
-                    protocol=group.name,
-                    domain=domain,
-                    tasks=max(int(counts["tasks"]) for counts in found),
-                    asked=sum(int(counts["asked"]) for counts in found),
-                    passed=sum(int(counts["passed"]) for counts in found),
-                    failures=summed(counts["failures"] for counts in found),
-                    errors=summed(counts["errors"] for counts in found),
-                )
+                yield {
+                    **{"arm": arm, "model": group.model, "decoding": group.decoding},
+                    **{"protocol": group.name, "domain": domain},
+                    "tasks": max(int(counts["tasks"]) for counts in found),
+                    **{n: sum(int(counts[n]) for counts in found) for n in ("asked", "passed")},
+                    **{n: summed(counts[n] for counts in found) for n in ("failures", "errors")},
+                }
 
 
 POWER = 0.8

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 REPORT_VERSION = 1
+#: What is shown of one thing, by name, as JSON has it.
+Row = Mapping[str, Any]
 
 TrialState = Literal["waiting", "running", "done", "failed", "interrupted", "held"]
 #: What a comparison says. ``judge moved``: the same answers were scored differently meanwhile, so
@@ -35,16 +37,6 @@ class Key:
 
 
 @dataclass(frozen=True)
-class SeedPoint:
-    """One trial's number, and its difference to the baseline's trial with the same seed."""
-
-    seed: int
-    value: float | None
-    difference: float | None
-    n: int
-
-
-@dataclass(frozen=True)
 class ArmNumber:
     """One arm's number, and how it stands against the baseline.
 
@@ -52,7 +44,8 @@ class ArmNumber:
     ``difference`` is arm minus baseline, paired over seeds and prompts, with its interval; ``p``
     and ``p_adjusted`` (Holm, over the arms of this number) are two-sided. ``n`` prompts entered,
     ``excluded`` did not. ``note`` says why something is missing or not to be trusted. Of the
-    baseline itself the difference is None.
+    baseline itself the difference is None. ``points`` are trials: ``seed``, ``value``, ``n``, and
+    ``difference`` to the baseline's trial with the same seed.
     """
 
     arm: str
@@ -69,7 +62,7 @@ class ArmNumber:
     excluded: int
     interval: str
     verdict: Verdict | None
-    points: tuple[SeedPoint, ...]
+    points: tuple[Row, ...]
     note: str = ""
 
 
@@ -132,129 +125,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class MatrixCell:
-    """One arm under one protocol's judge and rubric set: the mean, and its rank among arms.
-
-    ``moved``: the judge has changed between this arm's evaluations and the baseline's, so that the
-    arm has no rank.
-    """
-
-    arm: str
-    value: float | None
-    low: float | None
-    high: float | None
-    rank: int | None
-    moved: bool = False
-
-
-@dataclass(frozen=True)
-class MatrixRow:
-    """One judge with one rubric set. ``trains``: arms whose reward it is; a judge that trains
-    nobody is held out."""
-
-    protocol: str
-    judge: str
-    rubrics: str
-    metric: str
-    decoding: str
-    trains: tuple[str, ...]
-    cells: tuple[MatrixCell, ...]
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """True if two rows of the matrix (by their places) put the arms in one order: Kendall's tau-b
-    over the ``arms`` that both have, 1 for the same order, -1 for the reverse; None where all arms
-    of a row have one mean."""
-
-    first: int
-    second: int
-    tau: float | None
-    arms: int
-
-
-@dataclass(frozen=True)
-class RubricRow:
-    """One rubric's mean score per arm (arm -> value), with the difference to the baseline and its
-    interval where there is one (arm -> (difference, low, high))."""
-
-    rubric: str
-    kind: str
-    n: int
-    values: Mapping[str, float]
-    differences: Mapping[str, tuple[float, float | None, float | None]]
-
-
-@dataclass(frozen=True)
-class Flip:
-    """A prompt on which an arm and the baseline differ most: means over seeds and samples."""
-
-    arm: str
-    sample_id: str
-    question: str
-    baseline: float
-    value: float
-    seeds_agree: int
-    seeds: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One stored answer, with its scores and judgements; of an agent's attempt ``episode`` is the
-    JSON of its :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is
-    empty."""
-
-    arm: str
-    seed: int
-    sample_index: int
-    text: str
-    metrics: Mapping[str, float | None]
-    judgements: tuple[Mapping[str, Any], ...] = ()
-    episode: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class AttemptsRow:
-    """Outcomes of an arm's attempts at the tasks of a domain, over all its seeds.
-
-    ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
-    infrastructure, by kind; they count as none).
-    """
-
-    arm: str
-    model: str
-    decoding: str
-    protocol: str
-    domain: str
-    tasks: int
-    asked: int
-    passed: int
-    failures: Mapping[str, int]
-    errors: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class SideBySide:
-    """The answers of all arms to one prompt."""
-
-    sample_id: str
-    question: str
-    prompt: str
-    answers: tuple[Answer, ...]
-
-
-@dataclass(frozen=True)
-class IncidentRow:
-    """Something that went wrong in a trial, and what was done about it."""
-
-    arm: str
-    seed: int
-    at: str
-    text: str
-    resolved: bool
-
-
-@dataclass(frozen=True)
 class SweepReport:
     """Everything about a sweep at one moment.
 
@@ -262,6 +132,26 @@ class SweepReport:
     ``running`` as long as somebody works on it. ``protocols`` spells out what each protocol's
     fingerprint stands for; ``provenance`` says from what the report was made. ``detectable`` is the
     smallest effect that the primary comparison could see (80 % power), with its basis.
+
+    Rows that are only shown are mappings, as ``report.json`` has them:
+
+    - ``matrix``: one judge with one rubric set (``protocol``, ``judge``, ``rubrics``, ``metric``,
+      ``decoding``). ``trains`` are arms whose reward it is: a judge that trains nobody is held out.
+      ``cells`` have an ``arm``, its mean with its interval and its ``rank`` among arms, which it
+      has not where the judge has ``moved`` between its evaluations and the baseline's.
+    - ``agreement``: Kendall's tau-b of two rows of the matrix (by their places ``first`` and
+      ``second``) over the ``arms`` that both have; None where all arms of a row have one mean.
+    - ``rubrics``: mean scores of a ``rubric`` by arm (``values``), and ``differences`` to the
+      baseline by arm: (difference, low, high).
+    - ``flips``: prompts on which an ``arm`` and the baseline differ most: means over seeds and
+      samples, and how many of the ``seeds`` agree.
+    - ``side_by_side``: a prompt with ``answers`` of arms: ``text``, ``metrics``, ``judgements``; of
+      an agent's attempt ``episode`` is the JSON of its
+      :class:`~refiner_core.environments.protocol.EpisodeRecord`, and ``text`` is empty.
+    - ``attempts``: outcomes of an arm's attempts at the tasks of a domain, over all its seeds:
+      ``asked`` = ``passed`` + all of ``failures`` (by class) + all of ``errors`` (of the
+      infrastructure, by kind; they count as none).
+    - ``incidents``: what went wrong in a trial, and whether that is ``resolved``.
     """
 
     version: int
@@ -279,13 +169,13 @@ class SweepReport:
     trials: tuple[TrialRow, ...]
     comparisons: tuple[Comparison, ...]
     curves: tuple[Curve, ...] = ()
-    matrix: tuple[MatrixRow, ...] = ()
-    agreement: tuple[Agreement, ...] = ()
-    rubrics: tuple[RubricRow, ...] = ()
-    flips: tuple[Flip, ...] = ()
-    side_by_side: tuple[SideBySide, ...] = ()
-    attempts: tuple[AttemptsRow, ...] = ()
-    incidents: tuple[IncidentRow, ...] = ()
+    matrix: tuple[Row, ...] = ()
+    agreement: tuple[Row, ...] = ()
+    rubrics: tuple[Row, ...] = ()
+    flips: tuple[Row, ...] = ()
+    side_by_side: tuple[Row, ...] = ()
+    attempts: tuple[Row, ...] = ()
+    incidents: tuple[Row, ...] = ()
     protocols: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     detectable: Mapping[str, Any] = field(default_factory=dict)

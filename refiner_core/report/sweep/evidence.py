@@ -5,7 +5,7 @@ Out: a :class:`Group` for each model, decoding and way of measuring, with the ev
 trial in it.
 
 An evaluation is kept once however many trials share it. Texts (answers, prompts, judgements) are
-not held: :class:`Stored` reads the few that a report shows. A way of measuring is a protocol
+not held: ``Evidence.stored`` reads the few that a report shows. A way of measuring is a protocol
 without its prompts: evaluations that differ in prompts alone stand in one group, so that the report
 can say that they are *not comparable*, and why. All other differences (judge, rubrics, sampling)
 make groups of their own. So does, for the metric ``reward``, how the reward is combined.
@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from refiner_core.contract.fingerprint import digest
 from refiner_core.contract.records import SweepRecord
 from refiner_core.evaluation.metric_names import domain_of, of_domain
 from refiner_core.evaluation.metrics import in_order, of_tasks, weighed
-from refiner_core.report.sweep.document import IncidentRow, TrialRow
+from refiner_core.report.sweep.document import Row, TrialRow
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,10 +62,14 @@ class PromptMeans(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """One decoding of an evaluation.
+    """One decoding of an evaluate stage that is done.
 
     Attributes
     ----------
+    stage, model
+        Id of the stage, and what it has measured.
+    protocol_file
+        The protocol that it belongs to, empty for the recipe's own.
     protocol, reward_protocol
         Fingerprints: of all metrics but ``reward``, and of that.
     means
@@ -72,32 +77,23 @@ class Measured:
     reference
         The random copier's answers (of agents, the attempts of who does nothing), which are the
         same in all evaluations of a protocol; None where the evaluation has none.
-    samples_file
-        Where its samples lie, relative to the evaluation's output.
+    samples
+        Where its samples lie.
     episodes
         Of agents, what ``results.json`` counts of their attempts
         (:mod:`refiner_core.evaluation.attempts`).
     """
 
+    stage: str
+    model: str
+    protocol_file: str
     decoding: str
     protocol: str
     reward_protocol: str
     means: PromptMeans
     reference: PromptMeans | None
-    samples_file: str
+    samples: Path
     episodes: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluate stage that is done. ``protocol_file`` names the protocol that it belongs to,
-    empty for the recipe's own."""
-
-    stage: str
-    name: str
-    model: str
-    protocol_file: str
-    measured: tuple[Measured, ...]
 
 
 @dataclass(frozen=True)
@@ -145,31 +141,6 @@ class Question(NamedTuple):
     prompt: str
 
 
-class Stored(Protocol):
-    """Reads what is too large to be held."""
-
-    def answers(
-        self, evaluation: Evaluation, measured: Measured, prompts: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Rows of the samples file for these prompts: first samples only, and of agents the first
-        few attempts."""
-
-    def rubrics(
-        self,
-        evaluation: Evaluation,
-        measured: Measured,
-        names: Sequence[tuple[str, str]] | None = None,
-    ) -> RubricScores | None:
-        """Credit per rubric; None where nothing was judged by rubrics.
-
-        ``names`` are the rubrics wanted, as another evaluation has them; by default those that
-        several prompts share, and the rest of each kind together.
-        """
-
-    def questions(self, evaluation: Evaluation, prompts: Sequence[str]) -> dict[str, Question]:
-        """Questions of prompts; those that cannot be found are left out."""
-
-
 @dataclass(frozen=True)
 class Evidence:
     """All of a sweep that a report is made of.
@@ -179,22 +150,26 @@ class Evidence:
     trials
         In the order of the sweep.
     evaluations, trainings
-        By stage id.
+        By stage id; of an evaluation what was measured, by decoding.
     protocols
         Fingerprint -> what it stands for, as in ``results.json``.
     stored
-        None where nothing can be read any more: the report has no texts and no rubrics then.
+        Reader of what is too large to be held: ``answers(measured, prompts)`` (rows of first
+        samples, of agents of the first few attempts), ``rubrics(measured, names)``
+        (:class:`RubricScores`, or None where nothing was judged by rubrics) and
+        ``questions(stage, prompts)`` (those that can be found). None where nothing can be read any
+        more: the report has no texts and no rubrics then.
     """
 
     sweep: SweepRecord
     made_at: str
     state: Literal["running", "finished", "stopped"]
     trials: tuple[TrialEvidence, ...]
-    evaluations: Mapping[str, Evaluation]
+    evaluations: Mapping[str, Sequence[Measured]]
     protocols: Mapping[str, Mapping[str, Any]]
     trainings: Mapping[str, Training] = field(default_factory=dict)
-    incidents: tuple[IncidentRow, ...] = ()
-    stored: Stored | None = None
+    incidents: tuple[Row, ...] = ()
+    stored: Any = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -204,16 +179,8 @@ _PROMPTS = ("data", "prompts", "num_prompts")
 _LEFT_OUT = (*_PROMPTS, "file")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One trial's evaluation in a group."""
-
-    evaluation: Evaluation
-    measured: Measured
-
-
 #: Trial -> name of a protocol file (empty: the recipe's own protocol) -> its evaluation.
-_Cells = dict[tuple[str, int], dict[str, Cell]]
+_Cells = dict[tuple[str, int], dict[str, Measured]]
 
 
 @dataclass(frozen=True)
@@ -238,7 +205,7 @@ class Group:
     name: str
     judge: str
     reward: bool
-    cells: Mapping[tuple[str, int], Cell]
+    cells: Mapping[tuple[str, int], Measured]
 
     @cached_property
     def arms(self) -> tuple[str, ...]:
@@ -248,23 +215,23 @@ class Group:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         """Metrics that were measured, in the order of reports."""
-        found = (m for cell in self.cells.values() for m in cell.measured.means.metrics)
+        found = (m for cell in self.cells.values() for m in cell.means.metrics)
         return tuple(m for m in in_order(found) if weighed(m) == self.reward)
 
     @cached_property
     def agents(self) -> bool:
         """True if these are attempts of agents, not answers."""
         first = next(iter(self.cells.values()))
-        return any(of_tasks(m) for m in first.measured.means.metrics)
+        return any(of_tasks(m) for m in first.means.metrics)
 
     @cached_property
     def protocol_files(self) -> frozenset[str]:
         """Names of the protocol files under which it was measured; ``""`` is the recipe's own."""
-        return frozenset(cell.evaluation.protocol_file for cell in self.cells.values())
+        return frozenset(cell.protocol_file for cell in self.cells.values())
 
-    def fingerprint(self, cell: Cell) -> str:
+    def fingerprint(self, cell: Measured) -> str:
         """Of one of its cells."""
-        return cell.measured.reward_protocol if self.reward else cell.measured.protocol
+        return cell.reward_protocol if self.reward else cell.protocol
 
     def seeds_of(self, arm: str) -> tuple[int, ...]:
         """Seeds with which an arm was measured, ascending."""
@@ -288,14 +255,13 @@ def make_groups(evidence: Evidence) -> list[Group]:
     found: dict[tuple[str, str, str, bool], _Cells] = {}
     for trial in evidence.trials:
         for stage in trial.evaluations:
-            evaluation = evidence.evaluations[stage]
-            for measured in evaluation.measured:
+            for measured in evidence.evaluations[stage]:
                 for reward in (False, True):
                     protocol = measured.reward_protocol if reward else measured.protocol
                     family = families.get(protocol, protocol)
-                    key = (evaluation.model, measured.decoding, family, reward)
+                    key = (measured.model, measured.decoding, family, reward)
                     cells = found.setdefault(key, {}).setdefault(trial.place, {})
-                    cells.setdefault(evaluation.protocol_file, Cell(evaluation, measured))
+                    cells.setdefault(measured.protocol_file, measured)
     groups = [
         _group(evidence, key, cells)
         for key, places in found.items()
@@ -305,7 +271,7 @@ def make_groups(evidence: Evidence) -> list[Group]:
     return [group for group in groups if group.metrics]
 
 
-def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Cell]]:
+def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Measured]]:
     """Evaluations that are alike, but made several times in one trial (under the recipe's own
     protocol and under a file that says the same of all but the prompts, for example), each in a
     group of its own; a trial without any that the baseline has stands beside the baseline's."""
@@ -327,24 +293,24 @@ def _apart(evidence: Evidence, places: _Cells) -> list[dict[tuple[str, int], Cel
     return apart
 
 
-def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Cell]) -> bool:
+def _shared(evidence: Evidence, cells: Mapping[tuple[str, int], Measured]) -> bool:
     """True if all arms have the same evaluations."""
     by_seed: dict[int, set[str]] = {}
     for (_, seed), cell in cells.items():
-        by_seed.setdefault(seed, set()).add(cell.evaluation.stage)
+        by_seed.setdefault(seed, set()).add(cell.stage)
     several = len(evidence.sweep.arms) > 1 and len({arm for arm, _ in cells}) > 1
     return several and all(len(stages) == 1 for stages in by_seed.values())
 
 
 def _group(
-    evidence: Evidence, key: tuple[str, str, str, bool], cells: dict[tuple[str, int], Cell]
+    evidence: Evidence, key: tuple[str, str, str, bool], cells: dict[tuple[str, int], Measured]
 ) -> Group:
     model, decoding, _, reward = key
     baseline = evidence.sweep.baseline
     first = next((c for (arm, _), c in cells.items() if arm == baseline), None)
     first = first or next(iter(cells.values()))
-    fingerprint = first.measured.reward_protocol if reward else first.measured.protocol
-    files = (c.evaluation.protocol_file for c in cells.values())
+    fingerprint = first.reward_protocol if reward else first.protocol
+    files = (c.protocol_file for c in cells.values())
     return Group(
         model=model,
         decoding=decoding,

@@ -37,7 +37,7 @@ import numpy.typing as npt
 from refiner_core.evaluation.metric_names import base_of
 from refiner_core.evaluation.metrics import higher_is_better, is_number, is_yes_no, once_per_prompt
 from refiner_core.evaluation.statistics import Difference, holm, mcnemar_of, two_way_means, wilson
-from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, SeedPoint, Verdict
+from refiner_core.report.sweep.document import ArmNumber, Comparison, Key, Row, Verdict
 from refiner_core.report.sweep.evidence import Group, PromptMeans
 
 Floats = npt.NDArray[np.float64]
@@ -208,14 +208,14 @@ def _verdict(side: Side, base: Side | None, metric: str) -> Verdict | None:
     return "better" if (found.value > 0) == good else "worse"
 
 
-def _points(side: Side, setting: Setting) -> tuple[SeedPoint, ...]:
+def _points(side: Side, setting: Setting) -> tuple[Row, ...]:
     nothing = (None, 0)
     points = []
     for seed in setting.seeds:
         if seed in side.by_seed or (side.arm, seed) in setting.absent:
             value, count = side.by_seed.get(seed, nothing)
             change, _ = side.changes.get(seed, nothing)
-            points.append(SeedPoint(seed, value, change, count))
+            points.append({"seed": seed, "value": value, "difference": change, "n": count})
     return tuple(points)
 
 
@@ -348,7 +348,7 @@ def paired_layouts(group: Group, metric: str, baseline: str) -> dict[str, Floats
 def _sides(group: Group, metric: str, baseline: str) -> list[Side]:
     """Arms of the group with their values; those that were asked other prompts are refused."""
     first = baseline if baseline in group.arms else group.arms[0]
-    asked = group.cells[first, group.seeds_of(first)[0]].measured.means.prompts
+    asked = group.cells[first, group.seeds_of(first)[0]].means.prompts
     sides = []
     for arm in group.arms:
         side = Side(arm, group.seeds_of(arm), agents=group.agents)
@@ -357,7 +357,7 @@ def _sides(group: Group, metric: str, baseline: str) -> list[Side]:
         rows = {
             seed: row
             for seed in side.seeds
-            if (row := group.cells[arm, seed].measured.means.about(metric)[1]) is not None
+            if (row := group.cells[arm, seed].means.about(metric)[1]) is not None
         }
         side.seeds = tuple(rows)
         if len({len(row) for row in rows.values()}) == 1:
@@ -375,7 +375,7 @@ def _base(sides: Sequence[Side], baseline: str) -> Side | None:
 def _other_prompts(group: Group, place: tuple[str, int], asked: tuple[str, ...], first: str) -> str:
     """Reason why an evaluation cannot be held against the first arm's; empty where it can."""
     cell = group.cells[place]
-    own = cell.measured.means.prompts
+    own = cell.means.prompts
     if own is not asked and own != asked:
         odd = sorted(set(own) ^ set(asked))
         side = "here" if odd[0] in set(own) else f"with {first}"
@@ -466,7 +466,7 @@ def _look_at_reference(group: Group, metric: str, base: Side, side: Side) -> Non
         return
     assert side.differences is not None, "it is compared"
     pairs = [
-        tuple(group.cells[arm, seed].measured.reference for arm in (side.arm, base.arm))
+        tuple(group.cells[arm, seed].reference for arm in (side.arm, base.arm))
         for seed in side.shared
     ]
     if all(a is not None and b is not None and a.values is b.values for a, b in pairs):

@@ -28,15 +28,8 @@ from refiner_core.report import drawing, printing
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import finite, plain
 from refiner_core.report.sweep import wording
-from refiner_core.report.sweep.document import (
-    Agreement,
-    Comparison,
-    MatrixCell,
-    MatrixRow,
-    SideBySide,
-    SweepReport,
-)
-from refiner_core.report.sweep.wording import Column, arm_row, comparison_notes
+from refiner_core.report.sweep.document import Comparison, Row, SweepReport
+from refiner_core.report.sweep.wording import arm_row, column_of, comparison_notes
 from refiner_core.report.transcripts import (
     MOST_IN_ALL,
     attempts_of,
@@ -56,7 +49,7 @@ FEW_FLIPS = 10
 
 def markdown(report: SweepReport) -> str:
     """The whole text; ends with one line feed."""
-    flips = sorted(report.flips, key=lambda f: -abs(f.value - f.baseline))
+    flips = sorted(report.flips, key=lambda f: -abs(f["value"] - f["baseline"]))
     compared = sorted(report.comparisons, key=lambda c: not c.primary)[: 1 + MOST_COMPARISONS]
     text = template_of(__package__, "report.md.jinja").render(
         report=report,
@@ -65,7 +58,7 @@ def markdown(report: SweepReport) -> str:
         attempts=attempts_tables(report.attempts, report.arms[:MOST_ARMS]),
         flips=flips[:FEW_FLIPS],
         costs=wording.costs(report),
-        incidents=sorted(report.incidents, key=lambda i: (i.resolved, i.at)),
+        incidents=sorted(report.incidents, key=lambda i: (i["resolved"], i["at"])),
         most_arms=MOST_ARMS,
         most_incidents=MOST_INCIDENTS,
     )
@@ -74,7 +67,7 @@ def markdown(report: SweepReport) -> str:
 
 def _arms(comparison: Comparison, report: SweepReport) -> list[dict[str, Any]]:
     """One row per arm; of many arms the baseline and those that differ most."""
-    column = Column.of(comparison, report)
+    column = column_of(comparison, report)
     ranked = sorted(
         comparison.numbers, key=lambda n: (n.arm != report.baseline, -abs(n.difference or 0.0))
     )
@@ -92,7 +85,7 @@ def number_rows(report: SweepReport) -> list[dict[str, Any]]:
     for comparison in report.comparisons:
         for found in comparison.numbers:
             levels = report.arm_levels.get(found.arm, {})
-            points = {point.seed: point.value for point in found.points}
+            points = {point["seed"]: point["value"] for point in found.points}
             of_number = {k: v for k, v in vars(found).items() if k not in ("points", "note")}
             rows.append(
                 {
@@ -161,7 +154,7 @@ def _cell(value: Any) -> Any:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[dict[str, Any]]:
+def fitting(sides: Sequence[Row], first_arms: Sequence[str]) -> list[dict[str, Any]]:
     """Prompts with as many of their answers as a page can hold: each has an equal share of the
     room, and arms named first are preferred."""
     rank = {arm: i for i, arm in enumerate(first_arms)}
@@ -169,11 +162,12 @@ def fitting(sides: Sequence[SideBySide], first_arms: Sequence[str]) -> list[dict
     shown = []
     for side in sides:
         ordered = sorted(
-            side.answers, key=lambda a: (a.sample_index, rank.get(a.arm, len(rank)), a.seed)
+            side["answers"],
+            key=lambda a: (a["sample_index"], rank.get(a["arm"], len(rank)), a["seed"]),
         )
         kept = within(ordered, share)
-        cited = frozenset().union(*(cited_ids(a.text) for a in kept))
-        left_out = len(side.answers) - len(kept)
+        cited = frozenset().union(*(cited_ids(a["text"]) for a in kept))
+        left_out = len(side["answers"]) - len(kept)
         shown.append({"side": side, "answers": kept, "cited": cited, "left_out": left_out})
     return shown
 
@@ -225,12 +219,12 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         is over has a page that stays.
     """
     compared = shown_comparisons(report)
-    columns = [Column.of(c, report) for c in compared]
+    columns = [column_of(c, report) for c in compared]
     index = {arm: i for i, arm in enumerate(arms_in_order(report))}
     few = leading_arms(report)
     shown = fitting(report.side_by_side, few)
     parts = parts_of(__package__)
-    return parts.template.render(
+    text: str = parts["template"].render(
         report=report,
         parts=parts,
         reload_s=reload_s if report.state == "running" else 0,
@@ -251,7 +245,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         plots=plots(report, index, frozenset(index[a] for a in few)),
         matrices=matrices(report),
         rubric_scale=drawing.scale_for(
-            [v for r in report.rubrics for v in r.values.values()], ticks=3
+            [v for r in report.rubrics for v in r["values"].values()], ticks=3
         ),
         prompts=shown,
         attempts=attempts_of(a for one in shown for a in one["answers"]),
@@ -260,6 +254,7 @@ def page(report: SweepReport, *, reload_s: int = 0) -> str:
         costs=wording.costs(report),
         whole=wording.cost_of("all arms", report.trials),
     )
+    return text
 
 
 # ---------------------------------------------------------------- what is chosen for the page
@@ -319,12 +314,12 @@ def matrices(report: SweepReport) -> list[dict[str, Any]]:
     """Judges against arms, one table for each metric and decoding: judges are its columns."""
     groups: dict[tuple[str, str], list[int]] = {}
     for place, row in enumerate(report.matrix):
-        groups.setdefault((row.metric, row.decoding), []).append(place)
+        groups.setdefault((row["metric"], row["decoding"]), []).append(place)
     made = []
     for (metric, decoding), places in groups.items():
         rows = [report.matrix[place] for place in places]
-        cells = [{c.arm: c for c in row.cells} for row in rows]
-        pairs = [a for a in report.agreement if {a.first, a.second} <= set(places)]
+        cells = [{c["arm"]: c for c in row["cells"]} for row in rows]
+        pairs = [a for a in report.agreement if {a["first"], a["second"]} <= set(places)]
         made.append(
             {
                 "name": f"{metric}, {decoding}" if decoding else metric,
@@ -337,43 +332,45 @@ def matrices(report: SweepReport) -> list[dict[str, Any]]:
     return made
 
 
-def _range(cells: Iterable[MatrixCell]) -> tuple[float, float]:
-    known = [v for v in (printing.finite(c.value) for c in cells) if v is not None]
+def _range(cells: Iterable[Row]) -> tuple[float, float]:
+    known = [v for v in (printing.finite(c["value"]) for c in cells) if v is not None]
     return (min(known), max(known)) if known else (0.0, 0.0)
 
 
-def _first_places(rows: Sequence[MatrixRow]) -> Iterator[str]:
+def _first_places(rows: Sequence[Row]) -> Iterator[str]:
     """First places by judge, and what to think of one that it has trained."""
-    best = {row: [c.arm for c in row.cells if c.rank == 1] for row in rows}
-    named = [(row, arms) for row, arms in best.items() if arms]
+    best = [(row, [c["arm"] for c in row["cells"] if c["rank"] == 1]) for row in rows]
+    named = [(row, arms) for row, arms in best if arms]
     if len(named) > 1 and len({tuple(arms) for _, arms in named}) == 1:
         yield f"All of them put {wording.listed(named[0][1])} first."
     elif len(named) > 1:
         said = (f"{judge_name(row)} puts {wording.listed(arms)} first" for row, arms in named)
         yield f"{'; '.join(said)}."
     for row, arms in named:
-        others = [c for c in row.cells if c.value is not None and c.arm not in row.trains]
-        if others and (own := [arm for arm in arms if arm in row.trains]):
+        trains = row["trains"]
+        others = [c for c in row["cells"] if c["value"] is not None and c["arm"] not in trains]
+        if others and (own := [arm for arm in arms if arm in trains]):
             yield (
                 f"{judge_name(row)} puts {wording.listed(own)} first, which it has trained: look "
                 "at a judge that trains nobody before believing it."
             )
 
 
-def _orders(rows: Sequence[MatrixRow], pairs: Sequence[Agreement]) -> Iterator[str]:
+def _orders(rows: Sequence[Row], pairs: Sequence[Row]) -> Iterator[str]:
     """Agreement of two judges on the order of arms."""
     for pair in pairs:
-        both = f"{judge_name(rows[pair.first])} and {judge_name(rows[pair.second])}"
-        if pair.tau is None:
+        both = f"{judge_name(rows[pair['first']])} and {judge_name(rows[pair['second']])}"
+        if pair["tau"] is None:
             yield f"{both}: one of them tells no arms apart."
         else:
             yield (
-                f"{both} order {pair.arms} arms with Kendall's tau {printing.number(pair.tau, 2)} "
+                f"{both} order {pair['arms']} arms with Kendall's tau "
+                f"{printing.number(pair['tau'], 2)} "
                 f"(1 is the same order, {printing.MINUS}1 the reverse)."
             )
 
 
-def judge_name(row: MatrixRow) -> str:
+def judge_name(row: Row) -> str:
     """A judge with its rubric set and the protocol in which it asks."""
-    rubrics = f" with {row.rubrics}" if row.rubrics else ""
-    return f"{row.judge or 'no judge'}{rubrics} ({row.protocol})"
+    rubrics = f" with {row['rubrics']}" if row["rubrics"] else ""
+    return f"{row['judge'] or 'no judge'}{rubrics} ({row['protocol']})"

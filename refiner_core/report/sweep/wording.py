@@ -1,19 +1,18 @@
 """Sentences and rows of a sweep's report, which page, Markdown and terminal share.
 
-In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: plain text and
-:class:`ArmRow`. An answer claims what the numbers carry and no more: what is not clear is called
-that, with the smallest effect that could have been seen.
+In: a :class:`~refiner_core.report.sweep.document.SweepReport`. Out: plain text, and rows of text
+and drawings. An answer claims what the numbers carry and no more: what is not clear is called that,
+with the smallest effect that could have been seen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from refiner_core.report.drawing import Scale, Strip, scale_for
+from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.printing import (
     count,
     counted,
@@ -226,41 +225,32 @@ SIGNS = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """Column that all arms of a comparison share."""
-
-    decimals: int
-    values: Scale | None
-    differences: Scale | None
-    matters: float | None
-
-    @classmethod
-    def of(cls, comparison: Comparison, report: SweepReport) -> Column:
-        """Scales that hold every interval and every seed."""
-        values, differences = [], []
-        for n in comparison.numbers:
-            values += [n.value, n.low, n.high, *(p.value for p in n.points)]
-            differences += [n.difference, n.difference_low, n.difference_high]
-            differences += [p.difference for p in n.points]
-        known = [d for d in differences if finite(d) is not None]
-        matters = report.detectable.get("smallest_effect") if comparison.primary else None
-        return cls(
-            decimals=decimals_of(comparison),
-            values=scale_for(values),
-            differences=scale_for([*known, 0.0]) if known else None,
-            matters=finite(float(matters)) if isinstance(matters, int | float) else None,
-        )
+def column_of(comparison: Comparison, report: SweepReport) -> dict[str, Any]:
+    """Column that all arms of a comparison share: digits, and scales that hold every interval and
+    every seed."""
+    values, differences = [], []
+    for n in comparison.numbers:
+        values += [n.value, n.low, n.high, *(p["value"] for p in n.points)]
+        differences += [n.difference, n.difference_low, n.difference_high]
+        differences += [p["difference"] for p in n.points]
+    known = [d for d in differences if finite(d) is not None]
+    matters = report.detectable.get("smallest_effect") if comparison.primary else None
+    return {
+        "decimals": decimals_of(comparison),
+        "value": scale_for(values),
+        "difference": scale_for([*known, 0.0]) if known else None,
+        "matters": finite(float(matters)) if isinstance(matters, int | float) else None,
+    }
 
 
-def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> dict[str, Any]:
+def arm_row(found: ArmNumber, column: Mapping[str, Any], report: SweepReport) -> dict[str, Any]:
     """One arm's number as text and drawings; one that is missing is a dash, and the note says
     why."""
     baseline = found.arm == report.baseline
     verdict = "baseline" if baseline else (found.verdict or "missing")
     excluded = f", {found.excluded} left out" if found.excluded else ""
     missing = "There is no number of this arm yet." if finite(found.value) is None else ""
-    d = column.decimals
+    d = column["decimals"]
     return {
         "arm": found.arm,
         "baseline": baseline,
@@ -273,36 +263,32 @@ def arm_row(found: ArmNumber, column: Column, report: SweepReport) -> dict[str, 
         "sign": SIGNS.get(verdict, ""),
         "basis": f"{basis(found, report)}{excluded}" if found.seeds else "",
         "note": found.note[:1].upper() + found.note[1:] or missing,
-        "value_strip": _strip(found, column, verdict),
-        "difference_strip": _strip(found, column, verdict, difference=True),
+        "value_strip": _strip(found, column, verdict, "value"),
+        "difference_strip": _strip(found, column, verdict, "difference"),
         "number": found,
     }
 
 
 def _strip(
-    found: ArmNumber, column: Column, verdict: str, *, difference: bool = False
-) -> Strip | None:
-    """A strip of an arm's number, or of how far it is from the baseline's."""
-    of = "difference" if difference else "value"
-    scale = column.differences if difference else column.values
-    value = getattr(found, of)
-    low, high = (
-        (found.difference_low, found.difference_high) if difference else (found.low, found.high)
-    )
+    found: ArmNumber, column: Mapping[str, Any], verdict: str, of: str
+) -> dict[str, Any] | None:
+    """A strip of an arm's ``value``, or of how far it is from the baseline's (``difference``)."""
+    scale, value, decimals = column[of], getattr(found, of), column["decimals"]
+    change = of == "difference"
+    ends = (found.difference_low, found.difference_high) if change else (found.low, found.high)
     if scale is None or finite(value) is None:
         return None
-    points = {p.seed: getattr(p, of) for p in found.points}
+    points = {p["seed"]: p[of] for p in found.points}
     seeds = (
-        f"seed {seed}: {number(point, column.decimals, signed=difference)}"
+        f"seed {seed}: {number(point, decimals, signed=change)}"
         f"{' (missing)' if finite(point) is None else ''}"
         for seed, point in points.items()
     )
-    said = with_interval(value, low, high, column.decimals, signed=difference)
-    name = f"{found.arm} minus baseline" if difference else found.arm
+    said = with_interval(value, *ends, decimals, signed=change)
+    name = f"{found.arm} minus baseline" if change else found.arm
     label = f"{name}: {said}; {', '.join(seeds) or 'no seed has a number'}"
-    matters = column.matters if difference else None
-    shown = tuple(points.values())
-    return Strip(scale, value, low, high, shown, verdict, label, zero=difference, matters=matters)
+    more = {"zero": change, "matters": column["matters"] if change else None}
+    return strip(scale, value, ends, verdict, label, points=tuple(points.values()), **more)
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
