@@ -232,7 +232,8 @@ _CHECKPOINT_INODES, _RANK_INODES = 4, 2  # of all processes together, and of eac
 #: Bytes of a rollout on the disk: per sampled token (id, log-probability, text), and besides.
 _TOKEN_BYTES, _ROLLOUT_BYTES = 12, 2048
 _ROW_BYTES = 8 << 10  # of a prepared row
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+#: Bytes of a parameter in the model's own type.
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 _SAMPLING_INODES = 200  # files of batches and their links, as long as it works
 _MOST_FILES = 10  # of an exported model besides its shards
 #: Muon keeps one moment of hidden matrices where AdamW keeps two; the rest is an eighth or so.
@@ -432,7 +433,7 @@ def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int |
     model = known.size(plan.config)
     if made.kind not in STAGES or model.parameters is None:
         return None, model.source
-    return model.parameters * _WEIGHT_BYTES[plan.config.model.dtype], model.source
+    return model.parameters * WEIGHT_BYTES[plan.config.model.dtype], model.source
 
 
 def _training_need(
@@ -447,7 +448,7 @@ def _training_need(
     is_muon = isinstance(section, SftConfig) and section.optimizer == "muon"
     one = int(parameters * (each - (_MUON_SAVES if is_muon else 0.0)))
     one = history.checkpoint_bytes or one + (config.grpo.async_steps * step if is_grpo else 0)
-    weights = parameters * _WEIGHT_BYTES[config.model.dtype]
+    weights = parameters * WEIGHT_BYTES[config.model.dtype]
     steps = _steps(stage.kind, config)
     saves = max(1, -(-steps // max(1, section.save_freq))) if steps else section.keep
     # One checkpoint beside `keep` waits for its export: that takes less than the steps between two

@@ -8,14 +8,10 @@ Prefect's server: work goes on without. Imports neither wandb nor Prefect.
 
 from __future__ import annotations
 
-import base64
-import json
 import netrc
 import os
 import socket
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -60,25 +56,15 @@ def _switches(look: Look) -> Finding | None:
 
 
 def _endpoint(look: Look) -> Finding:
-    address = masked(endpoint_now())
+    address, needed = masked(endpoint_now()), _hub_needed(look)
     if look.offline or _switched_off():
         return found("missing", f"{address} was not asked (offline)")
-    try:
-        request = urllib.request.Request(endpoint_now(), method="HEAD")
-        with urllib.request.urlopen(request, timeout=_ANSWER_S):
-            return fine(f"{address} answers")
-    except urllib.error.HTTPError as error:
-        return fine(f"{address} answers (HTTP {error.code})")
-    except (OSError, ValueError) as error:
-        what = f"{address} does not answer ({getattr(error, 'reason', error)})"
-    why = "models and data from the Hub, publishing"
-    if look.needs_network:
-        why = f"stages {', '.join(look.needs_network)}"
-    proxies = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-    mend = "export https_proxy=http://PROXY:PORT"
-    if any(os.environ.get(name) for name in proxies):
-        mend = f"curl --head {address}"
-    return found(absent(_hub_needed(look)), what, mend if _hub_needed(look) else "", why)
+    status = http_status(endpoint_now(), _ANSWER_S)
+    if isinstance(status, int):
+        return fine(f"{address} answers (HTTP {status})")
+    why = "models and data from the Hub, publishing; through a proxy: `export https_proxy=…`"
+    mend = f"curl --head {address}" if needed else ""
+    return found(absent(needed), f"{address}: {masked(status)}", mend, why)
 
 
 def _token(look: Look) -> Finding:
@@ -132,15 +118,6 @@ def _online(look: Look) -> bool:
     return look.config.tracking.wandb == "online"
 
 
-def _wandb_mode(look: Look) -> Finding:
-    mode, variable = look.config.tracking.wandb, os.environ.get("WANDB_MODE", "")
-    if variable and variable != mode:
-        what = f"WANDB_MODE={variable} in the environment, tracking.wandb={mode} in the "
-        return found("warning", what + "configuration counts", "unset WANDB_MODE")
-    kept = ": kept in the workspace, sent by `refiner track sync`" if mode == "offline" else ""
-    return fine(f"{mode}{kept}")
-
-
 def _wandb_key(look: Look) -> Finding | None:
     if look.config.tracking.wandb == "disabled":
         return None
@@ -178,19 +155,16 @@ def _stored_key(address: str) -> str | None:
 
 def _viewer(address: str, key: str) -> str:
     """Owner of the key; empty where the server knows nobody by it."""
-    word = base64.b64encode(f"api:{key}".encode()).decode()
-    request = urllib.request.Request(
-        f"{address.rstrip('/')}/graphql",
-        json.dumps(_VIEWER).encode(),
-        {"Authorization": f"Basic {word}", "Content-Type": "application/json"},
-    )
+    import httpx
+
+    url, auth = f"{address.rstrip('/')}/graphql", ("api", key)
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
-            value = json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
+        answer = httpx.post(url, json=_VIEWER, auth=auth, timeout=_ANSWER_S)
+        if answer.status_code in (401, 403):
             return ""
-        raise
+        value = answer.raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise OSError(str(error)) from error
     return str(((value.get("data") or {}).get("viewer") or {}).get("username") or "")
 
 
@@ -239,26 +213,7 @@ def _users(info: ServerInfo) -> Finding:
 
 # ---------------------------------------------------------------- network
 
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _CONNECT_S = 6.0
-
-
-def _given(name: str) -> str:
-    return os.environ.get(name) or os.environ.get(name.upper()) or ""
-
-
-def _proxy(look: Look) -> Finding:
-    set_ = {name: _given(name) for name in _PROXIES if _given(name)}
-    if not set_:
-        return fine("none is set")
-    shown = ", ".join(f"{name}={masked(shown_address(value))}" for name, value in set_.items())
-    past = {part.strip() for part in _given("no_proxy").split(",")}
-    if "*" in past or {"127.0.0.1", "localhost"} <= past:
-        return fine(f"{shown}; not for this machine itself")
-    what = f"{shown}, also for what is asked on this machine itself"
-    mend = "export no_proxy=127.0.0.1,localhost NO_PROXY=127.0.0.1,localhost"
-    why = "Prefect's server, judges and rollout servers answer on 127.0.0.1"
-    return found("warning", what, mend, why)
 
 
 def _compute_nodes(look: Look) -> Finding | None:
@@ -293,10 +248,7 @@ def _internet(look: Look) -> Finding:
     return fine(f"{shown} is reached{hint}", name="internet")
 
 
-NETWORK = (
-    Check("network", "proxy", _proxy),
-    Check("network", "compute nodes", _compute_nodes, limit_s=10),
-)
+NETWORK = (Check("network", "compute nodes", _compute_nodes, limit_s=10),)
 _STOP, _WHO = "refiner server stop", "hf auth whoami"
 CHECKS = (
     Check("prefect", "server", _server, limit_s=15, hung=_STOP),
@@ -304,7 +256,6 @@ CHECKS = (
     Check("hub", "address", _endpoint, limit_s=12, needed=_hub_needed),
     Check("hub", "token", _token, limit_s=25, needed=lambda x: x.publishes, hung=_WHO),
     Check("hub", "publishing", _publishing, limit_s=30, needed=lambda x: x.publishes),
-    Check("wandb", "mode", _wandb_mode),
     Check("wandb", "key", _wandb_key, limit_s=25, needed=_online),
     *NETWORK,
 )

@@ -78,24 +78,13 @@ def _accounting(look: Look) -> Finding | None:
             "missing",
             f"it is off: how jobs ended is asked of the controller, which forgets after {age}",
             "AccountingStorageType=accounting_storage/slurmdbd",
-            "a line of slurm.conf, for who runs the cluster: without it, a job that ended "
-            "while nobody looked counts as killed",
+            "without it, a job that ended while nobody looked counts as killed",
         )
     answer = ask(["sacct", "--noheader", "--allocations", "--starttime=now-1hour"], SLURM_S)
     if answer.ok:
         return fine(f"{kind} answers")
     what, why = f"{kind} gives no answer: {answer.last_line}", "what the controller remembers"
     return found("warning", what, _ACCOUNTS_AGAIN, f"runs go on by {why}")
-
-
-def _settings(look: Look) -> Finding | None:
-    most = _asked()[0].get("MaxArraySize", "") if _there() else ""
-    profile = look.profile
-    if not most.isdigit() or profile.array_size < int(most):
-        return None
-    what = f"MaxArraySize={most}, and profile {profile.name!r} has array_size {profile.array_size}"
-    why = f"a line of {look.config.dispatch.profile or 'a profile of your own'}"
-    return found("warning", what, f"array_size: {int(most) - 1}", why, name="arrays")
 
 
 # ---------------------------------------------------------------- what the profile names
@@ -154,7 +143,6 @@ CHECKS = (
     Check("slurm", "commands", _commands, needed=lambda x: x.on_slurm, hung=_AGAIN),
     Check("slurm", "controller", _controller, needed=lambda x: x.on_slurm, hung=_AGAIN),
     Check("slurm", "accounting", _accounting, hung=_ACCOUNTS_AGAIN),
-    Check("slurm", "settings", _settings, hung=_AGAIN),
     Check("slurm", "profile", _profile, 30, _profile_matters, _AGAIN),
     Check("slurm", "jobs of the recipe", _test_only, 60, lambda x: x.on_slurm, _AGAIN),
 )

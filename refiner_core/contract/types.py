@@ -102,11 +102,12 @@ class JudgeUsage:
 
     ``asked`` judgements were wanted: ``stored`` of them came from the store, ``shared`` were the
     same question as another one in flight, ``failed`` have no score; the rest was scored by calls.
-    ``answers`` counts HTTP answers by status, ``lost`` tries that got none by reason (``refused``:
-    never sent; ``connection``, ``timeout``, ``given_up``), ``unusable`` answers of status 200
-    without a usable judgement by reason; ``retries`` the tries after a first one; ``served`` what
-    servers said that they are, by usable replies. Tokens are those
-    that servers reported. Of what was asked when an error ended it, ``asked`` alone tells.
+    ``answers`` counts HTTP answers by status, ``lost`` tries that got no whole one by reason
+    (``refused``: never sent; ``connection``, ``truncated``, ``too_long``, ``timeout``,
+    ``given_up``), ``unusable`` answers of status 200 without a usable judgement by reason;
+    ``retries`` the tries after a first one; ``served`` what servers said that they are, by usable
+    replies. Tokens are those that servers reported. Of what was asked when an error ended it,
+    ``asked`` alone tells.
     """
 
     asked: int = 0

@@ -1,7 +1,7 @@
 """HTTP requests to a server of a judge or of rollouts, and the thread they run in.
 
-In: an address, a body, a flight to note things on. Out: what came of it, as a value: nothing here
-raises for what a server does. The key is read from the environment (or taken from the endpoint) at
+In: an address and a body. Out: what came of it, as a value: nothing here raises for what a server
+does. The key is read from the environment (or taken from the endpoint) at
 each request and kept nowhere; redirects are not followed, because they would carry it elsewhere;
 replies of strangers are quoted nowhere, because servers like to quote keys. A proxy of the
 environment is used for https alone: what stands in a cluster is asked directly.
@@ -17,7 +17,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVarTuple, Unpack
 from urllib.parse import urlsplit
 
@@ -34,18 +33,6 @@ CONNECT_S = 10.0
 PROBE_S = 5.0
 #: Shorter than the patience of servers (uvicorn: 5 s), so that none ends a connection as we use it.
 _KEEPALIVE_S = 4.0
-
-
-@dataclass(slots=True)
-class Flight:
-    """A request under way. ``expires_at`` is when it is cut short (monotonic seconds)."""
-
-    server: Server | None = None
-    begun: float = 0.0
-    expires_at: float = 0.0
-    trial: bool = False
-    #: The status, as soon as it is known; 0 before.
-    status: int = 0
 
 
 class Answered(NamedTuple):
@@ -96,16 +83,9 @@ class Client:
         """End all connections; servers give up what was asked over them."""
         await self._session.close()
 
-    async def ask(self, flight: Flight, body: bytes) -> Answered | Lost:
-        """One chat request to the flight's server."""
-        assert flight.server is not None
-        return await self.post(flight.server.chat_url, flight.server.endpoint, body, flight)
-
-    async def post(
-        self, url: str, endpoint: Endpoint, body: bytes, flight: Flight | None = None
-    ) -> Answered | Lost:
+    async def post(self, url: str, endpoint: Endpoint, body: bytes) -> Answered | Lost:
         """One request."""
-        flight = flight or Flight()
+        status = 0
         try:
             async with self._session.post(
                 url,
@@ -114,7 +94,7 @@ class Client:
                 allow_redirects=False,
                 proxy=self._proxy(url),
             ) as response:
-                flight.status = status = response.status
+                status = response.status
                 if self._own:
                     return Answered(status, await response.read())
                 if status != 200:
@@ -123,8 +103,7 @@ class Client:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             return Lost("refused", self._words(error))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            reason = "truncated" if flight.status == 200 else "connection"
-            return Lost(reason, self._words(error))
+            return Lost("truncated" if status == 200 else "connection", self._words(error))
         return Lost("too_long") if raw is None else Answered(status, raw)
 
     async def probe(self, url: str, endpoint: Endpoint) -> int:

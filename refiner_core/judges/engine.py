@@ -4,42 +4,153 @@ In: batches and their calls, from any thread by way of the loop. Out: filled bat
 
 ::
 
-    calls ─ known or in flight? ─> queue ─> workers (at most `concurrency`)
+    calls ─ known or in flight? ─> items, a task each (at most `concurrency` at work)
                                               │  pick a server, ask, read
                                               │  again: after a wait, or when a server is back
                                               v
                                             batches
 
-It also sends probes, tells pauses and looks up where servers are; :mod:`.asking` makes one request;
+==================================== ======== ==========================================
+answer                               server   call
+==================================== ======== ==========================================
+200 with judgements                  well     scored
+200 without                          well     again, or failed where that would not help
+408, 429                             busy     again
+502, 503, 504, connection lost       gone     again
+other 5xx                            sick     again
+anything else                        well     failed
+==================================== ======== ==========================================
+
+It also sends probes, tells pauses and looks up where servers are;
 :mod:`refiner_core.http.fleet` says who is asked next, and who is left out. Knows nothing of
 prompts: what a call says and how a reply is read is :mod:`.calls`'s business.
 
 The clock of an item runs while it is being tried or waits to be tried again, and stands still while
-nobody can be asked.
+nobody can be asked. A request that hangs may be its item's fault, or that of a server from which
+nothing is heard any more: then it is asked again, and its clock begins anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, JudgeOutage
-from refiner_core.contract.types import Endpoint, Judgement, JudgementStore, StoredJudgement
-from refiner_core.http.client import Client, Lost
-from refiner_core.http.fleet import BreakerSettings, Fleet, Server
-from refiner_core.judges.asking import Asking, Batch, Item
-from refiner_core.judges.calls import Call, Reply
+from refiner_core.contract.types import (
+    Endpoint,
+    Judgement,
+    JudgementStore,
+    JudgeRequest,
+    StoredJudgement,
+)
+from refiner_core.http.client import Answered, Client, Lost
+from refiner_core.http.fleet import BreakerSettings, Fleet, Server, Trouble
+from refiner_core.judges.calls import Call, Reply, read_reply, request_body
 from refiner_core.judges.surroundings import Counts, Surroundings
 
 log = logging.getLogger(__name__)
 
 _LOOK_UP_EVERY_S = 1.0
+_MAX_BACKOFF_S = 30.0
+#: Of its own: how long was waited is no part of a training's random states.
+_JITTER = random.Random()
+_BUSY = frozenset({408, 429})
+_GONE = frozenset({502, 503, 504})
+#: What a server says that does not know `response_format`.
+_NO_SCHEMA = frozenset({400, 404, 415, 422, 501})
+_LOST = {
+    "refused": "no connection",
+    "connection": "the connection was lost",
+    "truncated": "the reply broke off",
+    "too_long": "the reply is too long",
+    "timeout": "no answer in time",
+}
+_TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
+    """Read an answer, and what it says about its server."""
+    if isinstance(answer, Lost):
+        words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
+        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
+        return Reply(None, answer.reason, words), trouble
+    status = answer.status
+    if status == 200:
+        return read_reply(answer.raw, call), Trouble.NONE
+    reply = Reply(detail=f"HTTP {status}")
+    if status in _BUSY:
+        return reply, Trouble.BUSY
+    if status >= 500:
+        return reply, Trouble.GONE if status in _GONE else Trouble.SICK
+    return reply._replace(final=True), Trouble.NONE
+
+
+class Batch:
+    """The requests of one submit, and what is known of them so far. Filled in the engine's thread,
+    and waited for elsewhere."""
+
+    def __init__(self, requests: Sequence[JudgeRequest], limit_s: float) -> None:
+        self.requests = tuple(requests)
+        #: Monotonic seconds; moved on by the length of each pause.
+        self.expires_at = time.monotonic() + limit_s
+        self.found: dict[JudgeRequest, Judgement] = {}
+        self.stored: set[JudgeRequest] = set()
+        #: Judgements that were scored by calls made for this batch.
+        self.own = 0
+        self.open: set[_Item] = set()
+        self.over = threading.Event()
+        self.error: BaseException | None = None
+
+    def counts(self) -> dict[str, int]:
+        """Say how its judgements came about, each counted once."""
+        failed = sum(self.found[r].status == "failed" for r in self.requests)
+        stored = sum(r in self.stored for r in self.requests)
+        shared = len(self.requests) - failed - stored - self.own
+        return {"stored": stored, "shared": shared, "failed": failed}
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """One call on its way, whoever waits for it."""
+
+    call: Call
+    left_s: float
+    waiting: list[tuple[Batch, tuple[JudgeRequest, ...]]] = field(default_factory=list)
+    #: Tries that counted, and all that were sent.
+    tries: int = 0
+    sent: int = 0
+    last: str = "it was not asked yet"
+    best: tuple[Judgement | None, ...] = ()
+    #: The server that is asked only if there is no other: it has just failed.
+    avoid: Server | None = None
+    #: The server that did not take the schema and is asked again without one.
+    plain_at: Server | None = None
+    task: asyncio.Task[None] | None = None
+
+    def failed(self, detail: str) -> tuple[Judgement, ...]:
+        """Give what is left of it: what could be read of a batched reply, and failures."""
+        failure = Judgement("failed", None, detail)
+        known = self.best or (None,) * len(self.call.requests)
+        return tuple(judgement or failure for judgement in known)
+
+
+class _Tried(NamedTuple):
+    """A request that has ended. ``free``: its server is gone, which counts against no item."""
+
+    answer: Answered | Lost
+    reply: Reply
+    trouble: Trouble
+    free: bool
+    structured: bool
 
 
 def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
@@ -79,26 +190,11 @@ def _outage(servers: Sequence[Server], config: JudgeConfig) -> JudgeOutage:
     )
 
 
-#: Scored calls that are remembered for batches that looked into the store just before.
-_LATELY = 4096
-#: Of its own: how long was waited is no part of a training's random states.
-_JITTER = random.Random()
-
-
-class Pace(NamedTuple):
-    """Waits that tests shorten."""
-
-    first_backoff_s: float = 0.5
-    breaker: BreakerSettings = BreakerSettings()
-
-
-class _Scored(NamedTuple):
-    at: float
-    judgements: tuple[Judgement, ...]
-
-
 class Engine:
-    """Everything but ``idle``, ``pause`` and the counts belongs to the loop's thread."""
+    """Everything but ``idle``, ``pause`` and the counts belongs to the loop's thread.
+
+    ``first_backoff_s`` and ``breaker`` as of :class:`~refiner_core.judges.openai.OpenAIJudge`.
+    """
 
     def __init__(
         self,
@@ -106,20 +202,21 @@ class Engine:
         around: Surroundings,
         store: JudgementStore,
         counts: Counts,
-        pace: Pace,
+        first_backoff_s: float,
+        breaker: BreakerSettings,
     ) -> None:
-        self._config, self._around, self._store = config, around, store
-        self._counts, self._pace = counts, pace
-        self._api_key_env = "" if around.endpoints is not None else config.api_key_env
-        self._fleet = Fleet(time.monotonic, pace.breaker)
-        self._items: dict[tuple[bytes, ...], Item] = {}
-        self._lately: OrderedDict[tuple[bytes, ...], _Scored] = OrderedDict()
-        self._queue: deque[Item] = deque()
+        self._config, self._around, self._store, self._counts = config, around, store, counts
+        self._first_backoff_s = first_backoff_s
+        self._fleet = Fleet(time.monotonic, breaker)
+        self._items: dict[tuple[bytes, ...], _Item] = {}
         self._batches: set[Batch] = set()
-        self._workers: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(config.concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._minding = self._looking_up = False
+        self._looks: dict[Server, asyncio.Task[bool]] = {}
+        self._minding: asyncio.Task[None] | None = None
+        self._looking_up: asyncio.Task[None] | None = None
+        #: Set, and replaced by another, when somebody may be asked again.
+        self._changed = asyncio.Event()
         self._paused_since: float | None = None
         self._look_up_at = 0.0
         limits = (config.timeout_s, config.batch_timeout_s, config.outage_patience_s)
@@ -132,64 +229,46 @@ class Engine:
         """Say whether nobody waits for anything; readable from any thread."""
         return not self._batches
 
-    def backlog(self, batch: Batch) -> int:
-        """Calls that nobody has taken up, with those of the batch that are on their way here; for
-        the thread that hands over that batch."""
-        return len(self._queue) + batch.handed - batch.taken
-
     # ---- from outside, by way of the loop
 
     def open(self) -> None:
         """Begin; to be called inside the loop."""
-        config = self._config
-        self._client = Client(self._api_key_env, config.timeout_s)
-        self._asking = Asking(
-            config, self._fleet, self._counts, self._client, self._pace.first_backoff_s
-        )
+        given = self._around.endpoints is not None
+        api_key_env = "" if given else self._config.api_key_env
+        self._client = Client(api_key_env, self._config.timeout_s)
 
     async def close(self) -> None:
         """End everything; who still waits is told."""
         self.fail(RuntimeError("the judge was closed while it was judging"))
-        running = [*self._workers, *self._tasks]
+        running = tuple(self._tasks)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._client.close()
 
-    def begin(self, batch: Batch) -> None:
-        """A batch whose calls are to come."""
+    def begin(self, batch: Batch, calls: Sequence[Call]) -> None:
+        """Bring the calls of a batch about; what the store knows is not asked."""
         rested = not self._batches
         self._batches.add(batch)
         if rested:
             self._fleet.begin_anew()
             self._renew()
-        if not self._minding:
-            self._minding = True
-            self._spawn(self._mind(), self._tasks)
-
-    def add(self, batch: Batch, calls: Sequence[Call]) -> None:
-        """Calls of a batch."""
-        batch.taken += len(calls)
-        if batch.over.is_set():
-            return
+        if self._minding is None or self._minding.done():
+            self._minding = self._spawn(self._mind())
+        known = iter(self._store.get([key for call in calls for key in call.keys]))
         for call in calls:
-            lately = self._lately.get(call.keys)
-            if lately is not None and lately.at >= batch.begun:
-                batch.found.update(zip(call.requests, lately.judgements, strict=True))
+            scores = [one.score for _ in call.keys if (one := next(known)) is not None]
+            if len(scores) == len(call.keys):
+                batch.stored.update(call.requests)
+                scored = (Judgement("scored", score) for score in scores)
+                batch.found.update(zip(call.requests, scored, strict=True))
                 continue
             item = self._items.get(call.keys)
             if item is None:
-                item = Item(call, self._config.timeout_s, batch)
-                self._items[call.keys] = item
-                self._queue.append(item)
+                item = self._items[call.keys] = _Item(call, self._config.timeout_s)
+                item.task = self._spawn(self._work(item))
             item.waiting.append((batch, call.requests))
             batch.open.add(item)
-        for _ in range(min(self._config.concurrency - len(self._workers), len(self._queue))):
-            self._spawn(self._work(), self._workers)
-
-    def seal(self, batch: Batch) -> None:
-        """No more calls of this batch."""
-        batch.sealed = True
         self._look_if_over(batch)
 
     def drop(self, batch: Batch, error: BaseException | None = None) -> None:
@@ -198,11 +277,8 @@ class Engine:
             return
         for item in tuple(batch.open):
             self._leave(item, batch)
-        self._batches.discard(batch)
         batch.error = error
-        if not self._batches:
-            self._end_pause()
-        batch.over.set()
+        self._end(batch)
 
     def fail(self, error: BaseException) -> None:
         """End all batches with an error."""
@@ -211,61 +287,138 @@ class Engine:
 
     # ---- items
 
-    async def _work(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        while self._queue:
-            item = self._queue.popleft()
-            item.task = task
-            try:
-                judgements = await self._judge(item)
-            except asyncio.CancelledError:
-                if not item.cut:
-                    raise
-                item.uncut()
-                judgements = item.failed("it was given up")
-            item.task = None
-            self._finish(item, judgements)
-        # Now, not when the loop comes to tell: what is added before that needs another worker.
-        self._workers.discard(task)
+    async def _work(self, item: _Item) -> None:
+        async with self._slots:
+            judgements = await self._judge(item)
+        self._items.pop(item.call.keys, None)
+        waited, item.waiting = item.waiting, []
+        if waited:
+            waited[0][0].own += sum(judgement.status == "scored" for judgement in judgements)
+        for batch, requests in waited:
+            batch.found.update(zip(requests, judgements, strict=True))
+            batch.open.discard(item)
+        for batch, _ in waited:  # afterwards: a batch may have asked it in several requests
+            self._look_if_over(batch)
 
-    async def _judge(self, item: Item) -> tuple[Judgement, ...]:
-        """Try until it is judged, or has failed for good, or nobody waits for it any more."""
-        asking, most = self._asking, self._config.max_retries
-        while item.waiting:
-            server = self._fleet.pick(item.avoid) if item.plain_at is None else item.plain_at
+    async def _judge(self, item: _Item) -> tuple[Judgement, ...]:
+        """Try until it is judged, or has failed for good; cancelled when nobody waits any more."""
+        config, fleet = self._config, self._fleet
+        while True:
+            server = item.plain_at or fleet.pick(item.avoid)
             if server is None:
                 await self._somebody()
                 continue
-            tried = await asking.ask(item, server)
-            reply = tried.reply
+            answer, reply, trouble, free, structured = await self._ask(item, server)
             if reply.judgements is not None:
                 self._keep(item.call, reply)
                 self._settle()
                 return reply.judgements
             item.last, item.best = reply.detail, reply.partial or item.best
-            item.plain_at = server if asking.may_mean_the_schema(server, tried) else None
-            waits = item.plain_at is None and asking.may_refuse_all(item, server, tried)
+            status = answer.status if isinstance(answer, Answered) else 0
+            may_mean_the_schema = (
+                structured
+                and config.structured_output == "auto"
+                and server.structured != "yes"
+                and status in _NO_SCHEMA
+            )
+            item.plain_at = server if may_mean_the_schema else None
+            again = free or may_mean_the_schema
+            if not again and reply.final and status not in (0, 200):
+                # It may not be meant for this item alone: then it waits to know.
+                again = not fleet.turned_down(server, item.call.keys, status)
             self._settle()
-            if tried.free:
+            if free:
                 item.avoid = server
-            if tried.free or waits or item.plain_at is not None:
+            if again:
                 continue
             if reply.final:
                 return item.failed(reply.detail)
-            if isinstance(tried.answer, Lost) and tried.answer.reason == "timeout":
-                limit_s = self._config.timeout_s
-                return item.failed(f"no judgement within {limit_s:g} s, last: {item.last}")
+            if isinstance(answer, Lost) and answer.reason == "timeout":
+                return item.failed(f"no judgement within {config.timeout_s:g} s, last: {item.last}")
             item.avoid = server
             item.tries += 1
-            if item.tries > most and await asking.is_gone(server, tried.trouble):
+            over = item.tries > config.max_retries
+            doubtful = over and trouble is Trouble.GONE and server.breaker.state == "closed"
+            if doubtful and not await self._found(server):
                 continue
-            wait_s = asking.wait_s(item, server, tried)
-            if item.tries > most or wait_s >= item.left_s:
+            wait_s = self._wait_s(item, server, answer)
+            if over or wait_s >= item.left_s:
                 return item.failed(f"gave up after {item.tries} tries, last: {reply.detail}")
             item.left_s -= wait_s
             await asyncio.sleep(wait_s)
-        return item.failed("it was given up")
+
+    async def _ask(self, item: _Item, server: Server) -> _Tried:
+        """Make one request; raises nothing but the cancellation of one that nobody waits for."""
+        structured = self._is_structured(item, server)
+        body = _encode(request_body(item.call, self._config, structured=structured)).encode()
+        self._counts.add(calls=1, retries=int(item.sent > 0))
+        item.sent += 1
+        begun, trial = time.monotonic(), self._fleet.begins(server)
+        answer: Answered | Lost = Lost("given_up")
+        reply, trouble = Reply(reason="given_up"), Trouble.BUSY  # nothing is known of the server
+        try:
+            try:
+                async with asyncio.timeout(item.left_s):
+                    answer = await self._client.post(server.chat_url, server.endpoint, body)
+            except TimeoutError:
+                answer = Lost("timeout")
+            reply, trouble = outcome_of(answer, item.call)
+        finally:
+            seconds = time.monotonic() - begun
+            self._count(answer, reply, seconds)
+            free = self._fleet.ended(server, item.call.keys, trouble, trial=trial)
+        if not free:
+            item.left_s -= seconds
+        if isinstance(answer, Lost) and answer.reason == "timeout" and server.heard_at < begun:
+            free = not await self._found(server)
+            item.left_s = self._config.timeout_s if free else item.left_s
+        self._note(server, answer, reply, structured=structured)
+        return _Tried(answer, reply, trouble, free, structured)
+
+    def _is_structured(self, item: _Item, server: Server) -> bool:
+        wanted = self._config.structured_output
+        if item.call.schema is None or wanted == "none":
+            return False
+        taken = server.structured != "no" and item.plain_at is not server
+        return wanted == "json_schema" or taken
+
+    def _count(self, answer: Answered | Lost, reply: Reply, seconds: float) -> None:
+        if isinstance(answer, Lost):
+            self._counts.count("lost", answer.reason)
+            return
+        prompt, completion = reply.tokens
+        self._counts.count("answers", answer.status)
+        self._counts.add(latency_s=seconds, prompt_tokens=prompt, completion_tokens=completion)
+        if reply.served and reply.judgements:
+            self._counts.count("served", reply.served)
+        if answer.status == 200 and reply.reason:
+            self._counts.count("unusable", reply.reason)
+
+    def _note(
+        self, server: Server, answer: Answered | Lost, reply: Reply, *, structured: bool
+    ) -> None:
+        """Note what an answer tells about its server, beyond its breaker."""
+        if reply.judgements is None:
+            server.last_words = reply.detail
+        if isinstance(answer, Lost):
+            return
+        server.heard_at = time.monotonic()
+        if answer.retry_after_s:
+            server.held_until = max(server.held_until, server.heard_at + answer.retry_after_s)
+        if answer.status != 200:
+            return
+        self._fleet.answered(server)
+        if structured:
+            server.structured = "yes"
+        elif server.structured == "unknown" and self._config.structured_output == "auto":
+            server.structured = "no"
+            log.info("%s takes no schema for replies; it is asked without one", server.name)
+
+    def _wait_s(self, item: _Item, server: Server, answer: Answered | Lost) -> float:
+        """Until the next try: full jitter, and on top what the server asked for."""
+        longest = min(_MAX_BACKOFF_S, self._first_backoff_s * 2.0 ** (item.tries - 1))
+        asked = isinstance(answer, Answered) and answer.retry_after_s > 0
+        return (self._fleet.wait_s(server) if asked else 0.0) + _JITTER.random() * longest
 
     def _keep(self, call: Call, reply: Reply) -> None:
         tokens = reply.tokens  # all with the first: sums over judgements are those over calls
@@ -274,48 +427,32 @@ class Engine:
             self._store.put(key, StoredJudgement(judgement.score, *tokens))
             tokens = (0, 0)
 
-    def _finish(self, item: Item, judgements: tuple[Judgement, ...]) -> None:
-        if self._items.get(item.call.keys) is item:
-            del self._items[item.call.keys]
-        scored = sum(judgement.status == "scored" for judgement in judgements)
-        if scored == len(judgements):
-            self._lately[item.call.keys] = _Scored(time.monotonic(), judgements)
-            if len(self._lately) > _LATELY:
-                self._lately.popitem(last=False)
-        for number, (batch, requests) in enumerate(item.waiting):
-            batch.found.update(zip(requests, judgements, strict=True))
-            if not number and batch is item.owner:
-                batch.own += scored
-            batch.open.discard(item)
-        waited, item.waiting = item.waiting, []
-        for batch, _ in waited:  # afterwards: a batch may have asked it in several requests
-            self._look_if_over(batch)
-
-    def _leave(self, item: Item, batch: Batch) -> None:
+    def _leave(self, item: _Item, batch: Batch) -> None:
         """A batch waits for this item no more; nobody else: it is given up."""
         batch.open.discard(item)
         item.waiting = [w for w in item.waiting if w[0] is not batch]
-        if not item.waiting:
+        if not item.waiting and item.task is not None:
             self._items.pop(item.call.keys, None)
-            item.cut_short("given_up")
+            item.task.cancel()
 
     def _look_if_over(self, batch: Batch) -> None:
-        if batch.sealed and not batch.open and not batch.over.is_set():
+        if not batch.open and not batch.over.is_set():
             self._counts.add(**batch.counts())
-            self._batches.discard(batch)
-            if not self._batches:
-                self._end_pause()
-            batch.over.set()
+            self._end(batch)
+
+    def _end(self, batch: Batch) -> None:
+        self._batches.discard(batch)
+        if not self._batches:
+            self._end_pause()
+        batch.over.set()
 
     # ---- waiting for servers
 
     async def _somebody(self) -> None:
         """Wait until somebody may be asked. All come back within a while, not at once."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
+        await self._changed.wait()
         if self._fleet.open_to_all:
-            await asyncio.sleep(_JITTER.random() * self._pace.first_backoff_s)
+            await asyncio.sleep(_JITTER.random() * self._first_backoff_s)
 
     def _settle(self) -> None:
         """After an answer: let those go on who can, or end what cannot."""
@@ -325,31 +462,22 @@ class Engine:
         self._wake()
 
     def _wake(self) -> None:
-        everybody = self._fleet.open_to_all
-        while self._waiters and (everybody or self._fleet.open_to_one):
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                if not everybody:
-                    return
+        if self._fleet.open_to_all or self._fleet.open_to_one:
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     async def _mind(self) -> None:
         last = time.monotonic()
-        try:
-            while self._batches:
-                await asyncio.sleep(self._tick_s)
-                now = time.monotonic()
-                paused_s = self._look_after(now, now - last)
-                last = now
-                self._asking.put_off(paused_s)
-                self._asking.late(now)
-                for batch in tuple(self._batches):
-                    batch.expires_at += paused_s
-                    if now >= batch.expires_at:
-                        self._expire(batch)
-                self._wake()
-        finally:
-            self._minding = False
+        while self._batches:
+            await asyncio.sleep(self._tick_s)
+            now = time.monotonic()
+            paused_s = self._look_after(now, now - last)
+            last = now
+            for batch in tuple(self._batches):
+                batch.expires_at += paused_s
+                if now >= batch.expires_at:
+                    self._expire(batch)
+            self._wake()
 
     def _look_after(self, now: float, passed: float) -> float:
         """Look after servers; gives how long nobody could be asked since the last time, seconds.
@@ -360,7 +488,7 @@ class Engine:
             Nobody could be asked for longer than anybody wants to wait.
         """
         for server in self._fleet.due_probes():
-            self._spawn(self._probe(server), self._tasks)
+            self._spawn(self._probe(server))
         if self._fleet.up:
             self._end_pause()
             return 0.0
@@ -395,15 +523,15 @@ class Engine:
             config = self._config
             addresses = [a for a in (config.base_url, *config.base_urls) if a]
             self._fleet.renew([Endpoint(address.rstrip("/")) for address in addresses])
-        elif not self._looking_up and time.monotonic() >= self._look_up_at:
-            self._looking_up = True
-            self._spawn(self._look_up(self._around.endpoints), self._tasks)
+            return
+        at_it = self._looking_up is not None and not self._looking_up.done()
+        if not at_it and time.monotonic() >= self._look_up_at:
+            self._looking_up = self._spawn(self._look_up(self._around.endpoints))
 
     async def _look_up(self, endpoints: Callable[[], Sequence[Endpoint]]) -> None:
         try:
             self._fleet.renew(await asyncio.to_thread(endpoints))
         finally:
-            self._looking_up = False
             self._look_up_at = time.monotonic() + _LOOK_UP_EVERY_S
 
     def _expire(self, batch: Batch) -> None:
@@ -416,14 +544,26 @@ class Engine:
             self._leave(item, batch)
         self._look_if_over(batch)
 
-    def _spawn(self, work: Coroutine[Any, Any, None], where: set[asyncio.Task[None]]) -> None:
+    async def _found(self, server: Server) -> bool:
+        """Look whether anybody is there; all who wonder at the same time look once."""
+        look = self._looks.get(server)
+        if look is None:
+            look = self._looks[server] = asyncio.create_task(self._client.alive(server))
+            look.add_done_callback(lambda _: self._looks.pop(server))
+        alive = await asyncio.shield(look)
+        if not alive and server.breaker.state == "closed":
+            server.breaker.open()
+        return alive
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        where.add(task)
+        self._tasks.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
-            where.discard(task)
+            self._tasks.discard(task)
             error = None if task.cancelled() else task.exception()
             if error is not None:
                 self.fail(error)
 
         task.add_done_callback(ended)
+        return task

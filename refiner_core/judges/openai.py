@@ -5,7 +5,8 @@ never as a number.
 
 ::
 
-    submit ─ plan ─> store? ─> engine: one event loop in a thread of its own ─> PendingJudgements
+    submit ─ plan ─> engine: one event loop in a thread of its own ─> PendingJudgements
+                                 │ what the store knows is not asked
                                  │ scored: into the store, as they come
                                  └ all servers gone: pause ─> go on, or JudgeOutage
 
@@ -19,7 +20,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from refiner_core.contract.config import JudgeConfig
@@ -27,18 +28,13 @@ from refiner_core.contract.errors import ConfigurationError, Interrupted
 from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, JudgeUsage
 from refiner_core.http.client import LoopThread, authorization
 from refiner_core.http.fleet import BreakerSettings
-from refiner_core.judges.asking import Batch
-from refiner_core.judges.calls import Call, marked, plan_calls
-from refiner_core.judges.engine import Engine, Pace
+from refiner_core.judges.calls import marked, plan_calls
+from refiner_core.judges.engine import Batch, Engine
 from refiner_core.judges.prompting import load_judge_prompts
 from refiner_core.judges.surroundings import Counts, MemoryStore, Surroundings
 
-#: Calls are planned in parts, so that the first are on their way while the last are planned.
-_PART = 128
 #: How often who waits looks for a pause and for a stop, seconds.
 _LOOK_S = 0.1
-#: How often who plans at leisure looks whether more is needed, seconds.
-_PLAN_S = 0.02
 
 
 class OpenAIJudge:
@@ -79,7 +75,7 @@ class OpenAIJudge:
         self._config = config
         self._store = self._around.store or MemoryStore()
         self._counts = Counts()
-        self._pace = Pace(first_backoff_s, breaker or BreakerSettings())
+        self._pace = first_backoff_s, breaker or BreakerSettings()
         self._starting, self._telling = threading.Lock(), threading.Lock()
         self._engine: Engine | None = None
         self._thread: LoopThread | None = None
@@ -88,7 +84,7 @@ class OpenAIJudge:
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """One judgement per request, in order. Errors as of :meth:`Pending.result`."""
-        return self._begin(requests, at_leisure=True).result() if requests else []
+        return self.submit(requests).result() if requests else []
 
     def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
         """Begin to judge; what the store knows and what is in flight already is not asked again.
@@ -100,35 +96,19 @@ class OpenAIJudge:
         RuntimeError
             The judge was closed, or made by the process that this one was forked from.
         """
-        return self._begin(requests, at_leisure=False)
+        return self._begin(requests)
 
     def fresh(self, mark: str) -> MarkedJudge:
         """The same judge without its memory; see
         :class:`~refiner_core.contract.types.FreshJudge`."""
         return MarkedJudge(self, mark)
 
-    def _begin(
-        self, requests: Sequence[JudgeRequest], *, at_leisure: bool, mark: str = ""
-    ) -> Pending:
-        """``at_leisure``: plan calls about when they are needed. Who waits anyway leaves the
-        processor to those that are under way."""
+    def _begin(self, requests: Sequence[JudgeRequest], mark: str = "") -> Pending:
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
         self._counts.add(asked=len(requests))
-        thread.call(engine.begin, batch)
-        try:
-            for part in self._parts(batch.requests):
-                while at_leisure and engine.backlog(batch) > self._config.concurrency:
-                    if batch.over.wait(_PLAN_S):
-                        return Pending(self, batch)
-                    self._look(batch)
-                if unknown := self._plan(part, batch, mark):
-                    batch.handed += len(unknown)
-                    thread.call(engine.add, batch, unknown)
-        except BaseException as error:
-            thread.call(engine.drop, batch, error)
-            raise
-        thread.call(engine.seal, batch)
+        calls = plan_calls(batch.requests, self._config, self._prompts)
+        thread.call(engine.begin, batch, marked(calls, mark) if mark else calls)
         return Pending(self, batch)
 
     def usage(self) -> JudgeUsage:
@@ -198,34 +178,11 @@ class OpenAIJudge:
             if self._closed:
                 raise RuntimeError("the judge was closed")
             if self._thread is None or self._engine is None:
-                engine = Engine(self._config, self._around, self._store, self._counts, self._pace)
+                engine = Engine(self._config, self._around, self._store, self._counts, *self._pace)
                 hooks = (engine.open, engine.close, engine.fail)
                 self._engine, self._thread = engine, LoopThread("refiner-judge", *hooks)
                 weakref.finalize(self, self._thread.end)
             return self._thread, self._engine
-
-    def _parts(self, requests: Sequence[JudgeRequest]) -> Iterator[Sequence[JudgeRequest]]:
-        unique = list(dict.fromkeys(requests))
-        # What is asked together must be planned together.
-        size = _PART if self._config.form == "per_rubric" else max(1, len(unique))
-        for start in range(0, len(unique), size):
-            yield unique[start : start + size]
-
-    def _plan(self, part: Sequence[JudgeRequest], batch: Batch, mark: str) -> list[Call]:
-        """The calls that the store does not know; what it knows is noted."""
-        calls = plan_calls(part, self._config, self._prompts)
-        calls = marked(calls, mark) if mark else calls
-        known = iter(self._store.get([key for call in calls for key in call.keys]))
-        unknown = []
-        for call in calls:
-            scores = [known_one.score for _ in call.keys if (known_one := next(known)) is not None]
-            if len(scores) < len(call.keys):
-                unknown.append(call)
-                continue
-            batch.stored.update(call.requests)
-            for request, score in zip(call.requests, scores, strict=True):
-                batch.found[request] = Judgement("scored", score)
-        return unknown
 
 
 @dataclass(frozen=True)
@@ -238,13 +195,11 @@ class MarkedJudge:
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """As of :meth:`OpenAIJudge.judge`."""
-        if not requests:
-            return []
-        return self.whole._begin(requests, at_leisure=True, mark=self.mark).result()
+        return self.submit(requests).result() if requests else []
 
     def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
         """As of :meth:`OpenAIJudge.submit`."""
-        return self.whole._begin(requests, at_leisure=False, mark=self.mark)
+        return self.whole._begin(requests, self.mark)
 
     def usage(self) -> JudgeUsage:
         """Give what the judge behind it has done, under whatever mark."""

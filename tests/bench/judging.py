@@ -32,8 +32,8 @@ import httpx2
 
 from infra.store.provenance import host
 from refiner_core.contract.config import JudgeConfig, RewardConfig
-from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.http.client import Answered, Client, Flight, Lost
+from refiner_core.contract.types import Endpoint, Judgement, JudgeRequest, PromptRow
+from refiner_core.http.client import Answered, Client, Lost
 from refiner_core.judges.calls import plan_calls, request_body
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.rewards import RewardInput, compute_rewards
@@ -169,15 +169,15 @@ def _config(base_url: str) -> JudgeConfig:
 
 def _judge(url: str, requests: Sequence[JudgeRequest]) -> Round:
     latencies: list[float] = []
-    ask = Client.ask
+    post = Client.post
 
-    async def timed(self: Client, flight: Flight, body: bytes) -> Answered | Lost:
+    async def timed(self: Client, url: str, endpoint: Endpoint, body: bytes) -> Answered | Lost:
         begun = time.perf_counter()
-        answer = await ask(self, flight, body)
+        answer = await post(self, url, endpoint, body)
         latencies.append(time.perf_counter() - begun)
         return answer
 
-    Client.ask = timed  # type: ignore[method-assign]
+    Client.post = timed  # type: ignore[method-assign]
     slept = _slept_s(url)
     wall, cpu = time.perf_counter(), time.process_time()
     try:
@@ -186,7 +186,7 @@ def _judge(url: str, requests: Sequence[JudgeRequest]) -> Round:
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             usage = judge.usage()
     finally:
-        Client.ask = ask  # type: ignore[method-assign]
+        Client.post = post  # type: ignore[method-assign]
     assert {j.score for j in judgements} == {1.0}
     assert usage.calls == len(requests)
     return Round(wall, cpu, (_slept_s(url) - slept) / CONNECTIONS, latencies, len(requests))

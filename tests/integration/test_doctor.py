@@ -17,7 +17,6 @@ import pytest
 from flows.doctor import examine
 from infra.doctor.check import Check, Finding, Look, run_checks
 from infra.host.processes import ProcessId
-from infra.store.workspace import SHARED
 from refiner_core.contract.errors import ConfigurationError
 from tests.support.command import ROOT, environment, refiner
 from tests.support.git_hub import EXPIRED, READ_ONLY, LoopbackHub
@@ -164,18 +163,12 @@ def test_a_package_of_the_wrong_version_is_named_with_its_command(tmp_path: Path
 
 
 def test_what_the_driver_shows_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        "0, NVIDIA H200, 570.1, 143771, 0, 9.0, Enabled, 0",
-        "1, NVIDIA H200, 570.1, 143771, 0, 9.0, Disabled, 7",
-    ]
-    program(tmp_path, "nvidia-smi", "printf '%s\\n' " + " ".join(f"'{r}'" for r in rows))
+    row = "'NVIDIA H200, 570.1, 143771'"
+    program(tmp_path, "nvidia-smi", f"printf '%s\\n' {row} {row}")
     first_on_path(monkeypatch, tmp_path)
     monkeypatch.setattr("infra.doctor.gpu.installed", lambda _: "2.13.0+cpu")
     found = examine(only=["gpu"])
     assert named(found, "gpu", "GPUs").what == "2 x NVIDIA H200, 140 GiB each, driver 570.1"
-    said = {f.name: [g.what for g in found if g.name == f.name] for f in found}
-    assert "MIG is on" in said["GPU 0"][0]
-    assert said["GPU 1"] == ["7 uncorrected memory errors since the driver began"]
     torch = named(found, "gpu", "torch")
     assert (torch.state, torch.what) == ("warning", "torch 2.13.0+cpu is built without CUDA")
     wanted = examine("tiny", ["grpo.resources.gpus=4"], offline=True, only=["gpu"])
@@ -235,32 +228,14 @@ def test_a_folder_that_the_group_may_write_to_is_doubtful_unless_it_is_shared(
     assert f"chmod go-w {tmp_path}" in f"{found.why} {found.mend}"
 
 
-def test_a_umask_that_shuts_out_the_group_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(SHARED, str(tmp_path))
-    tmp_path.chmod(0o2775)
-    (tmp_path / "workspace.json").write_text('{"format": 1}')
-    before = os.umask(0o022)
-    try:
-        found = examine(None, [f"workspace={tmp_path}"], only=["workspace"])
-    finally:
-        os.umask(before)
-    assert named(found, "workspace", "group").mend == "umask 002"
-
-
 @pytest.mark.quota
-def test_room_is_that_of_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_that_of_the_quota(tmp_path: Path) -> None:
     with quota_folder(tmp_path / "q", 64) as disk:
-        cache = disk.folder / "huggingface"
-        cache.mkdir()
-        monkeypatch.setenv("HF_HOME", str(cache))
         found = examine("tiny", [f"workspace={disk.folder / 'runs'}"], only=["workspace"])
         room = named(found, "workspace", "room")
         assert "btrfs qgroup" in room.what
         assert room.mend == f"refiner disk --reclaim workspace={disk.folder / 'runs'}"
         assert named(found, "workspace", "file system").ok
-        assert named(found, "workspace", "cache HF_HOME").state == "warning"
         forecast = named(found, "workspace", "forecast")
         assert forecast.state == "warning"
         assert forecast.mend.endswith("--fit")
@@ -317,10 +292,9 @@ def test_a_cluster_is_examined_and_a_node_reports(slurm: Cluster, tmp_path: Path
 @pytest.mark.slurm
 def test_a_profile_that_names_what_is_not_there_is_broken(slurm: Cluster, tmp_path: Path) -> None:
     profile = tmp_path / "mine.yaml"
-    profile.write_text("cpu_stages: slurm\npartition: gpu\narray_size: 5000\n")
+    profile.write_text("cpu_stages: slurm\npartition: gpu\n")
     asked = ["dispatch.executor=slurm", f"dispatch.profile={profile}", f"workspace={tmp_path}/runs"]
     found = examine("tiny", asked, offline=True, only=["slurm"])
-    assert named(found, "slurm", "arrays").mend == "array_size: 1000"
     assert any("partition" in f.what for f in found if f.state == "broken")
     profile.write_text("cpu_stages: slurm\n")
     large = examine("tiny", [*asked, "sft.resources.cpus=64"], offline=True, only=["slurm"])

@@ -125,12 +125,10 @@ def hold_to_the_server(usage: JudgeUsage, *servers: JudgeServer) -> None:
     for server in servers:
         kinds += server.kinds
     answers = {int(kind): n for kind, n in kinds.items() if kind.isdigit()}
-    if kinds["truncated"]:
-        answers[200] = answers.get(200, 0) + kinds["truncated"]
     lost = {"connection": kinds["dropped"], "timeout": kinds["hung"] + kinds["dripped"]}
+    lost["truncated"] = kinds["truncated"]
     assert usage.answers == answers
     assert usage.lost == {reason: n for reason, n in lost.items() if n}
-    assert usage.unusable.get("truncated", 0) == kinds["truncated"]
     assert usage.calls == kinds.total()
     scored_by_calls = usage.asked - usage.stored - usage.shared - usage.failed
     assert scored_by_calls == answers.get(200, 0) - sum(usage.unusable.values())
