@@ -296,7 +296,12 @@ def plots(
     by_metric: dict[str, list[drawing.Line]] = {}
     curves = [curve for curve in report.curves[:MOST_CURVES] if curve.arm in index]
     for curve in curves:
-        line = drawing.line_of(curve, index[curve.arm], curve.arm, len(curves))
+        line = drawing.line_of(
+            *(curve.steps, curve.mean, (curve.low, curve.high)),
+            index=index[curve.arm],
+            name=curve.arm,
+            curves=len(curves),
+        )
         by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(line)
     made = []
     for name, found in by_metric.items():
