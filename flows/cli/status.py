@@ -342,10 +342,10 @@ def report_command(
     beside it (of a sweep report.csv and trials.csv too). While a run or sweep is worked on, its
     page loads itself again; --watch keeps it fresh.
     """
-    from flows.reporting.run.report import report_run, values
+    from flows.reporting.run.report import report_run
     from flows.reporting.writing import log_report, report_sweep
     from infra.store.workspace import Workspace
-    from refiner_core.report.sweep.rendering import values as sweep_values
+    from refiner_core.report.pages import values
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
@@ -370,7 +370,7 @@ def report_command(
         make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
         made = _written(make, every, "sweep")
         logged = log_report(workspace, made) if to_wandb else ""
-        document = {**sweep_values(made.report), "folder": str(folder), "wandb": logged}
+        document = {**values(made.report), "folder": str(folder), "wandb": logged}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
         if not as_json:
             say(f"\nPage: {made.page}")

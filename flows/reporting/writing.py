@@ -23,12 +23,12 @@ from infra.tracking import Table, TrackedRun, log_tables
 from refiner_core.contract.config import RecipeConfig, TrackingConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json
+from refiner_core.report.pages import json_text
 from refiner_core.report.printing import whole
 from refiner_core.report.run.document import RunReport
 from refiner_core.report.sweep.document import NUMBERS, PAGE, TEXT, TRIALS, VALUES, SweepReport
 from refiner_core.report.sweep.rendering import (
     csv_of,
-    document,
     markdown,
     number_rows,
     page,
@@ -144,7 +144,7 @@ def report_sweep(
 def files_of(report: SweepReport, *, reload_s: int = RELOAD_S) -> dict[str, str]:
     """Texts of a sweep's report by name; the page last, for it speaks of the others."""
     return {
-        VALUES: document(report),
+        VALUES: json_text(report),
         NUMBERS: csv_of(number_rows(report)),
         TRIALS: csv_of(trial_rows(report)),
         TEXT: markdown(report),

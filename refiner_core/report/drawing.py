@@ -20,11 +20,9 @@ from refiner_core.report.printing import MINUS, duration, finite, moment, number
 from refiner_core.report.run.document import (
     UNDER_WAY,
     AttemptRow,
-    MetricCurve,
     Row,
     StageRow,
 )
-from refiner_core.report.sweep.document import Curve
 
 #: Marks of a mean, by what a comparison says: told apart by form, not by colour alone.
 SHAPES: Mapping[str, str] = {
@@ -100,6 +98,8 @@ def dash_of(index: int) -> int:
 
 # ---------------------------------------------------------------- curves
 
+#: Values of a curve; None where there is none.
+Values = Sequence[float | None]
 #: Points of all curves of a page, and the fewest of one.
 MOST_POINTS, _FEWEST_POINTS = 30_000, 8
 
@@ -119,24 +119,30 @@ class Line:
         return [point for point in self.points if point is not None]
 
 
-def line_of(curve: Curve | MetricCurve, index: int = 1, name: str = "", curves: int = 1) -> Line:
-    """A curve with as many points as one of so many ``curves`` may have on a page."""
-    middle, *ends = (
-        (curve.mean, curve.low, curve.high) if isinstance(curve, Curve) else 3 * (curve.values,)
-    )
+def line_of(
+    steps: Sequence[int],
+    middle: Values,
+    band: tuple[Values, Values] | None = None,
+    *,
+    index: int = 1,
+    name: str = "",
+    curves: int = 1,
+) -> Line:
+    """A curve (its values, and the ends of a band where it has one) with as many points as one of
+    so many ``curves`` may have on a page."""
     kept = kept_places(middle, max(_FEWEST_POINTS, MOST_POINTS // max(1, curves)))
     found: list[tuple[int, float, float, float] | None] = []
     for i in kept:
-        value, low, high = (finite(values[i]) for values in (middle, *ends))
+        value, low, high = (finite(values[i]) for values in (middle, *(band or (middle, middle))))
         if value is None:
             found.append(None)
             continue
         low, high = (value if end is None else end for end in (low, high))
-        found.append((curve.steps[i], value, low, high))
+        found.append((steps[i], value, low, high))
     return Line(index, name, tuple(found))
 
 
-def kept_places(values: Sequence[float | None], most: int) -> list[int]:
+def kept_places(values: Values, most: int) -> list[int]:
     """Places of about ``most`` values: of each stretch its lowest, its highest and its first gap,
     so that neither a spike nor a hole is thinned away. The ends stay."""
     size = len(values)
@@ -224,16 +230,15 @@ class Plot:
         return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("-", MINUS)
 
 
-def plot_of_run(curve: MetricCurve, line: Line) -> Plot:
+def plot_of_run(curve: Row, line: Line) -> Plot:
     """One metric of a run."""
-    words = f"{curve.metric} of {curve.stage} over steps"
+    words = f"{curve['metric']} of {curve['stage']} over steps"
     if known := line.known:
         words += ": " + ", ".join(f"{v:.4g} at step {s}" for s, v, *_ in (known[0], known[-1]))
-    if curve.from_attempts:
-        at = ", ".join(map(str, curve.from_attempts[:12]))
+    if began := curve["from_attempts"]:
+        at = ", ".join(map(str, began[:12]))
         words += f"; a further attempt took over at step {at}"
-    took = curve.from_attempts[:MOST_BARS]
-    return Plot([line], (line.index,), words, 480, 210, (58, 10, 10, 30), took)
+    return Plot([line], (line.index,), words, 480, 210, (58, 10, 10, 30), began[:MOST_BARS])
 
 
 # ---------------------------------------------------------------- attempts over time

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
@@ -18,6 +19,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from refiner_core.contract.records import to_json
 from refiner_core.report import drawing, printing
 
 _HERE = "refiner_core.report"
@@ -93,6 +95,26 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
 
 def _code(text: str) -> Markup:
     return Markup(printing.plain(text).replace("`", "'").replace("\n", " "))
+
+
+def values(report: Any) -> dict[str, Any]:
+    """A whole report as JSON values, its version first: without what JSON or UTF-8 cannot hold."""
+    return dict(_clean(to_json(report)))
+
+
+def json_text(report: Any) -> str:
+    """``report.json``."""
+    return json.dumps(values(report), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(v) for key, v in value.items()}
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    if isinstance(value, str):
+        return value if value.isascii() else printing.whole(value)
+    return printing.finite(value) if isinstance(value, float) else value
 
 
 def leaf(value: Any) -> str:

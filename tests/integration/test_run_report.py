@@ -137,30 +137,34 @@ def test_what_went_wrong_stands_with_how_it_ended(report: RunReport) -> None:
 
 
 def test_curves_have_gaps_where_a_value_was_not_finite(report: RunReport) -> None:
-    (loss,) = (c for c in report.curves if c.stage == "sft")
-    assert (loss.steps, loss.values) == ((1, 2, 3, 4), (4.0, 2.0, None, 1.0))
-    assert [c.metric for c in report.curves if c.stage == "grpo"] == ["scores"]
+    (loss,) = (c for c in report.curves if c["stage"] == "sft")
+    assert (loss["steps"], loss["values"]) == ((1, 2, 3, 4), (4.0, 2.0, None, 1.0))
+    assert [c["metric"] for c in report.curves if c["stage"] == "grpo"] == ["scores"]
 
 
 def test_numbers_come_in_the_order_of_training_and_say_what_stands_beside_them(
     report: RunReport,
 ) -> None:
-    assert list(dict.fromkeys(n.model for n in report.numbers)) == [
+    assert list(dict.fromkeys(n["model"] for n in report.numbers)) == [
         *("base", "sft", "grpo", "random_copier")
     ]
-    assert {n.model for n in report.numbers if n.reference} == {"random_copier"}
-    valid = {n.model: n for n in report.numbers if n.metric == "format_valid"}
-    assert (valid["base"].value, valid["sft"].value, valid["grpo"].value) == (0.0, 0.5, 1.0)
-    assert valid["sft"].low is not None
-    assert valid["sft"].low < 0.5
+    assert {n["model"] for n in report.numbers if n["reference"]} == {"random_copier"}
+    valid = {n["model"]: n for n in report.numbers if n["metric"] == "format_valid"}
+    assert (valid["base"]["value"], valid["sft"]["value"], valid["grpo"]["value"]) == (
+        0.0,
+        0.5,
+        1.0,
+    )
+    assert valid["sft"]["low"] is not None
+    assert valid["sft"]["low"] < 0.5
 
 
 def test_what_training_changed_is_paired_with_an_interval(report: RunReport) -> None:
-    (valid,) = (c for c in report.changes if c.metric == "format_valid")
-    assert (valid.before, valid.after, valid.n) == ("sft", "grpo", 6)
-    assert valid.difference == pytest.approx(0.5)
-    assert valid.low is not None
-    assert valid.low < 0.5 < (valid.high or 0.0)
+    (valid,) = (c for c in report.changes if c["metric"] == "format_valid")
+    assert (valid["before"], valid["after"], valid["n"]) == ("sft", "grpo", 6)
+    assert valid["difference"] == pytest.approx(0.5)
+    assert valid["low"] is not None
+    assert valid["low"] < 0.5 < (valid["high"] or 0.0)
 
 
 def test_answers_before_and_after_show_what_each_part_of_the_reward_added(
@@ -254,7 +258,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     assert report.state_text.startswith("2 of 3 stages done")
     (attempt,) = row_of(report, "grpo").attempts
     assert (attempt.outcome, kind_of(attempt)) == ("under way", "running")
-    assert [c.values for c in report.curves if c.metric == "scores"] == [(1.0, 2.0)]
+    assert [c["values"] for c in report.curves if c["metric"] == "scores"] == [(1.0, 2.0)]
     assert report.cost.judge == {"asked": 17}
     assert any("--watch" in command for command in report.next_commands)
     assert written.page.exists()

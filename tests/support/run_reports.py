@@ -14,11 +14,8 @@ from typing import Any
 from refiner_core.report.run.document import (
     RUN_REPORT_VERSION,
     AttemptRow,
-    ChangeRow,
     Cost,
     DiskUse,
-    MetricCurve,
-    NumberRow,
     Row,
     RunReport,
     StageRow,
@@ -29,6 +26,16 @@ BEGAN = datetime(2026, 11, 20, 9, 0, tzinfo=UTC)
 OWN, WEIGHED = "6d8c09b4f51a", "36f615dd3a39"
 _WORKSPACE = "/scratch/me/runs"
 
+change = row(
+    *("before", "after", "under", "decoding", "metric", "value_before", "value_after"),
+    *("difference", "low", "high", "n", "higher_is_better"),
+)
+curve = row("stage", "metric", "steps", "values", "from_attempts", from_attempts=())
+number = row(
+    *("model", "protocol", "protocol_name", "decoding", "metric", "value", "low", "high", "n"),
+    *("higher_is_better", "under", "reference"),
+    **{"higher_is_better": None, "under": "", "reference": False},
+)
 example_of = row(
     *("kind", "sample_id", "why", "question", "prompt", "said", "metric", "change"),
     metric="",
@@ -113,7 +120,7 @@ def running_report() -> RunReport:
     return replace(
         made, state="running", state_text="GRPO is at step 52 of 70.", ended_at="", stages=stages,
         changes=(), published=(), made_at=_at(290),
-        numbers=tuple(n for n in made.numbers if n.model in ("base", "sft")),
+        numbers=tuple(n for n in made.numbers if n["model"] in ("base", "sft")),
     )  # fmt: skip
 
 
@@ -145,14 +152,14 @@ def hostile_report() -> RunReport:
         made.stages[2], name=f"grpo{HOSTILE}", state=HOSTILE, reason=bad, made_by=HOSTILE,
         attempts=(AttemptRow(1, _at(0), "not a time", None, HOSTILE, bad, HOSTILE, HOSTILE, bad),),
     )  # fmt: skip
-    number = NumberRow(HOSTILE, HOSTILE, bad, bad, HOSTILE, float("nan"), None, float("inf"), None)
+    odd = number(HOSTILE, HOSTILE, bad, bad, HOSTILE, float("nan"), None, float("inf"), None)
     return replace(
         made, recipe=f"Recipe {HOSTILE}", run=bad, description=bad, state_text=bad,
         command=("refiner", "run", bad, "'; rm -rf /"), workspace=bad, examples=(example,),
         stages=(*made.stages[:2], stage), incidents=(incident(HOSTILE, bad, bad, False),),
-        numbers=(number, *made.numbers), warnings=(bad,), settings={HOSTILE: bad, bad: [bad]},
+        numbers=(odd, *made.numbers), warnings=(bad,), settings={HOSTILE: bad, bad: [bad]},
         provenance={HOSTILE: {bad: [bad, {bad: 1}]}}, next_commands=(f"echo {bad}",),
-        curves=(MetricCurve(HOSTILE, bad, (1, 2), (1.0, float("nan")), (2,)),),
+        curves=(curve(HOSTILE, bad, (1, 2), (1.0, float("nan")), (2,)),),
         disk=DiskUse({bad: 3}, source=bad), published=(published(bad, bad, bad),),
         overrides=(bad,),
     )  # fmt: skip
@@ -172,13 +179,13 @@ def huge_report() -> RunReport:
     steps = tuple(range(1, 10_001))
     rng = random.Random(5)
     values = tuple(rng.random() if i % 977 else None for i in steps)
-    curves = tuple(MetricCurve("grpo", f"metric/{i}", steps, values, (5_000,)) for i in range(30))
+    curves = tuple(curve("grpo", f"metric/{i}", steps, values, (5_000,)) for i in range(30))
     attempts = tuple(replace(made.stages[2].attempts[0], number=i) for i in range(1, 2_001))
     stages = (*made.stages[:2], replace(made.stages[2], attempts=attempts), *made.stages[3:])
     return replace(
         made, examples=examples, curves=curves, stages=stages, incidents=made.incidents * 2_000,
         settings={f"field.{i}": "x" * 10_000 for i in range(3_000)},
-        numbers=tuple(replace(n, metric=f"{n.metric}-{i}") for i in range(300)
+        numbers=tuple({**n, "metric": f"{n['metric']}-{i}"} for i in range(300)
                       for n in made.numbers), warnings=("w" * 5_000,) * 500,
     )  # fmt: skip
 
@@ -206,13 +213,13 @@ def agents_run_report() -> RunReport:
             }
         )
     numbers = tuple(
-        NumberRow(model, OWN, "own", "sampled", metric, value, value - 0.05, value + 0.05, 90,
+        number(model, OWN, "own", "sampled", metric, value, value - 0.05, value + 0.05, 90,
                   True, "", model == "nothing")
         for model, values in (("sft", (0.44, 0.15)), ("grpo", (0.667, 0.43)), ("nothing", (0., 0.)))
         for metric, value in zip(("pass@1", "pass^4"), values, strict=True)
     )  # fmt: skip
     changes = (
-        ChangeRow("sft", "grpo", "", "sampled", "pass@1", 0.44, 0.667, 0.227, 0.16, 0.29, 90, True),
+        change("sft", "grpo", "", "sampled", "pass@1", 0.44, 0.667, 0.227, 0.16, 0.29, 90, True),
     )
     return replace(
         full_report(), recipe="tiny-tools", agent=True, examples=tuple(examples), numbers=numbers,
@@ -262,7 +269,7 @@ def _stages() -> tuple[StageRow, ...]:
     )  # fmt: skip
 
 
-def _curves(size: int) -> tuple[MetricCurve, ...]:
+def _curves(size: int) -> tuple[Row, ...]:
     rng = random.Random(3)
     made = []
     for metric, first, last in (
@@ -275,9 +282,9 @@ def _curves(size: int) -> tuple[MetricCurve, ...]:
             for i in range(size)
         ]
         values[30:33] = [None, None, None]
-        made.append(MetricCurve("grpo", metric, tuple(range(1, size + 1)), tuple(values), (24, 41)))
+        made.append(curve("grpo", metric, tuple(range(1, size + 1)), tuple(values), (24, 41)))
     loss = tuple(4.2 * 0.95**i + 0.4 for i in range(55))
-    return (MetricCurve("sft", "loss/train_avg", tuple(range(1, 56)), loss), *made)
+    return (curve("sft", "loss/train_avg", tuple(range(1, 56)), loss), *made)
 
 
 _MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
@@ -296,9 +303,9 @@ _MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
 }  # fmt: skip
 
 
-def _numbers() -> tuple[NumberRow, ...]:
+def _numbers() -> tuple[Row, ...]:
     return tuple(
-        NumberRow(
+        number(
             model, WEIGHED if metric == "reward" else OWN, "own", decoding, metric, *found[model],
             199, None if metric == "claims" else True, under, model == "random_copier",
         )
@@ -308,9 +315,9 @@ def _numbers() -> tuple[NumberRow, ...]:
     )  # fmt: skip
 
 
-def _changes() -> tuple[ChangeRow, ...]:
+def _changes() -> tuple[Row, ...]:
     return tuple(
-        ChangeRow(
+        change(
             "sft", "grpo", "", decoding, metric, found["sft"][0], found["grpo"][0],
             found["grpo"][0] - found["sft"][0], found["grpo"][0] - found["sft"][0] - width,
             found["grpo"][0] - found["sft"][0] + width, 199, None if metric == "claims" else True,

@@ -15,7 +15,6 @@ from refiner_core.report.sweep.document import (
     REPORT_VERSION,
     ArmNumber,
     Comparison,
-    Curve,
     Key,
     Row,
     SweepReport,
@@ -55,6 +54,7 @@ attempts_row = row(
     *("failures", "errors"),
 )
 cell = row("arm", "value", "low", "high", "rank", moved=False)
+curve = row("stage", "metric", "arm", "steps", "mean", "low", "high", "by_seed")
 flip = row("arm", "sample_id", "question", "baseline", "value", "seeds_agree", "seeds")
 incident_of = row("arm", "seed", "at", "text", "resolved")
 matrix_row = row("protocol", "judge", "rubrics", "metric", "decoding", "trains", "cells")
@@ -373,7 +373,7 @@ class _Made:
                 )  # fmt: skip
         return tuple(rows)
 
-    def curves(self) -> tuple[Curve, ...]:
+    def curves(self) -> tuple[Row, ...]:
         found = []
         steps = tuple(range(1, 101))
         for metric in ("scores", "objective/kl3_avg", "val/sequence_lengths"):
@@ -393,7 +393,7 @@ class _Made:
                 columns = list(zip(*by_seed.values(), strict=True))
                 known = [[v for v in column if v is not None] for column in columns]
                 found.append(
-                    Curve(
+                    curve(
                         "grpo", metric, arm, steps,
                         tuple(sum(k) / len(k) for k in known),
                         tuple(map(min, known)), tuple(map(max, known)), by_seed,

@@ -58,8 +58,8 @@ def test_a_report_is_made_from_records_alone(made: RecordedSweep) -> None:
     assert {t.state for t in report.trials} == {"done", "waiting"}
     assert report.state == "stopped"
     assert report.provenance["evaluations read"] == 16
-    assert {c.arm for c in report.curves} == {"base", "more", "lenient"}
-    assert all(len(c.steps) == made.steps for c in report.curves)
+    assert {c["arm"] for c in report.curves} == {"base", "more", "lenient"}
+    assert all(len(c["steps"]) == made.steps for c in report.curves)
 
 
 def test_texts_are_read_of_what_is_shown(made: RecordedSweep) -> None:

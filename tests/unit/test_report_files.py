@@ -25,6 +25,7 @@ from refiner_core.contract.records import (
     SweepRecord,
     TrialRecord,
 )
+from refiner_core.report.pages import json_text
 from refiner_core.report.printing import (
     decimals_for,
     duration,
@@ -38,7 +39,6 @@ from refiner_core.report.printing import (
 from refiner_core.report.sweep.document import SweepReport
 from refiner_core.report.sweep.rendering import (
     csv_of,
-    document,
     markdown,
     number_rows,
     page,
@@ -99,7 +99,7 @@ def test_page_markdown_and_tables_print_the_same_numbers() -> None:
     )
     assert round(float(row["difference"]), 3) == 0.029
     assert (row["seed_3"], row["verdict"], row["factor_rubrics"]) == ("", "better", "mixed")
-    values = json.loads(document(report))
+    values = json.loads(json_text(report))
     assert values["version"] == report.version
     found = values["comparisons"][0]["numbers"][2]
     assert (found["arm"], found["difference"]) == ("mixed-0", float(row["difference"]))
@@ -110,7 +110,7 @@ def test_a_missing_number_says_why_and_is_never_nan() -> None:
     broken = replace(report.comparisons[0].numbers[1], value=NAN, low=NAN, difference=NAN, p=NAN)
     first = replace(report.comparisons[0], numbers=(broken, *report.comparisons[0].numbers[2:]))
     report = replace(report, comparisons=(first,))
-    for text in (page(report), markdown(report), csv_of(number_rows(report)), document(report)):
+    for text in (page(report), markdown(report), csv_of(number_rows(report)), json_text(report)):
         shown = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r"\b(nan|NaN|inf|None)\b", shown)
         assert "All its trials failed: no room left on the disk." in shown

@@ -10,7 +10,6 @@ earlier runs have tried at the others. What nobody has counted is None.
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,6 @@ from infra.store.traces import read_metrics
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.marks import walk
-from refiner_core.contract.records import to_json
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import total
 from refiner_core.report.run.document import (
@@ -294,12 +292,6 @@ def report_of_run(
     )
 
 
-def values(report: RunReport) -> dict[str, Any]:
-    """The whole report as plain JSON values."""
-    found: dict[str, Any] = to_json(report)
-    return found
-
-
 def report_run(
     run: str | None = None,
     workspace: str | Path = RecipeConfig.workspace,
@@ -332,15 +324,17 @@ def report_run(
     NoSpaceError
         There is no room for the files; those that were there before still are.
     """
-    from refiner_core.report.run.rendering import (
-        markdown,
-        page,  # templates are of no use to who only gathers
-    )
+    # Templates are of no use to who only gathers.
+    from refiner_core.report.pages import json_text
+    from refiner_core.report.run.rendering import markdown, page
 
     report = report_of_run(run, workspace)
     reports = Workspace.read_only(workspace).layout.reports
     written = Written(report, reports / report.run if folder is None else Path(folder))
-    text = json.dumps(values(report), indent=1, ensure_ascii=False, allow_nan=False)
-    files = {VALUES: text + "\n", TEXT: markdown(report), PAGE: page(report, reload_s=reload_s)}
+    files = {
+        VALUES: json_text(report),
+        TEXT: markdown(report),
+        PAGE: page(report, reload_s=reload_s),
+    }
     write_files(written.folder, files)
     return written

@@ -2,7 +2,7 @@
 
 In: a :class:`~flows.reporting.run.stages.RunReading`. Out: :class:`Evaluated` (one evaluation that
 is done and can be read), rows of numbers and changes,
-:class:`~refiner_core.report.run.document.MetricCurve` values, and examples. Numbers come as they
+curves and examples. Numbers come as they
 were recorded; changes are computed from the samples, and left out where those are gone. A step
 whose value was not finite is a gap in its curve; long curves are thinned so that spikes and gaps
 stay.
@@ -39,7 +39,7 @@ from refiner_core.evaluation.metrics import EPISODE_METRICS, METRICS, higher_is_
 from refiner_core.evaluation.results import compare_results, load_results
 from refiner_core.report.drawing import kept_places
 from refiner_core.report.printing import finite
-from refiner_core.report.run.document import ChangeRow, MetricCurve, NumberRow, Row
+from refiner_core.report.run.document import Row
 from refiner_core.report.sweep.comparing import SHOWN
 from refiner_core.report.sweep.evidence import Question
 from refiner_core.rewards.combine import F1_SHARE, FORMAT_SHARE, reward_terms
@@ -87,32 +87,27 @@ def _evaluated(reading: RunReading, name: str) -> Evaluated | None:
 # ---------------------------------------------------------------- numbers
 
 
-def number_rows(evaluations: Sequence[Evaluated]) -> tuple[NumberRow, ...]:
+def number_rows(evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
     """Every number, models in the order of training, then what stands beside them, once."""
     rows = [_number(e, entry) for e in evaluations for entry in e.report["evaluations"]]
-    beside: dict[tuple[str, ...], NumberRow] = {}
+    beside: dict[tuple[str, ...], Row] = {}
     for evaluated in evaluations:
         for entry in evaluated.report.get("reference") or ():
             row = _number(evaluated, entry, reference=True)
-            beside[row.model, row.under, row.decoding, row.metric] = row
+            beside[row["model"], row["under"], row["decoding"], row["metric"]] = row
     return (*rows, *beside.values())
 
 
-def _number(
-    evaluated: Evaluated, entry: Mapping[str, Any], *, reference: bool = False
-) -> NumberRow:
-    metric = str(entry["metric"])
-    return NumberRow(
-        model=str(entry["stage"]) if reference else evaluated.model,
-        protocol=str(entry["protocol"]),
-        protocol_name=str(entry.get("protocol_name") or ""),
-        decoding=str(entry["decoding"]),
-        metric=metric,
-        **{name: entry.get(name) for name in ("value", "low", "high", "n")},
-        higher_is_better=higher_is_better(metric),
-        under=evaluated.under,
-        reference=reference,
-    )
+def _number(evaluated: Evaluated, entry: Mapping[str, Any], *, reference: bool = False) -> Row:
+    names = ("protocol", "decoding", "metric", "value", "low", "high", "n")
+    return {
+        **{name: entry.get(name) for name in names},
+        "protocol_name": str(entry.get("protocol_name") or ""),
+        "model": str(entry["stage"]) if reference else evaluated.model,
+        "higher_is_better": higher_is_better(str(entry["metric"])),
+        "under": evaluated.under,
+        "reference": reference,
+    }
 
 
 # ---------------------------------------------------------------- changes
@@ -134,9 +129,9 @@ def before_and_after(evaluations: Sequence[Evaluated]) -> list[tuple[Evaluated, 
     return pairs
 
 
-def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[ChangeRow, ...]:
+def change_rows(reading: RunReading, evaluations: Sequence[Evaluated]) -> tuple[Row, ...]:
     """Changes by training, number by number; of numbers of single domains none."""
-    rows: list[ChangeRow] = []
+    rows: list[Row] = []
     for before, after in before_and_after(evaluations):
         found = reading.tried(
             f"The difference of {after.name} and {before.name}",
@@ -159,22 +154,13 @@ def _shared(after: Evaluated, before: Evaluated) -> list[str]:
     return sorted({m for _, m in one if m not in apart and base_of(m) == m})
 
 
-def _change(before: Evaluated, after: Evaluated, found: Mapping[str, Any]) -> ChangeRow:
-    metric = str(found["metric"])
-    return ChangeRow(
-        before=before.model,
-        after=after.model,
-        under=before.under,
-        decoding=str(found["decoding"]),
-        metric=metric,
-        value_before=float(found["b"]),
-        value_after=float(found["a"]),
-        difference=float(found["difference"]),
-        low=found.get("low"),
-        high=found.get("high"),
-        n=int(found["n"]),
-        higher_is_better=higher_is_better(metric),
-    )
+def _change(before: Evaluated, after: Evaluated, found: Mapping[str, Any]) -> Row:
+    return {
+        **{"before": before.model, "after": after.model, "under": before.under},
+        **{n: found[n] for n in ("decoding", "metric", "difference", "low", "high", "n")},
+        **{"value_before": found["b"], "value_after": found["a"]},
+        "higher_is_better": higher_is_better(str(found["metric"])),
+    }
 
 
 #: What a run's own curves show besides, where a stage logs it; of agents the course of episodes.
@@ -191,9 +177,9 @@ _DENSE = 0.5
 Points = tuple[tuple[int, ...], tuple[float | None, ...]]
 
 
-def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
+def training_curves(reading: RunReading) -> tuple[Row, ...]:
     """The curves of all training stages, in the order of work."""
-    found: list[MetricCurve] = []
+    found: list[Row] = []
     for name, history in reading.of_kind(*TRAINED):
         foreign = history.record.spec.kind == "command"
         only = None if foreign else (*SHOWN, *_ALSO)
@@ -206,7 +192,8 @@ def training_curves(reading: RunReading) -> tuple[MetricCurve, ...]:
         ]
         for metric, (steps, values) in points_of(lines, foreign=foreign).items():
             began = tuple(s for s in taken_over if steps[0] <= s <= steps[-1])
-            found.append(MetricCurve(name, metric, steps, values, began))
+            logged = {"stage": name, "metric": metric, "steps": steps, "values": values}
+            found.append({**logged, "from_attempts": began})
     return tuple(found)
 
 

@@ -68,63 +68,6 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class MetricCurve:
-    """One metric of a training stage over its steps; ``values`` has None where it was not logged,
-    or not finite. ``from_attempts`` are the steps at which a further attempt took over."""
-
-    stage: str
-    metric: str
-    steps: tuple[int, ...]
-    values: tuple[float | None, ...]
-    from_attempts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class NumberRow:
-    """One evaluated number of a model, with its 95 % interval and what it was measured by.
-
-    ``protocol`` is the fingerprint (of a metric that is weighed, such as ``reward``, it is another
-    one than that of the others beside it), ``under`` the name of the protocol file, empty for the
-    recipe's own settings: numbers with one ``under`` and ``decoding`` belong in one table.
-    ``reference``: not a model of this run, but what stands beside it (the random copier; of agents
-    doing nothing). Rows come in the order of training, references last.
-    """
-
-    model: str
-    protocol: str
-    protocol_name: str
-    decoding: str
-    metric: str
-    value: float | None
-    low: float | None
-    high: float | None
-    n: int | None
-    higher_is_better: bool | None = None
-    under: str = ""
-    reference: bool = False
-
-
-@dataclass(frozen=True)
-class ChangeRow:
-    """Change of a number by training: ``after`` minus ``before``, paired over the prompts,
-    with its 95 % interval; ``n`` counts prompts. The first trained model (or the base) against the
-    last one comes first."""
-
-    before: str
-    after: str
-    under: str
-    decoding: str
-    metric: str
-    value_before: float
-    value_after: float
-    difference: float
-    low: float | None
-    high: float | None
-    n: int
-    higher_is_better: bool | None = None
-
-
-@dataclass(frozen=True)
 class DiskUse:
     """Disk that the run takes, by kind of file, and that is left. Bytes."""
 
@@ -159,6 +102,18 @@ class RunReport:
 
     Rows that are only shown are mappings, as ``report.json`` has them:
 
+    - ``curves``: a ``metric`` of a training ``stage`` over its ``steps``; ``values`` has None where
+      it was not logged, or not finite. ``from_attempts`` are the steps at which a further attempt
+      took over.
+    - ``numbers``: an evaluated number of a ``model`` with its 95 % interval and what it was
+      measured by: ``protocol`` is the fingerprint (of a metric that is weighed, such as ``reward``,
+      it is another one than that of the others beside it), ``under`` the name of the protocol file,
+      empty for the recipe's own settings: numbers with one ``under`` and ``decoding`` belong in one
+      table. ``reference``: not a model of this run, but what stands beside it (the random copier;
+      of agents doing nothing). They come in the order of training, references last.
+    - ``changes``: what training has changed of a number: ``after`` minus ``before``, paired over
+      the prompts, with its 95 % interval; ``n`` counts prompts. The first trained model (or the
+      base) against the last one comes first.
     - ``incidents``: what went wrong (``at``, ``stage``, ``text``), and whether it is ``resolved``.
     - ``examples``: a prompt with what several models, or one in the course of its training, said to
       it. ``kind`` is ``before and after`` (the evaluated models, in the order of training) or
@@ -187,9 +142,9 @@ class RunReport:
     agent: bool = False
     stages: tuple[StageRow, ...] = ()
     incidents: tuple[Row, ...] = ()
-    curves: tuple[MetricCurve, ...] = ()
-    numbers: tuple[NumberRow, ...] = ()
-    changes: tuple[ChangeRow, ...] = ()
+    curves: tuple[Row, ...] = ()
+    numbers: tuple[Row, ...] = ()
+    changes: tuple[Row, ...] = ()
     examples: tuple[Row, ...] = ()
     disk: DiskUse = field(default_factory=DiskUse)
     cost: Cost = field(default_factory=Cost)

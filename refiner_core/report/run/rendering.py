@@ -21,9 +21,6 @@ from refiner_core.report.drawing import scale_for, strip
 from refiner_core.report.pages import parts_of, template_of
 from refiner_core.report.printing import MISSING, Section, counted, duration, estimate, hours
 from refiner_core.report.run.document import (
-    ChangeRow,
-    MetricCurve,
-    NumberRow,
     Row,
     RunReport,
     StageRow,
@@ -89,12 +86,14 @@ def number_tables(report: RunReport, *, narrow: bool = False) -> Iterator[Sectio
         yield Section(f"{table['name']} (95 % interval)", (), ("", *models, *change), rows)
 
 
-def _cell(row: NumberRow | None) -> str:
-    return MISSING if row is None else estimate(row.value, row.low, row.high)
+def _cell(row: Row | None) -> str:
+    return MISSING if row is None else estimate(*(row[n] for n in ("value", "low", "high")))
 
 
-def _change(row: ChangeRow | None) -> str:
-    return MISSING if row is None else estimate(row.difference, row.low, row.high, signed=True)
+def _change(row: Row | None) -> str:
+    if row is None:
+        return MISSING
+    return estimate(row["difference"], row["low"], row["high"], signed=True)
 
 
 # ---------------------------------------------------------------- sentences
@@ -146,7 +145,7 @@ MOST_NUMBERS = 3_000
 
 def model_index(report: RunReport) -> dict[str, int]:
     """A model's place decides its colour in every view."""
-    return {m: i for i, m in enumerate(dict.fromkeys(n.model for n in report.numbers))}
+    return {m: i for i, m in enumerate(dict.fromkeys(n["model"] for n in report.numbers))}
 
 
 def tables(report: RunReport) -> list[dict[str, Any]]:
@@ -158,52 +157,49 @@ def tables(report: RunReport) -> list[dict[str, Any]]:
     drawing of all, what training changed.
     """
     index = model_index(report)
-    by_way: dict[tuple[str, str], list[NumberRow]] = {}
+    by_way: dict[tuple[str, str], list[Row]] = {}
     for row in report.numbers[:MOST_NUMBERS]:
-        by_way.setdefault((row.under, row.decoding), []).append(row)
+        by_way.setdefault((row["under"], row["decoding"]), []).append(row)
     ways = sorted(by_way, key=lambda way: way[1] != "sampled")
     return [_table(way, by_way[way], report, index) for way in ways]
 
 
 def _table(
-    way: tuple[str, str], rows: Sequence[NumberRow], report: RunReport, index: Mapping[str, int]
+    way: tuple[str, str], rows: Sequence[Row], report: RunReport, index: Mapping[str, int]
 ) -> dict[str, Any]:
     under, decoding = way
     asked = f"protocol {under}" if under else f"held-out {'tasks' if report.agent else 'prompts'}"
-    changes = tuple(c for c in report.changes if (c.under, c.decoding) == way)
-    pair = (changes[0].before, changes[0].after) if changes else None
-    by_metric: dict[str, dict[str, NumberRow]] = {}
+    changes = tuple(c for c in report.changes if (c["under"], c["decoding"]) == way)
+    pair = (changes[0]["before"], changes[0]["after"]) if changes else None
+    by_metric: dict[str, dict[str, Row]] = {}
     for row in rows:
-        by_metric.setdefault(row.metric, {})[row.model] = row
-    of_pair = {c.metric: c for c in changes if (c.before, c.after) == pair}
-    main = main_metrics(r.metric for r in rows if not r.reference)
+        by_metric.setdefault(row["metric"], {})[row["model"]] = row
+    of_pair = {c["metric"]: c for c in changes if (c["before"], c["after"]) == pair}
+    main = main_metrics(r["metric"] for r in rows if not r["reference"])
     order = dict.fromkeys((*main, *by_metric))
     return {
         "name": f"{decoding} decoding, {asked}",
-        "models": tuple(m for m in index if any(r.model == m for r in rows)),
+        "models": tuple(m for m in index if any(r["model"] == m for r in rows)),
         "pair": pair,
         "lines": [_metric_line(m, by_metric[m], of_pair.get(m), index) for m in order],
         "main": len(main),
-        "protocols": tuple(dict.fromkeys((r.protocol, r.protocol_name) for r in rows)),
+        "protocols": tuple(dict.fromkeys((r["protocol"], r["protocol_name"]) for r in rows)),
         "changes": changes,
     }
 
 
 def _metric_line(
     metric: str,
-    cells: Mapping[str, NumberRow],
-    change: ChangeRow | None,
+    cells: Mapping[str, Row],
+    change: Row | None,
     index: Mapping[str, int],
 ) -> dict[str, Any]:
-    widths = [c.high - c.low for c in cells.values() if c.low is not None and c.high is not None]
-    values = [abs(v) for c in cells.values() if (v := printing.finite(c.value)) is not None]
+    ends = {m: [printing.finite(c[n]) for n in ("low", "high")] for m, c in cells.items()}
+    widths = [high - low for low, high in ends.values() if low is not None and high is not None]
+    known = {m: v for m, c in cells.items() if (v := printing.finite(c["value"])) is not None}
     widest = max((w for w in widths if w > 0), default=None)
-    decimals = printing.decimals_for(widest, max(values, default=None))
-    marks = {
-        m: (index[m], value, printing.finite(cells[m].low), printing.finite(cells[m].high))
-        for m in sorted(cells, key=lambda m: index[m])
-        if (value := printing.finite(cells[m].value)) is not None
-    }
+    decimals = printing.decimals_for(widest, max(map(abs, known.values()), default=None))
+    marks = {m: (i, known[m], *ends[m]) for m, i in index.items() if m in known}
     said = "; ".join(
         f"{m} {printing.with_interval(value, low, high, decimals)}"
         for m, (_, value, low, high) in marks.items()
@@ -214,25 +210,26 @@ def _metric_line(
     return {**found, "drawing": drawn, "change": change}
 
 
-def change_strip(change: ChangeRow) -> dict[str, Any] | None:
+def change_strip(change: Row) -> dict[str, Any] | None:
     """Strip of a change, with its interval, against 0."""
-    scale = scale_for((0.0, change.difference, change.low, change.high), ticks=3)
+    scale = scale_for((0.0, change["difference"], change["low"], change["high"]), ticks=3)
     if scale is None:
         return None
-    label = f"{change.metric}, {change.after} minus {change.before}: {_change(change)}"
-    ends = (change.low, change.high)
-    return strip(scale, change.difference, ends, verdict(change), label, zero=True)
+    which = f"{change['metric']}, {change['after']} minus {change['before']}"
+    label = f"{which}: {_change(change)}"
+    ends = (change["low"], change["high"])
+    return strip(scale, change["difference"], ends, verdict(change), label, zero=True)
 
 
-def verdict(change: ChangeRow) -> str:
+def verdict(change: Row) -> str:
     """``better`` or ``worse`` where the interval keeps clear of 0 and one of them is known to be
     good; else ``changed`` or ``not clear``."""
-    low, high = printing.finite(change.low), printing.finite(change.high)
+    low, high = printing.finite(change["low"]), printing.finite(change["high"])
     if low is None or high is None or low <= 0 <= high:
         return "not clear"
-    if change.higher_is_better is None:
+    if change["higher_is_better"] is None:
         return "changed"
-    return "better" if (change.difference > 0) == change.higher_is_better else "worse"
+    return "better" if (change["difference"] > 0) == change["higher_is_better"] else "worse"
 
 
 _MOST_INCIDENTS = 20
@@ -334,7 +331,7 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
     """
     parts = parts_of(__package__)
     lead = report.changes[0] if report.changes else None
-    examples = shown_examples(report.examples, (lead.before, lead.after) if lead else None)
+    examples = shown_examples(report.examples, (lead["before"], lead["after"]) if lead else None)
     text: str = parts["template"].render(
         report=report,
         parts=parts,
@@ -360,19 +357,21 @@ def page(report: RunReport, *, reload_s: int = 0) -> str:
 # ---------------------------------------------------------------- curves
 
 
-def plots(curves: Sequence[MetricCurve]) -> dict[str, list[dict[str, Any]]]:
+def plots(curves: Sequence[Row]) -> dict[str, list[dict[str, Any]]]:
     """Drawings by stage."""
     shown = curves[:MOST_CURVES]
     found: dict[str, list[dict[str, Any]]] = {}
     for curve in shown:
-        line = drawing.line_of(curve, name=curve.metric, curves=len(shown))
-        found.setdefault(curve.stage, []).append(
+        line = drawing.line_of(
+            curve["steps"], curve["values"], name=curve["metric"], curves=len(shown)
+        )
+        found.setdefault(curve["stage"], []).append(
             {
                 "of": curve,
                 "plot": drawing.plot_of_run(curve, line),
                 "known": line.known,
-                "missing": sum(printing.finite(v) is None for v in curve.values),
-                "thinned": len(line.points) < len(curve.values),
+                "missing": sum(printing.finite(v) is None for v in curve["values"]),
+                "thinned": len(line.points) < len(curve["values"]),
             }
         )
     return found

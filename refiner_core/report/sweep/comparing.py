@@ -31,7 +31,6 @@ from refiner_core.report.sweep.breakdown import (
 from refiner_core.report.sweep.document import (
     REPORT_VERSION,
     Comparison,
-    Curve,
     Row,
     SweepReport,
 )
@@ -57,7 +56,7 @@ _ALL_POINTS = 150_000
 _FEWEST, _MOST = 12, 200
 
 
-def make_curves(evidence: Evidence) -> tuple[Curve, ...]:
+def make_curves(evidence: Evidence) -> tuple[Row, ...]:
     """Curves by stage and metric, arms in the order of the sweep."""
     by_stage: dict[str, dict[str, dict[int, Training]]] = {}
     for trial in evidence.trials:
@@ -85,7 +84,7 @@ def _shared(arms: Mapping[str, Mapping[int, Training]]) -> bool:
     )
 
 
-def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Curve:
+def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], most: int) -> Row:
     logged = {s: t.metrics[metric] for s, t in sorted(seeds.items()) if metric in t.metrics}
     steps = np.unique(np.concatenate([at for at, _ in logged.values()]))
     if len(steps) > most:
@@ -95,16 +94,12 @@ def _curve(stage: str, metric: str, arm: str, seeds: Mapping[int, Training], mos
         shown = np.isin(at, steps)
         row[np.searchsorted(steps, at[shown])] = values[shown]
     known = np.ma.masked_where(np.isnan(table), table)
-    return Curve(
-        stage=stage,
-        metric=metric,
-        arm=arm,
-        steps=tuple(steps.tolist()),
-        mean=_plain(known.mean(axis=0).filled(np.nan)),
-        low=_plain(known.min(axis=0).filled(np.nan)),
-        high=_plain(known.max(axis=0).filled(np.nan)),
-        by_seed={str(s): _plain(row) for s, row in zip(logged, table, strict=True)},
-    )
+    drawn = {"mean": known.mean(axis=0), "low": known.min(axis=0), "high": known.max(axis=0)}
+    return {
+        **{"stage": stage, "metric": metric, "arm": arm, "steps": tuple(steps.tolist())},
+        **{name: _plain(values.filled(np.nan)) for name, values in drawn.items()},
+        "by_seed": {str(s): _plain(row) for s, row in zip(logged, table, strict=True)},
+    }
 
 
 def _plain(values: Floats) -> tuple[float | None, ...]:

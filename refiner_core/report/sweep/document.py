@@ -107,24 +107,6 @@ class TrialRow:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A metric of training over steps, per arm: the mean over seeds and the band of all seeds.
-
-    ``steps``, ``mean``, ``low`` and ``high`` have one length; ``by_seed`` maps a seed to values at
-    these steps (None where it has none). The band is the range of the seeds, no interval.
-    """
-
-    stage: str
-    metric: str
-    arm: str
-    steps: tuple[int, ...]
-    mean: tuple[float | None, ...]
-    low: tuple[float | None, ...]
-    high: tuple[float | None, ...]
-    by_seed: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class SweepReport:
     """Everything about a sweep at one moment.
 
@@ -135,6 +117,10 @@ class SweepReport:
 
     Rows that are only shown are mappings, as ``report.json`` has them:
 
+    - ``curves``: a ``metric`` of a training ``stage`` over ``steps``, per arm: the mean over seeds
+      and the band of all seeds, which is their range and no interval. ``steps``, ``mean``, ``low``
+      and ``high`` have one length; ``by_seed`` maps a seed to values at these steps (None where it
+      has none).
     - ``matrix``: one judge with one rubric set (``protocol``, ``judge``, ``rubrics``, ``metric``,
       ``decoding``). ``trains`` are arms whose reward it is: a judge that trains nobody is held out.
       ``cells`` have an ``arm``, its mean with its interval and its ``rank`` among arms, which it
@@ -168,7 +154,7 @@ class SweepReport:
     arm_levels: Mapping[str, Mapping[str, str]]
     trials: tuple[TrialRow, ...]
     comparisons: tuple[Comparison, ...]
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[Row, ...] = ()
     matrix: tuple[Row, ...] = ()
     agreement: tuple[Row, ...] = ()
     rubrics: tuple[Row, ...] = ()

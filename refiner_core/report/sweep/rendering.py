@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from refiner_core.contract.records import to_json
 from refiner_core.evaluation.metric_names import FAILURE_WORDS
 from refiner_core.report import drawing, printing
 from refiner_core.report.pages import parts_of, template_of
@@ -122,27 +120,6 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
-
-
-def values(report: SweepReport) -> dict[str, Any]:
-    """The whole report as JSON values, its version first; a number that is not finite is None."""
-    return dict(_clean(to_json(report)))
-
-
-def document(report: SweepReport) -> str:
-    """``report.json``."""
-    return json.dumps(values(report), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _clean(value: Any) -> Any:
-    """Without what JSON or UTF-8 cannot hold."""
-    if isinstance(value, dict):
-        return {key: _clean(v) for key, v in value.items()}
-    if isinstance(value, list):
-        return [_clean(v) for v in value]
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="replace").decode()
-    return finite(value) if isinstance(value, float) else value
 
 
 def _cell(value: Any) -> Any:
@@ -294,10 +271,15 @@ def plots(
 ) -> list[dict[str, Any]]:
     """Learning curves, one drawing for each metric of a stage."""
     by_metric: dict[str, list[drawing.Line]] = {}
-    curves = [curve for curve in report.curves[:MOST_CURVES] if curve.arm in index]
+    curves = [curve for curve in report.curves[:MOST_CURVES] if curve["arm"] in index]
     for curve in curves:
-        line = drawing.line_of(curve, index[curve.arm], curve.arm, len(curves))
-        by_metric.setdefault(f"{curve.metric} ({curve.stage})", []).append(line)
+        line = drawing.line_of(
+            *(curve["steps"], curve["mean"], (curve["low"], curve["high"])),
+            index=index[curve["arm"]],
+            name=curve["arm"],
+            curves=len(curves),
+        )
+        by_metric.setdefault(f"{curve['metric']} ({curve['stage']})", []).append(line)
     made = []
     for name, found in by_metric.items():
         lines = sorted(found, key=lambda line: line.index)
