@@ -38,6 +38,7 @@ from refiner_core.contract.records import RunRecord, to_json
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
+    Metric,
     Question,
     Recorded,
     is_batched,
@@ -45,7 +46,6 @@ from refiner_core.rescoring.rollouts import (
     questions_of,
     recorded,
 )
-from refiner_core.rescoring.scores import Metric
 from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
 OWN = "own"

@@ -52,11 +52,14 @@ from refiner_core.rescoring.rollouts import (
     Key,
     NobodyToAsk,
     RecordedJudge,
+    Scores,
+    fidelity,
     groups_of,
     is_batched,
     judge_identity,
+    scores_under,
+    stored_scores,
 )
-from refiner_core.rescoring.scores import Scores, fidelity, scores_under, stored_scores
 
 #: Listener to how far it is: what is counted, how many of it are done, of how many.
 Tell = Callable[[str, int, int], None]

@@ -33,15 +33,17 @@ from refiner_core.rescoring.document import reversal_lines
 from refiner_core.rescoring.rollouts import (
     NobodyToAsk,
     RecordedJudge,
+    Scores,
     StoredRollout,
+    fidelity,
     from_training,
     judge_identity,
     keys_of,
     questions_of,
     recorded,
+    scores_under,
     some_groups,
 )
-from refiner_core.rescoring.scores import Scores, fidelity, scores_under
 from refiner_core.training.rollouts.rollout import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
