@@ -348,8 +348,9 @@ def _plan_json(planned: Planned) -> dict[str, Any]:
         "judging": [
             {
                 **{"judge": plan.name, "questions": len(plan.questions), "stored": plan.kept},
-                **picked(plan, "identity", "reused", "calls"),
-                "unknown": len(plan.unknown) - plan.kept,
+                **picked(plan, "identity", "calls"),
+                "reused": len(plan.questions) - plan.open,
+                "unknown": plan.open - plan.kept,
                 "prompt_tokens_about": plan.prompt_tokens,
             }
             for plan in planned.judges.values()

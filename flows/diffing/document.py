@@ -1,26 +1,477 @@
-"""Everything in which two sides differ, as one value, as JSON, and for a terminal.
+"""In what two sides were made otherwise, and came out differently: as one value, as JSON, and for a
+terminal.
 
-In: two :class:`~flows.diffing.sides.Side`. Out: a :class:`Difference`; lines and JSON of it, and
-the commands that go on from it.
+In: two :class:`~flows.diffing.sides.Side` and their pairs of stages. Out: a :class:`Difference`:
+configuration, sources, judge, rubrics, code, environment; prepared rows, training steps (the first
+whose numbers or rollouts are not bitwise the same), samples, numbers; lines and JSON of it, and the
+commands that go on from it. Fields that decide what is computed (identity) are told from those that
+decide where and how (execution). Numbers of different protocols are refused, with the names of the
+fields in which these differ.
 """
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from flows.diffing import changes
-from flows.diffing.changes import Row
-from flows.diffing.sides import Pair, Side, both_of, find_side, pairs_of
+from flows.diffing.sides import Half, Pair, Side, both_of, differing, find_side, pairs_of
+from flows.stored import recorded_field, rollouts_by_step
 from infra.orchestrator.timeline import run_incidents
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
+from refiner_core.contract.errors import RefinerError
+from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.marks import ABSENT, walk
+from refiner_core.contract.proofs import MEASURED
 from refiner_core.contract.records import to_json
 from refiner_core.contract.services import CONSUMERS
 from refiner_core.report.pages import template_of
+
+#: Of these a stage's own fields say all that matters, or they are names for people.
+_NO_NEWS = ("description", "workspace")
+#: One thing that differs, by name, as `--json` has it.
+Row = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def field_changes(a: Side, b: Side, pairs: Sequence[Pair]) -> list[Row]:
+    """Fields that differ, identity first, with the stages that each makes others."""
+    left, right = a.config, b.config
+    found = []
+    for path, info in walk(RecipeConfig):
+        if path in _NO_NEWS:
+            continue
+        default = info.default if info.legacy_value is ABSENT else info.legacy_value
+        one, other = (recorded_field(config, path, default) for config in (left, right))
+        if one == other:
+            continue
+        stages: tuple[str, ...] = ()
+        if info.mark == "identity":
+            stages = tuple(pair.name for pair in pairs if _has_field(pair, path))
+            if not stages and (a.single or b.single):
+                continue  # other stages of these runs have it
+        found.append({"field": path, "mark": info.mark, "a": one, "b": other, "stages": stages})
+    return sorted(found, key=lambda change: change["mark"] != "identity")
+
+
+def _has_field(pair: Pair, path: str) -> bool:
+    """Yes where the stage's own identity has the field; where none is recorded, where its kind
+    has."""
+    specs = [half.spec for half in (pair.a, pair.b) if half is not None and half.spec is not None]
+    if specs:
+        return any(path in spec.identity for spec in specs)
+    prefixes = KINDS[pair.kind].fields if pair.kind in KINDS else ()
+    return any(path == p or path.startswith(f"{p}.") for p in prefixes)
+
+
+# ---------------------------------------------------------------- stages
+
+
+def stage_change(pair: Pair) -> Row:
+    """Relation of a pair of stages: ``same`` (one stage), ``alike`` (one fingerprint, another
+    execution), ``different``, ``only a``, ``only b``; ``because`` says in what they differ, and
+    ``outputs`` which output files are not bitwise the same (None: not both are done)."""
+    a, b = pair.a, pair.b
+    ids = {"stage": pair.name, "a": a and a.stage_id, "b": b and b.stage_id}
+    if a is None or b is None:
+        only = "only b" if a is None else "only a"
+        return {**ids, "relation": only, "because": (), "outputs": None}
+    if pair.same:
+        return {**ids, "relation": "same", "because": (), "outputs": ()}
+    alike = a.stage_id == b.stage_id
+    done = a.result is not None and b.result is not None
+    return {
+        **ids,
+        "relation": "alike" if alike else "different",
+        "because": () if alike else tuple(_because(a, b)),
+        "outputs": tuple(differing(a.digests, b.digests)) if done else None,
+    }
+
+
+def _because(a: Half, b: Half) -> Iterator[str]:
+    """In what two specifications differ, by name."""
+    one, other = a.spec, b.spec
+    if one is None or other is None:
+        yield "one of them has not begun"
+        return
+    for key, (x, y) in differing(one.identity, other.identity).items():
+        yield f"{key} {shortened(x, 40)} → {shortened(y, 40)}"
+    yield from (f"source {key}" for key in differing(one.sources, other.sources))
+    inputs = differing(one.input_fingerprints, other.input_fingerprints)
+    yield from (f"input {key}" for key in inputs)
+    if one.stage_version != other.stage_version:
+        yield f"stage version {one.stage_version} → {other.stage_version}"
+
+
+def shortened(value: Any, limit: int) -> str:
+    """The beginning of a long text, on one line."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+# ---------------------------------------------------------------- sources, judge, rubrics
+
+
+def changes(
+    pairs: Iterable[Pair], values: Callable[[Half], Mapping[str, Any]], *kinds: str
+) -> list[Row]:
+    """Differences of such values, each once, with the stages (of these kinds) that have them."""
+    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
+    for name, a, b in both_of(pairs, *kinds):
+        one, other = values(a), values(b)
+        if not one or not other:
+            continue
+        for what, (x, y) in differing(one, other).items():
+            found.setdefault((what, str(x), str(y)), (x, y, []))[2].append(name)
+    return [
+        {"what": k[0], "a": x, "b": y, "stages": tuple(names)} for k, (x, y, names) in found.items()
+    ]
+
+
+def sources_of(half: Half) -> Mapping[str, Any]:
+    """Digests of what came from outside: rows, weights, rubric sets, prompts of the judge."""
+    return {} if half.spec is None else half.spec.sources
+
+
+def judge_of(half: Half) -> dict[str, Any]:
+    """The judge: its fields, the digest of its prompts, what its server called itself."""
+    found: dict[str, Any] = {}
+    if half.spec is not None:
+        found = {k: v for k, v in half.spec.identity.items() if k.startswith("judge.")}
+        if "judge_prompt" in half.spec.sources:
+            found["prompt digest"] = half.spec.sources["judge_prompt"]
+    for protocol in (half.report.get("protocols") or {}).values():
+        if digest := (protocol.get("judge") or {}).get("prompt_digest"):
+            found["prompt digest"] = digest
+    usage = half.report.get("judge") or half.report.get("judge_usage") or {}
+    if models := usage.get("models"):
+        found["server says it is"] = sorted(models)
+    return found
+
+
+def rubrics_of(half: Half) -> dict[str, Any]:
+    """Rubrics, and what the sets said."""
+    if half.spec is None:
+        return {}
+    names = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
+    identity = half.spec.identity
+    found = {f"reward.{n}": identity[f"reward.{n}"] for n in names if f"reward.{n}" in identity}
+    if "rubrics" in half.spec.sources:
+        found["rubric set's digest"] = half.spec.sources["rubrics"]
+    return found
+
+
+def environment_of(half: Half) -> dict[str, Any]:
+    """Versions of libraries, Python, machine and devices of the worker."""
+    if not (provenance := half.provenance):
+        return {}
+    host = provenance.get("host") or {}
+    return {
+        **(provenance.get("versions") or {}),
+        "Python": provenance.get("python"),
+        "host": host.get("name"),
+        "processor": host.get("cpu"),
+        "GPUs": host.get("gpus"),
+    }
+
+
+# ---------------------------------------------------------------- code
+
+
+def code_change(a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
+    """The code of both runs; of single stages that of their workers. None: it is the same, or
+    nobody knows. ``files`` is None where one of the snapshots is not kept any more."""
+    one, other = _code(a, [p.a for p in pairs]), _code(b, [p.b for p in pairs])
+    git = _git(a, b)
+    if not one or not other or (one == other and not git):
+        return None
+    found: dict[str, Any] = {"a": one, "b": other, "files": (), "git": git, "folders": None}
+    if one != other:
+        folders = [side.workspace.layout.code / code for side, code in ((a, one), (b, other))]
+        kept = all(folder.is_dir() for folder in folders)
+        found["files"] = list(_file_changes(*folders)) if kept else None
+        found["folders"] = list(map(str, folders)) if kept else None
+    return found
+
+
+def _code(side: Side, halves: Sequence[Half | None]) -> str:
+    if side.single and halves[0] is not None and (worked := halves[0].provenance.get("code")):
+        return str(worked)
+    return side.run.code if side.run is not None else ""
+
+
+def _git(a: Side, b: Side) -> list[Row]:
+    if a.run is None or b.run is None:
+        return []
+    names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
+    apart = differing(a.run.provenance, b.run.provenance)
+    return [
+        {"what": names[name], "a": apart[name][0], "b": apart[name][1], "stages": ()}
+        for name in names
+        if name in apart
+    ]
+
+
+def _file_changes(a: Path, b: Path) -> Iterator[Row]:
+    for path, texts in sorted(differing(_texts(a), _texts(b)).items()):
+        before, after = ((text or b"").decode(errors="replace").splitlines() for text in texts)
+        signs = Counter(line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:])
+        yield {"path": path, "added": signs["+"], "removed": signs["-"]}
+
+
+def _texts(folder: Path) -> dict[str, bytes]:
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
+
+
+FILES = ("sft_train.parquet", "sft_val.parquet", "rl_train.parquet", "rl_test.parquet")
+_FEW_ROWS = 5
+
+
+def row_changes(pairs: Iterable[Pair]) -> Iterator[Row]:
+    """Prepared rows that differ, over all `data` stages. Rows are known by ``sample_id`` and
+    compared by a hash of all their columns: large sets are read in batches and not held.
+
+    ``a_rows`` and ``b_rows`` are None where a side has no such file; ``examples`` are a few ids of
+    the rows that one side alone has, and of the changed ones; ``order`` is the first position at
+    which the rows that both have stand in another order; ``columns`` are those in which the first
+    changed row differs.
+    """
+    for stage, a, b in both_of(pairs, "data"):
+        for name in FILES:
+            if (digest := a.digests.get(name)) is not None and digest == b.digests.get(name):
+                continue
+            one, other = paths = [_output_file(half, name) for half in (a, b)]
+            tables = [{} if path is None else _hashes(path) for path in paths]
+            if list(tables[0].items()) != list(tables[1].items()):
+                counts = [None if p is None else len(t) for p, t in zip(paths, tables, strict=True)]
+                found = {"stage": stage, "file": name, "a_rows": counts[0], "b_rows": counts[1]}
+                yield found | _changed_rows(tables if one and other else ({}, {}), one, other)
+
+
+def _output_file(half: Half, name: str) -> Path | None:
+    path = None if half.output is None else half.output / name
+    return path if path is not None and path.exists() else None
+
+
+def _changed_rows(
+    tables: Sequence[Mapping[str, str]], a: Path | None, b: Path | None
+) -> dict[str, Any]:
+    one, other = tables
+    only_a, only_b = ([k for k in x if k not in y] for x, y in ((one, other), (other, one)))
+    changed = [k for k in one if k in other and one[k] != other[k]]
+    common = ([k for k in x if k in y] for x, y in ((one, other), (other, one)))
+    rows = (_row(path, changed[0]) for path in (a, b) if path is not None and changed)
+    return {
+        "only_a": len(only_a),
+        "only_b": len(only_b),
+        "changed": len(changed),
+        "examples": [some[:_FEW_ROWS] for some in (only_a, only_b, changed)],
+        "order": next((i for i, (x, y) in enumerate(zip(*common, strict=True)) if x != y), None),
+        "columns": tuple(differing(*rows)) if changed else (),
+    }
+
+
+def _hashes(path: Path) -> dict[str, str]:
+    """``sample_id`` -> hash of the row, in the file's order."""
+    import pyarrow.parquet as pq
+
+    found = {}
+    for batch in pq.ParquetFile(path).iter_batches(batch_size=512):
+        for row in batch.to_pylist():
+            text = json.dumps(row, sort_keys=True, default=str)
+            found[str(row["sample_id"])] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found
+
+
+def _row(path: Path, sample_id: str) -> dict[str, object]:
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path, filters=[("sample_id", "==", sample_id)]).to_pylist()
+    return dict(rows[0]) if rows else {}
+
+
+# ---------------------------------------------------------------- training
+
+
+#: In the order in which a rollout comes about.
+_FIELDS = (
+    *("prompt_index", "sample_id", "response_ids", "response_text", "logprobs", "finish_reason"),
+    *("status", "judgements", "reward", "advantage"),
+)
+_CUT = 160
+_OF_NUMBER = ("value", "low", "high", "n")
+
+
+def divergences(pairs: Iterable[Pair]) -> Iterator[Row]:
+    """Each pair of training stages of which both sides have logged something. Rollouts of a step
+    are sampled before its numbers are logged, so that of the two a rollout that differs is the
+    earlier. What only measures (times, speed, what the judge's server did) is left aside.
+
+    ``step`` is the first that differs (None where none does, as far as both have gone),
+    ``same_steps`` how many before it are bitwise the same, ``metrics`` what of its numbers differs.
+    """
+    for stage, a, b in both_of(pairs, "sample", *TRAINED):
+        one, other = _steps(a), _steps(b)
+        if one and other:
+            yield _divergence(stage, one, other)
+
+
+def _steps(half: Half) -> dict[int, tuple[dict[str, Any], Path | None]]:
+    """Traces of each step of a training: its numbers, later lines going before earlier ones,
+    and its rollouts."""
+    if (paths := half.paths) is None:
+        return {}
+    numbers: dict[int, dict[str, Any]] = {}
+    for line in read_metrics(paths.metrics):
+        numbers.setdefault(line.step, {}).update(
+            {k: v for k, v in line.metrics.items() if not k.startswith(MEASURED)}
+        )
+    rollouts = rollouts_by_step(paths.rollouts)
+    return {s: (numbers.get(s, {}), rollouts.get(s)) for s in sorted({*numbers, *rollouts})}
+
+
+def _divergence(
+    stage: str,
+    one: Mapping[int, tuple[dict[str, Any], Path | None]],
+    other: Mapping[int, tuple[dict[str, Any], Path | None]],
+) -> Row:
+    last, same = (max(one), max(other)), 0
+    found: dict[str, Any] = {"stage": stage, "a_steps": last[0], "b_steps": last[1]}
+    for step in (s for s in sorted({*one, *other}) if s <= min(last)):
+        (numbers, rollouts), (others, more) = (s.get(step, ({}, None)) for s in (one, other))
+        metrics, rollout = differing(numbers, others), _first_rollout(rollouts, more)
+        if metrics or rollout is not None:
+            parted = {"step": step, "same_steps": same, "metrics": metrics, "rollout": rollout}
+            return {**found, **parted, "note": ""}
+        same += 1
+    gone = f"one has gone to step {last[0]}, the other to step {last[1]}"
+    found |= {"step": None, "same_steps": same, "metrics": {}, "rollout": None}
+    return {**found, "note": gone if last[0] != last[1] else ""}
+
+
+def _first_rollout(a: Path | None, b: Path | None) -> Row | None:
+    """The first rollout that differs, in which fields, and the first of them; where one side keeps
+    none of the step, nothing is said."""
+    if a is None or b is None or a.read_bytes() == b.read_bytes():
+        return None
+    one, other = read_rollouts(a), read_rollouts(b)
+    for x, y in zip_longest(one, other):
+        row = x or y
+        which: dict[str, Any] = {"sample_id": str(row.get("sample_id"))}
+        which["sample_index"] = int(row.get("sample_index") or 0)
+        if x is None or y is None:
+            return {**which, "fields": ("count",), "a": str(len(one)), "b": str(len(other))}
+        if apart := differing(x, y):
+            fields = sorted(apart, key=lambda f: _FIELDS.index(f) if f in _FIELDS else len(_FIELDS))
+            before, after = map(_cut, apart[fields[0]])
+            return {**which, "fields": tuple(fields), "a": before, "b": after}
+    return None
+
+
+def _cut(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _CUT else f"{text[:_CUT]}…"
+
+
+# ---------------------------------------------------------------- evaluations
+
+
+def evaluation_changes(pairs: Iterable[Pair]) -> tuple[list[Row], list[Row]]:
+    """Every metric that both sides have, and evaluations under one protocol whose samples are not
+    bitwise the same.
+
+    ``difference`` is second minus first, paired over prompts (of these two checkpoints); None where
+    the protocols differ, which ``refused`` names. ``same``: both are the same number.
+    """
+    numbers: list[Row] = []
+    samples: list[Row] = []
+    for stage, a, b in both_of(pairs, "evaluate"):
+        one, other = _entries(a), _entries(b)
+        rows: dict[str, list[Rows]] = {}
+        for (decoding, metric), x in one.items():
+            if (y := other.get((decoding, metric))) is None:
+                continue
+            apart = x["protocol"] != y["protocol"]
+            if not apart and decoding not in rows:
+                rows[decoding] = _samples((a, x), (b, y))
+            numbers.append(
+                {
+                    **{"stage": stage, "decoding": decoding, "metric": metric, "a": x, "b": y},
+                    **_paired([] if apart else rows[decoding], metric),
+                    "refused": [*_protocols_apart(_protocol(a, x), _protocol(b, y))]
+                    if apart
+                    else [],
+                    "same": not apart and all(x.get(n) == y.get(n) for n in _OF_NUMBER),
+                }
+            )
+        for decoding, both in rows.items():
+            changed = [
+                (x, found) for x, y in zip(*both, strict=False) if (found := differing(x, y))
+            ]
+            for row, found in changed[:1]:
+                sample = {"stage": stage, "decoding": decoding, "sample_id": str(row["sample_id"])}
+                counts = {"count": len(changed), "of": len(both[0])}
+                samples.append({**sample, "fields": tuple(found), **counts})
+    return numbers, samples
+
+
+def _entries(half: Half) -> dict[tuple[str, str], Mapping[str, Any]]:
+    entries = half.report.get("evaluations") or ()
+    return {(str(e["decoding"]), str(e["metric"])): e for e in entries}
+
+
+def _protocol(half: Half, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a protocol, without where its prompts came from: that is no part of them."""
+    found = (half.report.get("protocols") or {}).get(entry["protocol"]) or {}
+    return {k: v for k, v in found.items() if k != "data"}
+
+
+def _protocols_apart(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, (x, y) in sorted(differing(a, b).items()):
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            yield from _protocols_apart(x, y, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def _samples(*sides: tuple[Half, Mapping[str, Any]]) -> list[Rows]:
+    """The samples behind two numbers; none where they are gone."""
+    from refiner_core.evaluation.metrics import load_samples
+
+    folders = [(half.output, str(entry["samples_file"])) for half, entry in sides]
+    try:
+        return [load_samples(folder / file) for folder, file in folders if folder is not None]
+    except RefinerError:  # the numbers themselves are shown all the same
+        return []
+
+
+def _paired(rows: Sequence[Rows], metric: str) -> dict[str, float | None]:
+    """Paired difference with its interval, second minus first."""
+    from refiner_core.evaluation.statistics import paired_difference_over_seeds
+
+    nothing = dict.fromkeys(("difference", "low", "high"))
+    try:
+        found = paired_difference_over_seeds(rows[1:], rows[:1], metric) if rows else None
+    except RefinerError:
+        return nothing
+    if found is None or not found.n:
+        return nothing
+    return {"difference": found.value, "low": found.low, "high": found.high}
+
 
 DIFF_VERSION = 1
 
@@ -32,7 +483,7 @@ class Difference:
     ``equal`` is about what came out: every stage of both is there, and outputs, rows, steps and
     numbers are bitwise the same. Other machines, code or execution settings alone are listed, and
     make nothing unequal. None: not all of it is done yet, and what is done is equal. The other
-    fields are as ``refiner diff --json`` has them (:mod:`flows.diffing.changes`).
+    fields are as ``refiner diff --json`` has them.
     """
 
     a: str
@@ -91,22 +542,22 @@ def diff_runs(
 def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
-    numbers, samples = changes.evaluation_changes(pairs)
+    numbers, samples = evaluation_changes(pairs)
     found = Difference(
         a=a.label,
         b=b.label,
         a_workspace=str(a.workspace.root),
         b_workspace=str(b.workspace.root),
         equal=None,
-        stages=[changes.stage_change(pair) for pair in pairs],
-        fields=changes.field_changes(a, b, pairs),
-        sources=changes.changes(pairs, changes.sources_of),
-        rows=list(changes.row_changes(pairs)),
-        code=changes.code_change(a, b, pairs),
-        judge=changes.changes(pairs, changes.judge_of, *CONSUMERS),
-        rubrics=changes.changes(pairs, changes.rubrics_of, *CONSUMERS),
-        environment=changes.changes(pairs, changes.environment_of),
-        training=list(changes.divergences(pairs)),
+        stages=[stage_change(pair) for pair in pairs],
+        fields=field_changes(a, b, pairs),
+        sources=changes(pairs, sources_of),
+        rows=list(row_changes(pairs)),
+        code=code_change(a, b, pairs),
+        judge=changes(pairs, judge_of, *CONSUMERS),
+        rubrics=changes(pairs, rubrics_of, *CONSUMERS),
+        environment=changes(pairs, environment_of),
+        training=list(divergences(pairs)),
         samples=samples,
         numbers=numbers,
         attempts=list(_attempt_changes(pairs)),
@@ -193,7 +644,7 @@ def _first(found: Difference) -> str:
 
 def _show(value: Any, limit: int = 60) -> str:
     digest = isinstance(value, str) and len(value) == 64
-    return value[:12] if digest else changes.shortened(value, limit)
+    return value[:12] if digest else shortened(value, limit)
 
 
 def next_commands(found: Difference) -> list[str]:

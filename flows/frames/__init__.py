@@ -24,11 +24,13 @@ from flows.frames.of_runs import (
     evaluations_frame,
     incidents_frame,
     metrics_frame,
+    rollouts_frame,
+    samples_frame,
     stages_frame,
     sweep_metrics_frame,
+    sweep_samples_frame,
     trials_frame,
 )
-from flows.frames.of_samples import rollouts_frame, samples_frame, sweep_samples_frame
 
 __all__ = [
     "comparisons_frame",

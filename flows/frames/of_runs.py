@@ -1,28 +1,33 @@
-"""Stages, metrics, numbers and incidents of a run, and trials, comparisons and curves of a sweep,
-as frames.
+"""Stages, metrics, numbers, incidents, rollouts and evaluated samples of a run, and trials,
+comparisons, curves and samples of a sweep, as frames.
 
 In: the name of a run or a sweep, and a workspace. Out: dataframes (see :mod:`flows.frames`). The
-comparisons are those of ``refiner report``, number by number.
+comparisons are those of ``refiner report``, number by number. Files of answers are read one after
+the other, and of each only the columns that are wanted, so that what is held is what is asked for:
+``columns=["step", "reward"]`` of a run of days fits into a laptop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flows.frames.columns import (
     TABLES,
     chosen,
     evaluate_stages,
+    gone,
     make_frame,
     the_run,
     trials_of,
     typed,
+    typed_arrow,
 )
 from flows.running.status import Watcher, stage_names
-from flows.stored import attempts_of, results_of, the_stage
+from flows.stored import attempts_of, newest_rollouts, results_of, the_stage
 from infra.orchestrator.timeline import run_incidents
 from infra.store.sweep_records import read_sweep
 from infra.store.traces import read_metrics
@@ -31,6 +36,7 @@ from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.records import RunRecord
+from refiner_core.evaluation.metrics import weighed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -338,3 +344,296 @@ def sweep_metrics_frame(
         place = {"arm": [trial.arm] * len(metrics), "seed": [trial.seed] * len(metrics)}
         parts.append(pd.concat([typed(TABLES["trials"], place), metrics], axis=1))
     return pd.concat(parts, ignore_index=True)
+
+
+#: Long columns: only where they are asked for by name.
+_LONG_ROLLOUTS = ("response_ids", "logprobs", "judgements")
+#: Columns that are made here -> what of the file they are made of.
+_MADE = {
+    "response_tokens": "response_ids",
+    "judgements_scored": "judgements",
+    "judgements_failed": "judgements",
+    "judgements_mean": "judgements",
+}
+
+
+def rollouts_frame(
+    run: str | None = None,
+    steps: int | Iterable[int] | None = None,
+    workspace: str | Path = _HERE,
+    *,
+    stage: str = "grpo",
+    columns: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """The rollouts of a run, one row each.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    steps
+        One step or several, such as ``range(1, 11)`` (default: all that are kept).
+    workspace
+        The folder that the run is recorded in.
+    stage
+        The stage that sampled them.
+    columns
+        Only these, in this order. By default all but long ones: ``judgements`` (JSON text, each
+        with its criterion and score), ``response_ids`` and ``logprobs`` (lists) are read where they
+        are named.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``describe_columns("rollouts")`` says what is in it; after these come the parts of the
+        reward (``reward/…``) as the reward names them. No rows where no step is finished yet.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run, stage, step or column.
+    DataError
+        The rollouts were deleted or reclaimed, or a file is damaged.
+    """
+    room, record = the_run(run, workspace)
+    stage_id = the_stage(record, stage)
+    _, files = newest_rollouts(room, stage_id)
+    if not files and room.layout.stage(stage_id).result.exists():
+        if not stage_id.startswith("grpo-"):
+            raise ConfigurationError(
+                f"The stage {stage} of run {record.run} samples no rollouts.",
+                expected="a stage that trains on rewards, such as grpo",
+                fix="leave stage= out, or see samples_frame for what evaluations have sampled",
+            )
+        raise gone(room, stage_id, "rollouts", record.run)
+    table = TABLES["rollouts"]
+    parts = [_read_rollouts(files[step], columns) for step in _steps(steps, files, record.run)]
+    return typed_arrow(table, parts, (n for n in table if columns is None or n in columns))
+
+
+def _steps(wanted: int | Iterable[int] | None, files: Mapping[int, Path], run: str) -> list[int]:
+    if wanted is None or not files:
+        return list(files)
+    # A step that comes out of a frame is NumPy's.
+    steps = [int(step) for step in (wanted if isinstance(wanted, Iterable) else [wanted])]
+    if absent := [step for step in steps if step not in files]:
+        known = list(files)
+        raise ConfigurationError(
+            f"Run {run} has no rollouts of step {absent[0]}"
+            + (f" and {len(absent) - 1} more" if len(absent) > 1 else "")
+            + ".",
+            expected=f"steps from {known[0]} to {known[-1]}, of which {len(known)} are kept",
+            fix="name some of these in steps=, or leave it out",
+        )
+    return steps
+
+
+def _read_rollouts(path: Path, columns: Sequence[str] | None) -> Any:
+    """An Arrow table of one file."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    from flows.reporting.samples import opened
+
+    expected = "the rollouts of one step, as refiner has written them"
+    with opened(path, path, expected, "leave this step out with steps=, or restore it") as file:
+        there = file.schema_arrow.names
+        made = [name for name, source in _MADE.items() if source in there and name not in there]
+        known = [n for n in TABLES["rollouts"] if n in there or n in made]
+        known += [n for n in there if n not in known and n not in _LONG_ROLLOUTS]
+        long = [n for n in _LONG_ROLLOUTS if n in there]
+        names = chosen(columns, known, known + long, "The rollouts")
+        table = file.read(columns=list(dict.fromkeys(_MADE[n] if n in made else n for n in names)))
+    if "response_tokens" in set(made) & set(names):
+        lengths = pc.list_value_length(table.column("response_ids"))
+        table = table.append_column("response_tokens", lengths)
+    if judged := [n for n in names if n in made and _MADE[n] == "judgements"]:
+        counted = [_judged(text) for text in table.column("judgements").to_pylist()]
+        for name in judged:
+            table = table.append_column(name, pa.array([one[name] for one in counted]))
+    return table.select(names)
+
+
+def _judged(text: str | None) -> dict[str, float | None]:
+    """Counts and mean of a rollout's judgements; everything is missing where none were kept."""
+    if text is None:
+        return dict.fromkeys(("judgements_scored", "judgements_failed", "judgements_mean"))
+    from flows.reporting.samples import credit_of
+
+    found = json.loads(text)
+    scored = [j for j in found if j.get("score") is not None]
+    credit = [credit_of(j) for j in scored if j.get("kind") == "rubric"]
+    return {
+        "judgements_scored": len(scored),
+        "judgements_failed": len(found) - len(scored),
+        "judgements_mean": sum(credit) / len(credit) if credit else None,
+    }
+
+
+#: What says where a sample is from; these come first, always.
+_PLACE = ("stage", "model", "protocol", "protocol_name", "decoding")
+#: Long columns: only where they are asked for by name.
+_LONG_SAMPLES = ("judgements", "episode")
+
+
+class _File(NamedTuple):
+    """One samples file, and where it is from."""
+
+    path: Path
+    place: Mapping[str, Any]
+
+
+def samples_frame(
+    run: str | None = None,
+    workspace: str | Path = _HERE,
+    *,
+    model: str | None = None,
+    decoding: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """The evaluated samples of a run, one row each.
+
+    Parameters
+    ----------
+    run
+        Which run (default: the newest).
+    workspace
+        The folder that it is recorded in.
+    model
+        Only answers of this model, such as ``grpo`` (default: all, and the random copier's).
+    decoding
+        Only ``greedy`` or ``sampled``.
+    columns
+        Only these, after those that say where a sample is from. By default all but long ones
+        (``judgements``, JSON text; of agents ``episode``), which are read where they are named.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``describe_columns("samples")`` says what is in it; after these comes a column per metric,
+        NaN where it was not measured. No rows where no evaluation is done.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such run or column, or it has not evaluated such a model or decoding.
+    DataError
+        A samples file was deleted or reclaimed, or is damaged.
+    """
+    room, record = the_run(run, workspace)
+    stages = {n: record.stages[n] for n in stage_names(record)}
+    files = list(_sample_files(room, stages, record.run))
+    return _frame(_only_of(files, model, decoding, f"Run {record.run}"), columns)
+
+
+def sweep_samples_frame(
+    sweep: str,
+    workspace: str | Path = _HERE,
+    *,
+    arms: Sequence[str] | None = None,
+    model: str | None = None,
+    decoding: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """The evaluated samples of a sweep's trials, with ``arm`` and ``seed`` in front.
+
+    Parameters
+    ----------
+    sweep
+        Its name.
+    workspace
+        The folder that it is recorded in.
+    arms
+        Only trials of these (default: all).
+    model, decoding, columns
+        As of :func:`samples_frame`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``arm``, ``seed`` and the columns of :func:`samples_frame`. An evaluation that trials share
+        is there with each of them; trials that have evaluated nothing yet have no rows.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such sweep, arm, model, decoding or column.
+    DataError
+        A samples file was deleted or reclaimed, or is damaged.
+    """
+    room = Workspace.read_only(workspace)
+    record = read_sweep(room, sweep)
+    files = [
+        file._replace(place={"arm": trial.arm, "seed": trial.seed, **file.place})
+        for trial in trials_of(record, arms)
+        for file in _sample_files(room, trial.stages, f"{sweep}:{trial.name}")
+    ]
+    return _frame(_only_of(files, model, decoding, f"Sweep {sweep}"), columns, ("arm", "seed"))
+
+
+def _sample_files(workspace: Workspace, stages: Mapping[str, str], run: str) -> Iterator[_File]:
+    """The samples files of all evaluations that are done, each once."""
+    for name, stage_id in evaluate_stages(stages).items():
+        report, folder = results_of(workspace, stage_id), workspace.output_dir(stage_id)
+        if report is None or folder is None:
+            continue
+        seen = set()
+        for entry in (*report["evaluations"], *report.get("reference", ())):
+            key = (entry["samples_file"], entry["decoding"])
+            if key in seen or weighed(str(entry["metric"])):
+                continue
+            seen.add(key)
+            path = folder / str(entry["samples_file"])
+            if not path.exists():
+                raise gone(workspace, stage_id, f"samples of {name}", run)
+            yield _File(path, {**{k: entry.get(k) for k in _PLACE}, "model": entry["stage"],
+                               "stage": name})  # fmt: skip
+
+
+def _only_of(
+    files: Sequence[_File], model: str | None, decoding: str | None, of: str
+) -> Sequence[_File]:
+    """Files of a model and a decoding.
+
+    Raises
+    ------
+    ConfigurationError
+        There are files, and none of these.
+    """
+    kept = files
+    for key, wanted in (("model", model), ("decoding", decoding)):
+        there = sorted({str(f.place[key]) for f in files})
+        if wanted is None or not files:
+            continue
+        if wanted not in there:
+            fix = f"name one of these in {key}=, or leave it out"
+            raise no_such(f"{of} has evaluated no {key}", wanted, there, fix)
+        kept = [f for f in kept if str(f.place[key]) == wanted]
+    return kept
+
+
+def _frame(
+    files: Sequence[_File], columns: Sequence[str] | None, before: Sequence[str] = ()
+) -> pd.DataFrame:
+    table = {**{n: TABLES["trials"][n] for n in before}, **TABLES["samples"]}
+    parts = [_read_samples(file, columns) for file in files]
+    wanted = (n for n in table if n in (*before, *_PLACE) or columns is None or n in columns)
+    return typed_arrow(table, parts, wanted)
+
+
+def _read_samples(found: _File, columns: Sequence[str] | None) -> Any:
+    """An Arrow table of one file, with where it is from in front."""
+    import pyarrow as pa
+
+    from flows.reporting.samples import opened
+
+    with opened(found.path, found.path) as file:
+        there = [n for n in file.schema_arrow.names if n not in _PLACE]
+        short = [n for n in there if n not in _LONG_SAMPLES]
+        wanted = None if columns is None else [c for c in columns if c not in _PLACE]
+        names = chosen(wanted, short, there, "The samples")
+        # Something is to be read even where nothing is wanted: it says how many there are.
+        table = file.read(columns=names or ["sample_id"])
+    place = {key: pa.repeat(value, len(table)) for key, value in found.place.items()}
+    columns_of = dict(zip(table.column_names, table.columns, strict=True))
+    return pa.table({**place, **columns_of})

@@ -1,8 +1,8 @@
 """Questions that the judges have to be asked for a rescoring, and asking them.
 
-In: per judge the questions that no stored judgement answers. Out: their judgements, and a
-bill: how many were known, kept in the workspace's store, asked, failed; tokens, seconds,
-money. Whatever was judged is in the store, so that the same command goes on where it was stopped.
+In: per judge the questions that no stored judgement answers. Out: their judgements, and a bill: how
+many were known, kept in the workspace's store, asked, failed; tokens, seconds, money. Whatever was
+judged is in the store, so that the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from refiner_core.contract.config import JudgeConfig
@@ -41,8 +42,8 @@ class JudgePlan:
     """One judge, the questions of all settings that it judges, and what is known of them.
 
     ``known`` are the judgements that were stored with rollouts that this judge has judged, and
-    ``unknown`` the questions that none of them answers; ``calls``, ``kept`` and ``prompt_tokens``
-    say what asking them means (of a judge that is not served: nothing).
+    ``unknown`` the questions that none of them answers, by setting and policy; ``calls``, ``kept``
+    and ``prompt_tokens`` say what asking them means (of a judge that is not served: nothing).
     """
 
     name: str
@@ -50,15 +51,15 @@ class JudgePlan:
     identity: Mapping[str, Any]
     known: dict[Key, Sequence[Judgement]] = field(default_factory=dict)
     questions: set[Key] = field(default_factory=set)
-    unknown: dict[Key, JudgeRequest] = field(default_factory=dict)
+    unknown: list[dict[Key, JudgeRequest]] = field(default_factory=list)
     calls: int = 0
     kept: int = 0
     prompt_tokens: int = 0
 
     @property
-    def reused(self) -> int:
-        """Questions that judgements stored with the rollouts answer."""
-        return len(self.questions) - len(self.unknown)
+    def open(self) -> int:
+        """How many questions no judgement stored with the rollouts answers."""
+        return sum(map(len, self.unknown))
 
     @property
     def served(self) -> bool:
@@ -66,21 +67,19 @@ class JudgePlan:
         return self.config.kind != "lexical"
 
     def need(self, requests: Sequence[JudgeRequest]) -> None:
-        """Note what one rollout asks under one setting."""
+        """Note what a policy's rollouts ask under one setting."""
         keys = keys_of(requests, batched=is_batched(self.config))
-        for key, request in zip(keys, requests, strict=True):
-            self.questions.add(key)
-            if key not in self.known:
-                self.unknown.setdefault(key, request)
+        asked = self.questions | self.known.keys()
+        new = {k: r for k, r in zip(keys, requests, strict=True) if k not in asked}
+        self.unknown.append(new)
+        self.questions.update(keys)
 
     def count(self, store: JudgementStore | None) -> None:
         """See how many calls asking would take, given what the store has."""
-        if not self.served or not self.unknown:
-            return
         from refiner_core.judges.calls import plan_calls
 
-        for _, requests in self.pieces():
-            for call in plan_calls(requests, self.config):
+        for asked in self.unknown:
+            for call in plan_calls(list(asked.values()), self.config):
                 known = store.get(call.keys) if store is not None else [None]
                 if all(k is not None for k in known):
                     self.kept += len(call.keys)
@@ -89,89 +88,87 @@ class JudgePlan:
                 length = sum(len(message["content"]) for message in call.messages)
                 self.prompt_tokens += round(length / _CHARACTERS_PER_TOKEN)
 
-    def pieces(self) -> Iterator[tuple[list[Key], list[JudgeRequest]]]:
-        """The unknown questions in their order, some at a time. The rubrics of an answer, which
-        may be one call, are not parted; and in no piece has an answer rubrics of two companies:
-        with the batched form these are other questions."""
-        size = max(_LEAST, _DEEP * self.config.concurrency)
-        keys: list[Key] = []
-        requests: list[JudgeRequest] = []
-        companies: dict[tuple[str, str], Any] = {}
-        for key, request in self.unknown.items():
-            answer = (request.question, request.text)
-            company = key[1] if isinstance(key, tuple) else companies.get(answer)
-            full = len(keys) >= size and not _together(requests[-1], request)
-            if full or companies.get(answer, company) != company:
-                yield keys, requests
-                keys, requests, companies = [], [], {}
-            if isinstance(key, tuple):
-                companies[answer] = company
-            keys.append(key)
-            requests.append(request)
-        if keys:
-            yield keys, requests
 
-
-def ask(
-    plan: JudgePlan, judge: Judge, prices: Prices, progress: Callable[[int, int], None]
-) -> tuple[dict[Key, Judgement], dict[str, Any]]:
-    """Put the unknown questions to the judge. The bill's ``questions`` are distinct: ``reused``
-    were stored with the rollouts, ``stored`` in the workspace's store, ``asked`` were put to the
-    judge now; ``failed`` of those have no score.
+class Asking:
+    """A judge that is asked each question once, by all settings together, some at a time.
 
     Parameters
     ----------
-    progress
+    tell
         Told how many judgements have come by now, of how many, each time that some do.
-
-    Raises
-    ------
-    JudgeOutage
-        Nobody could be asked; what has been judged is kept.
     """
-    before, began = _usage(judge), time.monotonic()
-    answers: dict[Key, Judgement] = {}
-    for keys, judgements in _in_flight(plan, judge):
-        answers.update(zip(keys, judgements, strict=True))
-        progress(len(answers), len(plan.unknown))
-    after = _usage(judge)
-    used = {
-        name: getattr(after, name) - getattr(before, name)
-        for name in ("stored", "calls", "prompt_tokens", "completion_tokens")
-    }
-    tokens = [used["prompt_tokens"], used["completion_tokens"]]
-    cost = sum((price or 0) * n for price, n in zip(prices, tokens, strict=True)) / 1e6
-    bill = {
-        **{"judge": plan.name, "identity": plan.identity, "questions": len(plan.questions)},
-        **{"reused": plan.reused, **used, "asked": len(answers) - used["stored"]},
-        "failed": sum(j.status == "failed" for j in answers.values()),
-        "seconds": time.monotonic() - began,
-        "cost": None if plan.served and prices == (None, None) else cost,
-    }
-    return answers, bill
+
+    def __init__(self, plan: JudgePlan, judge: Judge, tell: Callable[[int, int], None]) -> None:
+        self.plan, self._judge, self._tell = plan, judge, tell
+        self._batched = is_batched(plan.config)
+        self._answers: dict[Key, Judgement] = {}
+        self._seconds = 0.0
+
+    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
+        """One judgement per request, in order.
+
+        Raises
+        ------
+        JudgeOutage
+            Nobody could be asked; what has been judged is kept.
+        """
+        began = time.monotonic()
+        keys = keys_of(requests, batched=self._batched)
+        new = {k: r for k, r in zip(keys, requests, strict=True) if k not in self._answers}
+        for piece, judgements in self._in_flight(new):
+            self._answers.update(zip(piece, judgements, strict=True))
+            self._tell(len(self._answers), self.plan.open)
+        self._seconds += time.monotonic() - began
+        return [self._answers[key] for key in keys]
+
+    def _in_flight(
+        self, new: Mapping[Key, JudgeRequest]
+    ) -> Iterator[tuple[Sequence[Key], Sequence[Judgement]]]:
+        """Questions and their judgements, some at a time; a judge that streams has the next ones
+        before the last ones are answered, so that it is never idle."""
+        waiting: deque[tuple[list[Key], PendingJudgements]] = deque()
+        for piece in pieces_of(new, max(_LEAST, _DEEP * self.plan.config.concurrency)):
+            requests = list(piece.values())
+            if not isinstance(self._judge, StreamingJudge):
+                yield list(piece), self._judge.judge(requests)
+                continue
+            waiting.append((list(piece), self._judge.submit(requests)))
+            if len(waiting) > 1:
+                first, pending = waiting.popleft()
+                yield first, pending.result()
+        for keys, pending in waiting:
+            yield keys, pending.result()
+
+    def bill(self, prices: Prices) -> dict[str, Any]:
+        """Bill so far. ``questions`` are distinct: ``reused`` were stored with the rollouts,
+        ``stored`` in the workspace's store, ``asked`` were put to the judge now; ``failed`` of
+        those have no score."""
+        judge, plan = self._judge, self.plan
+        usage = judge.usage() if isinstance(judge, StreamingJudge) else JudgeUsage()
+        tokens = (usage.prompt_tokens, usage.completion_tokens)
+        cost = sum((price or 0) * n for price, n in zip(prices, tokens, strict=True)) / 1e6
+        names = ("stored", "calls", "prompt_tokens", "completion_tokens")
+        return {
+            **{"judge": plan.name, "identity": plan.identity, "questions": len(plan.questions)},
+            **{
+                "reused": len(plan.questions) - plan.open,
+                "asked": len(self._answers) - usage.stored,
+            },
+            **{name: getattr(usage, name) for name in names},
+            "failed": sum(j.status == "failed" for j in self._answers.values()),
+            "seconds": self._seconds,
+            "cost": None if plan.served and prices == (None, None) else cost,
+        }
 
 
-def _usage(judge: Judge) -> JudgeUsage:
-    return judge.usage() if isinstance(judge, StreamingJudge) else JudgeUsage()
-
-
-def _in_flight(
-    plan: JudgePlan, judge: Judge
-) -> Iterator[tuple[Sequence[Key], Sequence[Judgement]]]:
-    """Questions and their judgements, some at a time; a judge that streams has the next ones
-    before the last ones are answered, so that it is never idle."""
-    waiting: deque[tuple[list[Key], PendingJudgements]] = deque()
-    for keys, requests in plan.pieces():
-        if not isinstance(judge, StreamingJudge):
-            yield keys, judge.judge(requests)
-            continue
-        waiting.append((keys, judge.submit(requests)))
-        if len(waiting) > 1:
-            first, pending = waiting.popleft()
-            yield first, pending.result()
-    for keys, pending in waiting:
-        yield keys, pending.result()
-
-
-def _together(a: JudgeRequest, b: JudgeRequest) -> bool:
-    return a.kind == b.kind == "rubric" and (a.question, a.text) == (b.question, b.text)
+def pieces_of(asked: Mapping[Key, JudgeRequest], size: int) -> Iterator[dict[Key, JudgeRequest]]:
+    """Questions in their order, about ``size`` at a time; those about one answer, which may be one
+    call, are not parted."""
+    piece: dict[Key, JudgeRequest] = {}
+    for _, group in groupby(asked.items(), key=lambda item: (item[1].question, item[1].text)):
+        piece |= dict(group)
+        if len(piece) >= size:
+            yield piece
+            piece = {}
+    if piece:
+        yield piece

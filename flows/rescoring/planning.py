@@ -38,6 +38,7 @@ from refiner_core.contract.records import RunRecord, to_json
 from refiner_core.judges import judge_prompts_digest
 from refiner_core.rescoring.compare import common_prompts
 from refiner_core.rescoring.rollouts import (
+    Metric,
     Question,
     Recorded,
     is_batched,
@@ -45,7 +46,6 @@ from refiner_core.rescoring.rollouts import (
     questions_of,
     recorded,
 )
-from refiner_core.rescoring.scores import Metric
 from refiner_core.rubrics import load_rubric_set, rubric_set_digest
 
 OWN = "own"
@@ -370,10 +370,10 @@ def _fill(planned: Planned) -> None:
         plan.config = setting.config.judge  # with the address that this call has given
         # A run's own settings have been asked already.
         if identity_of(setting.config) != identity_of(policy.config):
-            for asked in planned.questions_under(policy, setting.config.reward):
-                plan.need([question.request for question in asked])
+            asked = planned.questions_under(policy, setting.config.reward)
+            plan.need([question.request for questions in asked for question in questions])
     for plan in planned.judges.values():
-        if plan.served and plan.unknown:
+        if plan.served and plan.open:
             _check_prompts(plan)
             with stored(plan.config, planned.workspace, WRITER) as store:
                 plan.count(store)
@@ -387,7 +387,7 @@ def _check_prompts(plan: JudgePlan) -> None:
         return
     raise ConfigurationError(
         f"The judge's prompts {judge.prompt} have changed since the run ({then[:12]} then, "
-        f"{now[:12]} now), and {len(plan.unknown)} questions have not been asked with the old ones",
+        f"{now[:12]} now), and {plan.open} questions have not been asked with the old ones",
         expected="one wording for all that a judge is asked",
         fix="put them back as they were; or copy the new ones to a folder of another name, and "
         "name it with --judge prompt=DIR, which asks everything anew",

@@ -10,6 +10,7 @@ In: a :class:`~flows.rescoring.planning.Planned`. Out: a :class:`Done` one, its 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.rescoring.asking import ask
+from flows.rescoring.asking import Asking, JudgePlan
 from flows.rescoring.planning import (
     AGAIN,
     OWN,
@@ -51,11 +52,14 @@ from refiner_core.rescoring.rollouts import (
     Key,
     NobodyToAsk,
     RecordedJudge,
+    Scores,
+    fidelity,
     groups_of,
     is_batched,
     judge_identity,
+    scores_under,
+    stored_scores,
 )
-from refiner_core.rescoring.scores import Scores, fidelity, scores_under, stored_scores
 
 #: Listener to how far it is: what is counted, how many of it are done, of how many.
 Tell = Callable[[str, int, int], None]
@@ -119,19 +123,25 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
     JudgeOutage
         A judge could not be asked; what has been judged is kept.
     """
-    answers, bills = _ask_all(planned, tell)
     scores: dict[str, dict[str, Scores]] = {}
     faithful: dict[str, dict[str, Any]] = {}
     total = len(planned.policies) * len(planned.settings)
-    for policy in planned.policies:
-        again = _own_again(planned, policy)
-        faithful[policy.name] = _fidelity(planned, policy, again)
-        of_policy = scores.setdefault(policy.name, {})
-        for setting in planned.settings:
-            of_policy[setting.name] = _scores(planned, policy, setting, again, answers)
-            tell("scorings", sum(map(len, scores.values())), total)
-        if not faithful[policy.name]["sound"]:
-            of_policy[AGAIN] = again
+    with contextlib.ExitStack() as stack:
+        asking = {
+            key: stack.enter_context(_asking(planned, plan, tell))
+            for key, plan in planned.judges.items()
+            if plan.questions
+        }
+        for policy in planned.policies:
+            again = _own_again(planned, policy)
+            faithful[policy.name] = _fidelity(planned, policy, again)
+            of_policy = scores.setdefault(policy.name, {})
+            for setting in planned.settings:
+                of_policy[setting.name] = _scores(planned, policy, setting, again, asking)
+                tell("scorings", sum(map(len, scores.values())), total)
+            if not faithful[policy.name]["sound"]:
+                of_policy[AGAIN] = again
+        bills = [asked.bill(planned.prices) for asked in asking.values()]
     document = {
         "version": doc.DOCUMENT_VERSION,
         "id": planned.short_id,
@@ -150,41 +160,32 @@ def carry_out(planned: Planned, tell: Tell = lambda *_: None) -> tuple[dict[str,
     return dict(atomic.finite(plain(document))), scores
 
 
+@contextlib.contextmanager
+def _asking(planned: Planned, plan: JudgePlan, tell: Tell) -> Iterator[Asking]:
+    calls = plan.calls > 0
+    with judge_by_hand(plan.config, planned.workspace, writer=WRITER, calls=calls) as judge:
+        yield Asking(plan, judge, partial(tell, f"judgements of {plan.name}"))
+
+
 def _scores(
     planned: Planned,
     policy: Policy,
     setting: Setting,
     again: Scores,
-    answers: Mapping[str, Mapping[Key, Judgement]],
+    asking: Mapping[str, Asking],
 ) -> Scores:
-    """A policy's rollouts under a setting, by all that is known of its judge by now, each rollout's
-    own judgements first; under its run's own, as they were stored."""
+    """A policy's rollouts under a setting, by all that is known of its judge, each rollout's own
+    judgements first; under its run's own, as they were stored."""
     normalization = policy.config.grpo.advantage_normalization_type
     if identity_of(setting.config) == identity_of(policy.config):
         return stored_scores(policy.rollouts, again, normalization)
     key = planned.judge_key(policy, setting)
-    known: dict[Key, Sequence[Judgement]] = {q: [j] for q, j in answers.get(key, {}).items()}
-    known |= planned.judges[key].known
+    known: dict[Key, Sequence[Judgement]] = dict(planned.judges[key].known)
     if key == planned.judge_key(policy, own_setting(policy.config)):
         known |= planned.recorded[policy.name].known
-    judge = RecordedJudge(known, NobodyToAsk(), batched=is_batched(setting.config.judge))
+    rest = asking.get(key, NobodyToAsk())
+    judge = RecordedJudge(known, rest, batched=is_batched(setting.config.judge))
     return scores_under(policy.rollouts, setting.config.reward, judge, normalization)
-
-
-def _ask_all(
-    planned: Planned, tell: Tell
-) -> tuple[dict[str, dict[Key, Judgement]], list[dict[str, Any]]]:
-    answers, bills = {}, []
-    for key, plan in planned.judges.items():
-        if not plan.questions:
-            continue
-        what = f"judgements of {plan.name}"
-        with judge_by_hand(
-            plan.config, planned.workspace, writer=WRITER, calls=plan.calls > 0
-        ) as judge:
-            answers[key], bill = ask(plan, judge, planned.prices, partial(tell, what))
-        bills.append(bill)
-    return answers, bills
 
 
 def _own_again(planned: Planned, policy: Policy) -> Scores:
@@ -322,9 +323,10 @@ def plan_lines(planned: Planned) -> Iterator[str]:
     for plan in planned.judges.values():
         if not plan.questions:
             continue
-        known = f"{plan.reused} of {len(plan.questions)} questions are answered already"
+        reused, asked = len(plan.questions) - plan.open, len(plan.questions)
+        known = f"{reused} of {asked} questions are answered already"
         if not plan.served:
-            yield f"{plan.name}: {known}, {len(plan.unknown)} are judged here, without calls"
+            yield f"{plan.name}: {known}, {plan.open} are judged here, without calls"
             continue
         kept = f", {plan.kept} are in the workspace's store" if plan.kept else ""
         tokens = f" (about {plan.prompt_tokens:,} tokens of prompts)" if plan.calls else ""

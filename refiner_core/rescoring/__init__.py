@@ -3,7 +3,7 @@
 In: rollouts as they were stored, with their judgements, and settings of reward and judge. Out: the
 same rollouts' totals and advantages under each, how far they agree, tables and a figure.
 
-``rollouts`` reads rows and says what would be asked and what is known already, ``scores`` gives
-totals and advantages and holds them against what was stored, ``compare`` makes numbers of them,
-``document`` shows those.
+``rollouts`` reads rows, says what would be asked and what is known already, gives totals and
+advantages and holds them against what was stored; ``compare`` makes numbers of them, ``document``
+shows those.
 """

@@ -1,8 +1,8 @@
 """Comparison of two scorings of the same rollouts, in numbers with intervals.
 
-In: rollouts and two :class:`~refiner_core.rescoring.scores.Scores` of them, first what is compared
-with. Out: numbers by name, as ``rescore.json`` has them. Every share is a numerator, a denominator
-and an interval of 95 % over prompts, since samples of one prompt resemble each other.
+In: rollouts and two scorings of them (:class:`~refiner_core.rescoring.rollouts.Scores`), first what
+is compared with. Out: numbers by name, as ``rescore.json`` has them. Every share is a numerator, a
+denominator and an interval of 95 % over prompts, since samples of one prompt resemble each other.
 
 What is counted over what:
 
@@ -48,8 +48,7 @@ from refiner_core.evaluation.statistics import (
     paired_difference_over_seeds,
 )
 from refiner_core.judge_report.measures import agreement, plain
-from refiner_core.rescoring.rollouts import StoredRollout, described, groups_of
-from refiner_core.rescoring.scores import METRICS, Scores
+from refiner_core.rescoring.rollouts import METRICS, Scores, StoredRollout, described, groups_of
 from refiner_core.training.rollouts.rollout import EQUAL_REWARDS
 
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import kendalltau, spearmanr
 
-from flows.rescoring.asking import JudgePlan
+from flows.rescoring.asking import Asking, JudgePlan, pieces_of
 from flows.rescoring.planning import Options, judge_of, make_settings, own_setting, rubrics_of
 from flows.rescoring.reading import with_legacy_values
 from refiner_core.contract.config import JudgeConfig, RecipeConfig, RewardConfig
@@ -33,15 +33,17 @@ from refiner_core.rescoring.document import reversal_lines
 from refiner_core.rescoring.rollouts import (
     NobodyToAsk,
     RecordedJudge,
+    Scores,
     StoredRollout,
+    fidelity,
     from_training,
     judge_identity,
     keys_of,
     questions_of,
     recorded,
+    scores_under,
     some_groups,
 )
-from refiner_core.rescoring.scores import Scores, fidelity, scores_under
 from refiner_core.training.rollouts.rollout import group_advantages
 
 EVIDENCE = "<tool_output><snippet id=a>one two three</snippet></tool_output>"
@@ -242,18 +244,26 @@ def test_judged_together_a_rubric_is_known_only_in_the_same_company() -> None:
 
 
 def test_questions_are_cut_into_pieces_without_parting_an_answers_rubrics() -> None:
-    config = JudgeConfig(kind="openai", form="batched", concurrency=1)
-    plan = JudgePlan("m", config, {})
-    for answer in range(300):
-        plan.need([ask(f"t{answer}", c) for c in "abc"])
-    plan.need([ask("t0", c) for c in "ab"])  # under another setting: other company
-    pieces = [requests for _, requests in plan.pieces()]
-    assert len(pieces) > 1
-    assert sum(map(len, pieces)) == 902
+    requests = [ask(f"t{answer}", c) for answer in range(300) for c in "abc"]
+    asked = dict(zip(keys_of(requests, batched=True), requests, strict=True))
+    pieces = list(pieces_of(asked, 100))
+    assert sum(map(len, pieces)) == 900
     for before, after in pairwise(pieces):
-        assert before[-1].text != after[0].text
-    for keys, requests in plan.pieces():
-        assert keys_of(requests, batched=True) == keys, "what is asked is what is known then"
+        assert 100 <= len(before) < 103
+        assert list(before.values())[-1].text != next(iter(after.values())).text
+
+
+def test_settings_ask_a_question_once_and_another_company_is_another_question() -> None:
+    judge, told = Asked(), []
+    plan = JudgePlan("m", JudgeConfig(kind="openai", form="batched"), {})
+    settings = [[ask("t", c) for c in "abc"], [ask("t", c) for c in "ab"]] * 2
+    for requests in settings:
+        plan.need(requests)
+    asking = Asking(plan, judge, lambda done, of: told.append((done, of)))
+    for requests in settings:
+        asking.judge(requests)
+    assert judge.requests == [*settings[0], *settings[1]]
+    assert told == [(3, 5), (5, 5)]
 
 
 ANSWER = "<answer>Well now. <snippet id=a>one two three</snippet></answer>"
