@@ -103,7 +103,7 @@ def disk_report(
         "reservations": [
             {
                 **{"workspace": str(r.workspace), "stage_id": r.ref.stage_id},
-                **{"attempt": r.ref.number, "bytes": r.need.bytes, "written_bytes": r.written},
+                **{"attempt": r.ref.number, "bytes": r.bytes, "written_bytes": r.written},
             }
             for r in reserved
         ],
@@ -329,7 +329,7 @@ def planned_room(plans: Sequence[Plan]) -> PlannedRoom:
     keeper = DiskKeeper(workspace, plans[0].config.disk)
     forecast = forecast_disk(plans, Knowledge(workspace, size_of_model))
     margin = int(plans[0].config.disk.margin_gb * 2**30)
-    free = keeper.room().free_bytes - keeper.reserved().bytes - margin
+    free = keeper.room().free_bytes - keeper.reserved() - margin
     limit = keeper.room().limit_bytes
     most = None if limit is None else limit - margin
     room = PlannedRoom(forecast, max(0, free), 0, keeper.room().source, most)

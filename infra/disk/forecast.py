@@ -4,7 +4,7 @@ In: plans and a workspace (measured history first, sizes of models else). Out: a
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
 finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. History is
 what earlier stages took, per kind of stage and, where it is known, per model. The
-number of a model's parameters is told without loading it, from a header, a configuration or a name.
+number of a model's parameters is told without loading it, from headers or a name.
 
 A checkpoint holds what :mod:`refiner_core.training.engines.protocol` writes: the weights, two
 moments of AdamW in float32, and float32 master weights where the model is kept in bfloat16: 12
@@ -17,14 +17,13 @@ on a Hub it takes no room here.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infra.disk.usage import Size, size_of
 from infra.foreign.checkpoints import recorded_checkpoints, safetensors_header
@@ -55,11 +54,8 @@ class ModelSize(NamedTuple):
 
 def model_size(folder: Path | None, name: str) -> ModelSize:
     """The size of a model: its local files first, then ``4B`` or ``600m`` in its name."""
-    if folder is not None and folder.is_dir():
-        if counted := _by_headers(folder):
-            return ModelSize(counted, f"counted in {folder.name}")
-        if computed := _by_config(folder / "config.json"):
-            return ModelSize(computed, f"from {folder.name}/config.json")
+    if folder is not None and folder.is_dir() and (counted := _by_headers(folder)):
+        return ModelSize(counted, f"counted in {folder.name}")
     found = _NAMED.findall(name.rpartition("/")[2])
     if found:
         # `30B-A3B`: all of a mixture's weights are stored, not only those that are active.
@@ -87,22 +83,6 @@ def _by_headers(folder: Path) -> int:
         return sum(math.prod(entry["shape"]) for of in headers for entry in of.values())
     except (OSError, ValueError, TypeError):
         return 0
-
-
-def _by_config(path: Path) -> int:
-    """A decoder's weights from its shape: embeddings, attention and a gated feed-forward part."""
-    try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        inner, words = int(config["intermediate_size"]), int(config["vocab_size"])
-        heads = int(config["num_attention_heads"])
-        pairs = int(config.get("num_key_value_heads") or heads)
-        width = int(config.get("head_dim") or hidden // heads)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
-        return 0
-    attention = 2 * hidden * width * (heads + pairs)
-    embeddings = words * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return embeddings + layers * (attention + 3 * hidden * inner)
 
 
 #: What tells other people's trainers apart, in the identity of a stage.

@@ -222,43 +222,6 @@ class Hold(NamedTuple):
     idle: str = ""
 
 
-class Caller(NamedTuple):
-    """A call that has the waiting stage.
-
-    ``cancelled``: somebody wanted the stage to end; ``works``: a process works on the call, or may
-    do so where nobody here can look.
-    """
-
-    run: str
-    cancelled: bool
-    works: bool
-
-
-def why_idle(callers: Sequence[Caller] | None, *, done: bool, trained: bool, there: bool) -> str:
-    """Reason why a hold may go; empty: it may not.
-
-    Parameters
-    ----------
-    callers
-        Calls that have the waiting stage; None where a record cannot be read.
-    done, trained, there
-        The waiting stage is; the one whose checkpoint is held; the checkpoint is complete.
-    """
-    if done:
-        return "what waited for it is done"
-    if callers is None:
-        return ""
-    if not callers:
-        return "no recorded run has the stage that waits for it"
-    if any(c.works for c in callers):
-        return ""
-    if trained and not there:
-        return "the checkpoint is gone and its training is over, so nothing can come of it"
-    if all(c.cancelled for c in callers):
-        return f"cancelled: {', '.join(c.run for c in callers)}"
-    return ""
-
-
 def read_holds(workspace: Workspace) -> list[Hold]:
     """All holds of a workspace, by stage and step."""
     found = []
@@ -281,6 +244,34 @@ def drop_idle(workspace: Workspace, holds: Iterable[Hold]) -> list[Hold]:
     return gone
 
 
+#: A call that has the waiting stage: its run, whether somebody wanted that stage to end, and
+#: whether a process works on the call, or may do so where nobody here can look.
+Caller = tuple[str, bool, bool]
+
+
+def why_idle(callers: Sequence[Caller] | None, *, done: bool, trained: bool, there: bool) -> str:
+    """Reason why a hold may go; empty: it may not.
+
+    Parameters
+    ----------
+    callers
+        Calls that have the waiting stage; None where a record cannot be read.
+    done, trained, there
+        The waiting stage is; the one whose checkpoint is held; the checkpoint is complete.
+    """
+    if done:
+        return "what waited for it is done"
+    if callers is None or any(works for _, _, works in callers):
+        return ""
+    if not callers:
+        return "no recorded run has the stage that waits for it"
+    if trained and not there:
+        return "the checkpoint is gone and its training is over, so nothing can come of it"
+    if all(cancelled for _, cancelled, _ in callers):
+        return f"cancelled: {', '.join(run for run, _, _ in callers)}"
+    return ""
+
+
 def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] | None) -> Hold:
     saved = workspace.layout.stage(hold.stage_id).checkpoints / step_name(hold.step)
     found = None if callers is None else callers.get(hold.waiting, [])
@@ -294,7 +285,7 @@ def _judged(workspace: Workspace, hold: Hold, callers: dict[str, list[Caller]] |
     except RefinerError as error:
         log.warning("the hold %s stays: %s", hold.path.name, error)
         return hold
-    return hold._replace(runs=tuple(c.run for c in found or ()), idle=idle)
+    return hold._replace(runs=tuple(run for run, _, _ in found or ()), idle=idle)
 
 
 def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
@@ -307,7 +298,7 @@ def _callers(workspace: Workspace) -> dict[str, list[Caller]] | None:
             for name, stage_id in run.stages.items():
                 named = None if asked is None else asked["stages"]
                 ended = named is not None and (not named or not {name, stage_id}.isdisjoint(named))
-                found.setdefault(stage_id, []).append(Caller(run.run, ended, works))
+                found.setdefault(stage_id, []).append((run.run, ended, works))
     except (RefinerError, ValueError, KeyError) as error:
         log.warning("no hold is let go, for a record cannot be read: %s", error)
         return None

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from infra.disk.forecast import SCRIPT, STATE_BYTES, model_size
+from infra.disk.forecast import STATE_BYTES, model_size
 from infra.disk.inventory import FreshLook, Stock, read_stock
 from infra.disk.probe import Prober, Room
 from infra.disk.reaper import Candidate, Reclaimed, carry_out, plan_reclaim
@@ -47,26 +47,20 @@ from refiner_core.contract.placement import STAGES
 log = logging.getLogger(__name__)
 
 
-class Need(NamedTuple):
-    """Room that is asked for."""
-
-    bytes: int
-    inodes: int = 0
-
-
 class Reservation(NamedTuple):
-    """One entry: whose, how much, and how much of it has been written already (bytes)."""
+    """One entry: whose, how much, and how many of its bytes have been written already."""
 
     path: Path
     workspace: Path
     ref: AttemptRef
-    need: Need
+    bytes: int
+    inodes: int
     written: int
 
     @property
     def outstanding(self) -> int:
         """Bytes that are still to come."""
-        return max(0, self.need.bytes - self.written)
+        return max(0, self.bytes - self.written)
 
 
 class Ledger:
@@ -84,7 +78,7 @@ class Ledger:
         self.workspace = workspace
         self.folder = folder or workspace.layout.disk / "reservations"
 
-    def write(self, ref: AttemptRef, need: Need) -> None:
+    def write(self, ref: AttemptRef, need_bytes: int, inodes: int = 0) -> None:
         """Announce what the attempt is about to write; replaces what it announced before.
 
         Raises
@@ -99,8 +93,8 @@ class Ledger:
             "data": str(layout.data),
             "stage_id": ref.stage_id,
             "attempt": ref.number,
-            "bytes": need.bytes,
-            "inodes": need.inodes,
+            "bytes": need_bytes,
+            "inodes": inodes,
         }
         atomic.write_json(self._path(ref), value)
 
@@ -140,8 +134,8 @@ class Ledger:
                 written = 0
                 with contextlib.suppress(OSError):  # one has just become visible, or was swept
                     written = sum(size_of(part).bytes for part in parts)
-                need = Need(int(value["bytes"]), int(value["inodes"]))
-                yield Reservation(path, Path(value["workspace"]), ref, need, written)
+                sizes = (int(value["bytes"]), int(value["inodes"]), written)
+                yield Reservation(path, Path(value["workspace"]), ref, *sizes)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the reservation %s cannot be read and is left out: %s", path, error)
 
@@ -210,8 +204,6 @@ class DiskKeeper:
         self._read_only = False  # as the last probe write has found
         self._random = random.Random()
         self._good_for_s = min(config.watch_s / 4, _LONGEST_CACHE_S)
-        self._models: dict[str, str | None] = {}  # what a stage is never changes
-        self._alike: dict[tuple[str, str | None], tuple[int, float]] = {}
 
     # ------------------------------------------------------------ looking
 
@@ -224,10 +216,9 @@ class DiskKeeper:
                 self._cached = (self._prober.look(), now)
             return self._cached[0]
 
-    def reserved(self, ref: AttemptRef | None = None) -> Need:
-        """Room that attempts other than ``ref`` have announced and not yet written."""
-        others = self.ledger.others(ref)
-        return Need(sum(r.outstanding for r in others), sum(r.need.inodes for r in others))
+    def reserved(self, ref: AttemptRef | None = None) -> int:
+        """Bytes that attempts other than ``ref`` have announced and not yet written."""
+        return sum(r.outstanding for r in self.ledger.others(ref))
 
     def shortage(
         self, need_bytes: int, ref: AttemptRef | None = None, *, fresh: bool = False
@@ -237,18 +228,19 @@ class DiskKeeper:
         self._read_only = False
         room = self.room(fresh=fresh)
         margin = int(self.config.margin_gb * _GIB)
-        missing = need_bytes + margin + self.reserved(ref).bytes - room.free_bytes
+        missing = need_bytes + margin + self.reserved(ref) - room.free_bytes
         if missing > 0:
             return missing
         fits = not self._missing_inodes(room, ref) and self._write_goes_through(need_bytes, fresh)
         return 0 if fits else max(1, need_bytes)
 
     def need_of(self, stage_id: str) -> int:
-        """Bytes that the stage's next save will need: the largest of its checkpoints, else the
-        largest newest one of a stage of its kind and model, else what the model's size tells, else
-        a small floor."""
-        sizes = [size_of(path).bytes for path in self._checkpoints(stage_id)]
-        known = max(sizes, default=0) or self._newest_alike(stage_id)
+        """Bytes that the stage's next save will need: the largest of its checkpoints, else what
+        the model's size tells, else a small floor."""
+        store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
+        theirs = recorded_checkpoints(self.workspace, stage_id).found
+        saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
+        known = max((size_of(path).bytes for path in saved), default=0)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)
 
     def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
@@ -261,7 +253,7 @@ class DiskKeeper:
     def status_line(self) -> str:
         """For people: ``12.3 of 100.0 GiB used, 3.0 GiB reserved``; inodes where these are
         scarcer."""
-        room, reserved = self.room(), self.reserved().bytes
+        room, reserved = self.room(), self.reserved()
         if room.inodes_are_scarcer:
             text = f"{room.used_inodes:,} of {room.limit_inodes:,} files and folders (inodes) used"
         elif room.used_bytes is None or room.limit_bytes is None:
@@ -359,42 +351,12 @@ class DiskKeeper:
         """Write the entry, and look. Where it is refused for another reason than a lack of room,
         the save goes on without: others then do not know of it."""
         try:
-            self.ledger.write(ref, Need(need_bytes, SAVE_INODES))
+            self.ledger.write(ref, need_bytes, SAVE_INODES)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return False
             log.warning("the reservation of %d bytes cannot be noted: %s", need_bytes, error)
         return not self.shortage(need_bytes, ref, fresh=True)
-
-    def _newest_alike(self, stage_id: str) -> int:
-        """Bytes of the largest newest checkpoint of a stage of the same kind and model; 0: none.
-
-        Many stages that have saved nothing yet ask at once, so an answer is good for a while.
-        """
-        kind, model = stage_id.rpartition("-")[0], self._model_of(stage_id)
-        now = self._clock()
-        known, at = self._alike.get((kind, model), (0, float("-inf")))
-        if now - at < self._good_for_s:
-            return known
-        alike = [s for s in self.workspace.stage_ids() if s.startswith(f"{kind}-")]
-        alike = [s for s in alike if self._model_of(s) == model]
-        sizes = [size_of(path).bytes for s in alike for path in self._checkpoints(s)[-1:]]
-        self._alike[kind, model] = (max(sizes, default=0), now)
-        return max(sizes, default=0)
-
-    def _model_of(self, stage_id: str) -> str | None:
-        """The digest of the model that a stage started from, and the script that it runs; None
-        where it names neither."""
-        if stage_id not in self._models:
-            spec: dict[str, Any] = {}
-            with contextlib.suppress(RefinerError):
-                path = self.workspace.layout.stage(stage_id).spec
-                spec = self.workspace.read_control(path) or {}
-            model = (spec.get("sources") or {}).get("model")
-            script = (spec.get("identity") or {}).get(SCRIPT)
-            none = model is None and script is None
-            self._models[stage_id] = None if none else f"{model} {script}"
-        return self._models[stage_id]
 
     def _estimate(self, stage_id: str) -> int:
         """Bytes of a checkpoint of a training stage that has never saved; 0: nothing says."""
@@ -414,7 +376,8 @@ class DiskKeeper:
     def _missing_inodes(self, room: Room, ref: AttemptRef | None) -> int:
         if room.free_inodes is None:
             return 0
-        return max(0, SAVE_INODES + self.reserved(ref).inodes - room.free_inodes)
+        others = sum(r.inodes for r in self.ledger.others(ref))
+        return max(0, SAVE_INODES + others - room.free_inodes)
 
     def _write_goes_through(self, need_bytes: int, fresh: bool) -> bool:
         """Ask what no figure tells, a quota that no tool shows. A write that went through is
@@ -436,12 +399,6 @@ class DiskKeeper:
         for root in {existing(self.workspace.layout.data), existing(self.workspace.layout.control)}:
             sync_file_system(root)
         self._cached = self._wrote = None
-
-    def _checkpoints(self, stage_id: str) -> list[Path]:
-        """Complete ones, oldest step first; of another's trainer, too."""
-        store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
-        theirs = recorded_checkpoints(self.workspace, stage_id).found
-        return [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
 
     def _no_space(self, need_bytes: int, ref: AttemptRef) -> NoSpaceError:
         room = self.room()

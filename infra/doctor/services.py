@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
 from infra.doctor.check import Check, Finding, Look, absent, doubtful, fine, found
 from infra.doctor.machine import installed
 from infra.host.secrets import masked
@@ -133,7 +135,7 @@ def _wandb_key(look: Look) -> Finding | None:
     except RefinerError as error:
         mend = f"{look.command('run')} tracking.wandb=offline" if online else ""
         return found(absent(online), error.what, mend, _OF_TRACKING, name="server")
-    except (OSError, ValueError) as error:
+    except (httpx.HTTPError, ValueError) as error:
         what = f"{shown} does not say whose key it is ({type(error).__name__})"
         return found("warning", what, f"{_LOGIN} --verify")
     if name:
@@ -155,16 +157,11 @@ def _stored_key(address: str) -> str | None:
 
 def _viewer(address: str, key: str) -> str:
     """Owner of the key; empty where the server knows nobody by it."""
-    import httpx
-
     url, auth = f"{address.rstrip('/')}/graphql", ("api", key)
-    try:
-        answer = httpx.post(url, json=_VIEWER, auth=auth, timeout=_ANSWER_S)
-        if answer.status_code in (401, 403):
-            return ""
-        value = answer.raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise OSError(str(error)) from error
+    answer = httpx.post(url, json=_VIEWER, auth=auth, timeout=_ANSWER_S)
+    if answer.status_code in (401, 403):
+        return ""
+    value = answer.raise_for_status().json()
     return str(((value.get("data") or {}).get("viewer") or {}).get("username") or "")
 
 

@@ -139,7 +139,7 @@ def _load(path: Path, modified_ns: int, size: int) -> RubricSet:
     if rubrics is None:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise ConfigurationError(
-            f"The rubric set {path} does not fit: {faults[0].what}{more}",
+            f"The rubric set {path} does not fit: {faults[0][1]}{more}",
             expected="a name, and rubrics each with title, description, polarity and weight",
             fix=_FIX,
         )

@@ -24,14 +24,14 @@ import yaml
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.files import keys_twice
 from refiner_core.contract.raw_rows import json_lines, parquet_rows
-from refiner_core.rubrics import load_rubric_set, rubric_set_path, shipped_rubric_sets
+from refiner_core.rubrics import rubric_set_path, shipped_rubric_sets
 from refiner_core.rubrics.rows import Rubric, normal_entry, rubric_entries
-from refiner_core.rubrics.set_file import Fault, read_entry, read_set
+from refiner_core.rubrics.set_file import read_entry, read_set
 
 Severity = Literal["error", "warning"]
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """One kind of problem: how bad it is, why it matters, what mends it."""
 
     severity: Severity
@@ -74,10 +74,10 @@ class Finding:
         return {**asdict(self), "severity": rule.severity, "why": rule.why, "fix": rule.fix}
 
 
-_error, _warning = functools.partial(Rule, "error"), functools.partial(Rule, "warning")
+_error, _warning = functools.partial(_Rule, "error"), functools.partial(_Rule, "warning")
 
 #: Every rule. Warnings are what a set's own file may `accept`, with a reason.
-RULES: dict[str, Rule] = {
+RULES: dict[str, _Rule] = {
     "unreadable": _error(
         "nothing after it can be relied on", "write the file with a YAML or JSON library"
     ),
@@ -112,31 +112,12 @@ RULES: dict[str, Rule] = {
         "does; the other way round the reward has the wrong sign, or is a double negation",
         "move it to the other polarity and describe what is to be seen",
     ),
-    "unseen": _warning(
-        "the judge sees the question and the answer with its tags, nothing else: it would guess",
-        "ask for what shows in the answer; whether sources support it is the citation reward's",
-    ),
-    "scale": _warning(
-        "the judge answers 0, 1 or 2; another scale makes failures or wrong scores",
-        "say in words what is fully true, true in part, and not true",
-    ),
-    "quoted": _warning(
-        "with double quotes the lexical judge looks for the quoted words alone, literally",
-        "quote only what must stand in the answer word for word; write examples without quotes",
-    ),
     "weightless": _warning(
         "it is judged and paid for, and counts nothing", "give it a weight, or drop it"
     ),
     "only-faults": _warning(
         "an answer that says nothing has none of the faults and gets the full judge term",
         "add what a good answer does; or use it as `instance+static`, beside rows that ask for it",
-    ),
-    "name-taken": _warning(
-        "cards and tables name the set, and would say the other one's name",
-        "give the set a name of its own",
-    ),
-    "accept-unused": _warning(
-        "nothing of that kind is found there", "drop it from `accept`, or correct the name"
     ),
 }
 
@@ -161,92 +142,22 @@ _UNWANTED = re.compile(
     re.IGNORECASE,
 )
 
-_SOURCES = (
-    r"(?:(?:the|its|cited|given|provided|retrieved|these|any|search)\s+)?"
-    r"(?:sources?|snippets?|tool outputs?|search results?|retrieved (?:documents?|passages?|text)"
-    r"|(?:given|provided|cited|retrieved|supplied|attached) (?:documents?|passages?|evidence|"
-    r"context|references?|material|articles?|papers?))"
-)
-_TELLS = (
-    r"(?:sa(?:y|ys|id)|stat(?:e|es|ed|ing)|support\w*|show\w*|contain\w*|contradict\w*|back\w*"
-    r"|confirm\w*|provid\w*|mention\w*|give|gives)"
-)
-_UNSEEN = [
-    ("unseen", "", re.compile(pattern, re.IGNORECASE), f"it asks for {kind}")
-    for pattern, kind in (
-        (rf"\b{_SOURCES}\s+(?:actually\s+)?(?:(?:that|which)\s+)?(?:do(?:es)? not\s+|merely\s+)?"
-         rf"{_TELLS}\b", "what the sources say"),
-        (rf"\b(?:found|present|stat(?:ed|es)|supported|contained|backed|verified|verifiable|"
-         rf"grounded|faithful|consistent|accord\w*|match\w*|checked|missing|stands?|appear\w*|"
-         rf"based)\s+(?:\w+\s+){{0,2}}(?:in|by|with|to|from|against|on)\s+(?:\w+\s+)?{_SOURCES}\b",
-         "what the sources say"),
-        (r"\b(?:tool|function|api)[ -]calls?\b|\bcall(?:s|ed)? (?:the|a|any) (?:search )?tools?\b"
-         r"|\bsearch quer(?:y|ies)\b|\b(?:number|order) of (?:searches|queries|calls)\b",
-         "tool calls"),
-        (r"\b(?:the )?(?:agent|assistant|policy|system)\s+(?:searche[sd]|quer(?:ies|ied)|called|"
-         r"calls|browse[sd]|retrieve[sd]|spent|took)\b", "what the agent did"),
-        (r"\b(?:reference|gold(?:en)?|ground[- ]truth|expected|ideal|correct|model) "
-         r"(?:answer|response|solution)s?\b|\bthe ground truth\b", "a reference answer"),
-        (r"\bsystem prompt\b|\b(?:previous|earlier|prior) (?:turns?|messages?|conversation)\b"
-         r"|\bconversation history\b|\bother (?:answers|responses|candidates|rollouts|samples)\b",
-         "the rest of the conversation"),
-    )
-]  # fmt: skip
-
-_SCALE = re.compile(
-    r"\b(?:out of|/)\s*(?:\d+|five|ten|a hundred)\b(?!\s*\w+\s+(?:are|is|were|was|of)\b)"
-    r"|\b(?:scale|score|rating|rate|grade|marks?)\b(?:\s+\w+){0,3}\s+(?:from\s+)?(?:[013-9]|\d{2,})"
-    r"\s*(?:-|–|to|out of|/)\s*\d+"
-    r"|\b(?:scores?|rating|grade)\s+(?:of\s+)?(?:[3-9]|\d{2,})\b"
-    r"|\b\d+\s+(?:stars|marks)\b|\b\d+\s+points?\s+(?:for|if|each|per)\b"
-    r"|\b(?:score|rate|rating|grade|marks?|credit)\w*\b[^.;]{0,30}(?:\d\s?%|\bper ?cent)"
-    r"|\d\s?%\s+of\s+(?:the\s+)?(?:marks?|credit|score|points)\b",
-    re.IGNORECASE,
-)
-_EXAMPLE = re.compile(
-    r"(?:\be\.\s?g|\bsuch as|\blike|\bfor (?:example|instance)|\bso-called|\bphrases?|\bwords?"
-    r"|\bexpressions?|\bterms?)[^A-Za-z0-9]*(?:(?:or|and)[^A-Za-z0-9]*)*$",
-    re.IGNORECASE,
-)
-
-
-#: Rule, the polarity that it is about (empty: both), what it looks for, and what that is.
+#: _Rule, the polarity that it is about, what it looks for, and what that is.
 _WORDING: list[tuple[str, str, re.Pattern[str], str]] = [
     ("negated", "negative", _NEGATED, "a negative rubric that begins with a negation"),
     ("polarity", "negative", _WANTED, "a negative rubric says what is wanted"),
     ("polarity", "positive", _UNWANTED, "a positive rubric names a fault"),
-    *_UNSEEN,
-    ("scale", "", _SCALE, "it speaks of another scale"),
 ]
 
 
 def wording(rubric: Rubric) -> Iterator[tuple[str, str]]:
-    """All warnings about one rubric's own wording as (rule, what); the first of each rule."""
+    """All warnings about one rubric's own wording as (rule, what)."""
     if rubric.weight == 0:
         yield "weightless", "its weight is 0"
     text = _QUOTED.sub("…", rubric.description).lstrip()  # what is quoted is cited, not said
-    told = set()
     for rule, polarity, pattern, what in _WORDING:
-        if rule in told or polarity not in ("", rubric.polarity):
-            continue
-        if match := pattern.search(text):
-            told.add(rule)
+        if polarity == rubric.polarity and (match := pattern.search(text)):
             yield rule, f"{what} ({match[0].strip()!r})"
-    if what := _quoted(rubric.description):
-        yield "quoted", what
-
-
-def _quoted(text: str) -> str:
-    if text.count('"') % 2:
-        return "it has a double quote without its pair"
-    position = 0
-    for match in _QUOTED.finditer(text):
-        before, position = text[position : match.start()], match.end()
-        if not any(c.isalnum() for c in match[0]):
-            return "it has quotes around nothing"
-        if "…" in match[0] or "..." in match[0] or _EXAMPLE.search(before):
-            return f"{match[0]:.60} looks like an example, not like the words to be found"
-    return ""
 
 
 def together(rubrics: Sequence[tuple[str, Rubric]]) -> Iterator[tuple[int, str, str]]:
@@ -371,9 +282,11 @@ def _check_set(name: str, path: Path) -> Checked:
     lines = _lines_of_entries(root)
     for line, key in keys_twice(root):
         checked.add(line, "duplicate-key", f"the key {key!r} stands there twice")
-    rubrics, faults = read_set(content, path.stem)
-    for fault in faults:
-        _add_fault(checked, fault, lines)
+    for entry, what in read_set(content, path.stem)[1]:
+        if entry is None or entry >= len(lines):
+            checked.add(1, "schema", what)
+        else:
+            checked.add(lines[entry], "schema", what, f"rubrics[{entry}]")
     entries = content["rubrics"] if lines and isinstance(content, Mapping) else []
     placed = []
     for position, entry in enumerate(entries):
@@ -384,20 +297,8 @@ def _check_set(name: str, path: Path) -> Checked:
             placed.append(_Placed(line, f"rubrics[{position}]", rubric, accepted))
     checked.rubrics = len(entries)
     _check_together(checked, placed)
-    if rubrics and rubrics.name in shipped_rubric_sets():
-        shipped = load_rubric_set(rubrics.name)
-        if shipped.digest() != rubrics.digest():
-            what = f"it is named {rubrics.name}, as a shipped set of other wording is"
-            checked.add(1, "name-taken", what)
     checked.findings.sort()
     return checked
-
-
-def _add_fault(checked: Checked, fault: Fault, lines: Sequence[int]) -> None:
-    if fault.entry is None or fault.entry >= len(lines):
-        checked.add(1, "schema", fault.what)
-    else:
-        checked.add(lines[fault.entry], "schema", fault.what, f"rubrics[{fault.entry}]")
 
 
 def _lines_of_entries(root: yaml.Node | None) -> list[int]:
@@ -506,14 +407,9 @@ def _check_together(checked: Checked, placed: Sequence[_Placed]) -> None:
     for position, rule, what in together([(item.place, item.rubric) for item in placed]):
         found[position].append((rule, what))
     for position, item in enumerate(placed):
-        used = set()
         for rule, what in found[position]:
             finding = Finding(item.line, item.place, item.rubric.title, rule, what)
             if rule in item.accepted and not finding.is_error:
-                used.add(rule)
                 checked.accepted.append((finding, str(item.accepted[rule])))
             else:
                 checked.findings.append(finding)
-        for rule in item.accepted.keys() - used:
-            what = f"it accepts {rule!r}"
-            checked.add(item.line, "accept-unused", what, item.place, item.rubric.title)

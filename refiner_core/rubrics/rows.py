@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypedDict
 
 from refiner_core.contract.errors import DataError
 
@@ -110,16 +110,9 @@ def _decode(obj: Any) -> Any:
         ) from None
 
 
-class PlacedEntry(NamedTuple):
-    """One rubric as it stands in a row: the key of its list, its position there, itself."""
-
-    key: str
-    position: int
-    entry: Any
-
-
-def rubric_entries(obj: Any) -> list[PlacedEntry]:
-    """Every rubric of a row, unread. Input and errors as of :func:`normalise_rubrics`."""
+def rubric_entries(obj: Any) -> list[tuple[str, int, Any]]:
+    """Every rubric of a row, unread: the key of its list, its position there, itself. Input and
+    errors as of :func:`normalise_rubrics`."""
     obj = _decode(obj)
     if obj is None or obj == {}:
         return []
@@ -132,13 +125,13 @@ def rubric_entries(obj: Any) -> list[PlacedEntry]:
         lists = {key: obj[key] for key in known}
     else:
         lists = {"rubrics": obj}
-    entries: list[PlacedEntry] = []
+    entries: list[tuple[str, int, Any]] = []
     for key, value in lists.items():
         if value is None:
             continue
         if not isinstance(value, Sequence) or isinstance(value, str | bytes):
             raise _unfit(f"`{key}` is of type {type(value).__name__}", f"a list; {_FORMS}")
-        entries += [PlacedEntry(key, position, entry) for position, entry in enumerate(value)]
+        entries += [(key, position, entry) for position, entry in enumerate(value)]
     return entries
 
 

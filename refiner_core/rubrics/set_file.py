@@ -7,7 +7,7 @@ faults of one. Loading a set refuses with the first fault; checking a file shows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -48,11 +48,8 @@ class _File(_Part):
     rubrics: list[_Entry] = Field(min_length=1)
 
 
-class Fault(NamedTuple):
-    """Something that does not fit: in the entry of that position, or in the set as a whole."""
-
-    entry: int | None
-    what: str
+#: What does not fit: the position of the entry (None: the set as a whole), and what it is.
+Fault = tuple[int | None, str]
 
 
 def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fault]]:
@@ -66,7 +63,7 @@ def read_set(content: Any, default_name: str) -> tuple[RubricSet | None, list[Fa
         The name of a set that gives itself none: that of its file.
     """
     if not isinstance(content, Mapping) or not isinstance(content.get("rubrics"), list):
-        return None, [Fault(None, "it has no list `rubrics`")]
+        return None, [(None, "it has no list `rubrics`")]
     try:
         file = _File.model_validate(content)
     except ValidationError as error:
@@ -100,4 +97,4 @@ def _fault(error: Mapping[str, Any]) -> Fault:
     entry = place[1] if place[:1] == ("rubrics",) and len(place) > 1 else None
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
     said = error.get("ctx", {}).get("error", error["msg"])  # ours without pydantic's own words
-    return Fault(entry, f"`{''.join(steps).lstrip('.')}`: {said}")
+    return entry, f"`{''.join(steps).lstrip('.')}`: {said}"

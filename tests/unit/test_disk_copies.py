@@ -352,8 +352,8 @@ def test_what_is_held_before_the_deletion_is_at_no_moment_out_of_sight(
     assert "step-00000002" not in renamed
 
 
-RUN = Caller("run-1", cancelled=False, works=False)
-CANCELLED = RUN._replace(cancelled=True)
+RUN = ("run-1", False, False)
+CANCELLED = ("run-1", True, False)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ CANCELLED = RUN._replace(cancelled=True)
         (False, [RUN], True, True, ""),
         (False, [RUN], False, False, ""),
         (False, [CANCELLED, RUN], False, True, ""),
-        (False, [CANCELLED._replace(works=True)], True, True, ""),
+        (False, [("run-1", True, True)], True, True, ""),
     ],
 )
 def test_a_hold_is_idle_only_when_nobody_can_come_back_for_it(

@@ -238,11 +238,8 @@ def test_local_models_are_counted_without_loading_them(tmp_path: Path) -> None:
     assert counted == pytest.approx(
         (tiny_model_dir() / "model.safetensors").stat().st_size / 4, rel=0.01
     )
-    shape = (tiny_model_dir() / "config.json").read_text()
-    (tmp_path / "config.json").write_text(shape)
-    assert model_size(tmp_path, "x").parameters == pytest.approx(counted, rel=0.01)
     (tmp_path / "model.safetensors").write_bytes(b"cut short")
-    assert model_size(tmp_path, "x").parameters == pytest.approx(counted, rel=0.01)
+    assert model_size(tmp_path, "x").parameters is None
 
 
 # ---------------------------------------------------------------- fitting

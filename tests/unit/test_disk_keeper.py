@@ -24,7 +24,6 @@ from infra.disk.keeper import (
     DiskKeeper,
     DiskWatch,
     Ledger,
-    Need,
     gib,
 )
 from infra.disk.probe import Room
@@ -152,10 +151,10 @@ def test_reservations_of_others_count_until_written(workspace: Workspace) -> Non
     ref = AttemptRef(claim(workspace, plan, "sft").id, 1)
     other = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
-    ledger.write(ref, Need(3 * MIB, 4))
+    ledger.write(ref, 3 * MIB, 4)
     assert ledger.others(ref) == []
     (entry,) = ledger.others(other)
-    assert (entry.outstanding, entry.need.inodes) == (3 * MIB, 4)
+    assert (entry.outstanding, entry.inodes) == (3 * MIB, 4)
     part = workspace.layout.stage(ref.stage_id).checkpoints / ".tmp-step-00000007-a1"
     part.mkdir(parents=True)
     (part / "half.bin").write_bytes(os.urandom(2 * MIB))
@@ -172,7 +171,7 @@ def test_a_reservation_of_an_attempt_that_ended_counts_for_nothing(
     plan = small_plan("data")
     ref = AttemptRef(claim(workspace, plan, "data").id, 1)
     ledger = Ledger(workspace)
-    ledger.write(ref, Need(MIB))
+    ledger.write(ref, MIB)
     assert len(ledger.others()) == 1
     assert ledger.sweep() == []
     if end == "closed":
@@ -194,7 +193,7 @@ def test_workspaces_on_one_quota_may_share_a_ledger(tmp_path: Path) -> None:
     refs = [AttemptRef(claim(w, plan, "data").id, 1) for w in (one, two)]
     ledgers = [Ledger(w, tmp_path / "shared") for w in (one, two)]
     for ledger, ref in zip(ledgers, refs, strict=True):
-        ledger.write(ref, Need(MIB))
+        ledger.write(ref, MIB)
     (seen,) = ledgers[0].others(refs[0])
     assert seen.workspace == two.layout.control
     two.close_attempt(*refs[1], FULL)
@@ -223,7 +222,7 @@ def test_shortage_counts_margin_and_what_others_reserved(workspace: Workspace) -
     keeper = room_for(workspace, 8 * MIB)
     assert keeper.shortage(7 * MIB) == 0
     assert 0 < keeper.shortage(9 * MIB) <= 2 * MIB
-    keeper.ledger.write(ref, Need(4 * MIB))
+    keeper.ledger.write(ref, 4 * MIB)
     assert keeper.shortage(7 * MIB) > 2 * MIB
     assert keeper.shortage(7 * MIB, ref) == 0
     keeper.ledger.remove(ref)
@@ -241,7 +240,7 @@ def test_inodes_that_others_have_reserved_are_missing_too(
     keeper = DiskKeeper(workspace, DiskConfig())
     room = Room(free_bytes=GIB, free_inodes=SAVE_INODES)
     monkeypatch.setattr(keeper, "room", lambda: room)
-    keeper.ledger.write(ref, Need(0, 4))
+    keeper.ledger.write(ref, 0, 4)
     assert keeper.lacking(MIB) == "4 more files and folders (inodes)"
     assert keeper.lacking(MIB, ref) == "1.0 MiB", "its own are not in its way"
 
@@ -330,9 +329,9 @@ def test_a_reservation_holds_for_the_block_and_is_gone_after(workspace: Workspac
     ref = AttemptRef(claim(workspace, small_plan("data"), "data").id, 1)
     keeper = room_for(workspace, 8 * MIB)
     with keeper.reserve(ref, 4 * MIB):
-        assert keeper.reserved().bytes == 4 * MIB
+        assert keeper.reserved() == 4 * MIB
         assert "reserved" in keeper.status_line()
-    assert keeper.reserved().bytes == 0
+    assert keeper.reserved() == 0
 
 
 def test_what_does_not_fit_waits_and_then_says_what_is_missing(workspace: Workspace) -> None:
@@ -716,49 +715,17 @@ def test_the_next_save_of_an_own_trainer_needs_what_its_largest_took(workspace: 
     stage_id, _ = own_trainer(workspace, 10, 20)
     keeper = DiskKeeper(workspace, DiskConfig())
     assert 9 * MIB <= keeper.need_of(stage_id) <= 10 * MIB
-    config = own_config(workspace, stage_id)
-    again = claim(workspace, make_plan(replace(config, seed=9), SOURCES), "command")
-    assert 9 * MIB <= keeper.need_of(again.id) <= 10 * MIB
-    other = replace(config, command=CommandConfig(run="another one"))
-    other_id = claim(workspace, make_plan(other, SOURCES), "command").id
-    assert keeper.need_of(other_id) == FLOOR_BYTES
 
 
 # ---------------------------------------------------------------- the rest
 
 
 def test_what_a_save_needs_is_what_saves_took(workspace: Workspace) -> None:
-    plan, now = small_plan("data"), [0.0]
-    stage = claim(workspace, plan, "data")
-    keeper = DiskKeeper(workspace, DiskConfig(), clock=lambda: now[0])
+    stage = claim(workspace, small_plan("data"), "data")
+    keeper = DiskKeeper(workspace, DiskConfig())
     assert keeper.need_of(stage.id) == FLOOR_BYTES
     save(workspace, stage.id, 1, size=6 * MIB)
     assert 6 * MIB <= keeper.need_of(stage.id) <= 7 * MIB
-    config = replace(plan.config, data=replace(plan.config.data, split_seed=9))
-    like = claim(workspace, make_plan(config, SOURCES), "data")
-    now[0] += 60.0
-    assert 6 * MIB <= keeper.need_of(like.id) <= 7 * MIB, "its like is the best guess"
-    other = claim(workspace, make_plan(config, {**SOURCES, "model": "a larger one"}), "data")
-    assert keeper.need_of(other.id) == FLOOR_BYTES, "another model says nothing"
-
-
-def test_what_many_stages_need_is_asked_without_reading_all_of_them_for_each(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, ids = small_config("data"), []
-    for seed in range(40):
-        seeded = replace(config, data=replace(config.data, split_seed=seed))
-        ids.append(claim(workspace, make_plan(seeded, SOURCES), "data").id)
-    read, real = list[Path](), workspace.read_control
-
-    def counted(path: Path) -> dict[str, object] | None:
-        read.append(path)
-        return real(path)
-
-    monkeypatch.setattr(workspace, "read_control", counted)
-    keeper = DiskKeeper(workspace, config.disk)
-    assert {keeper.need_of(stage_id) for stage_id in ids} == {FLOOR_BYTES}
-    assert len(read) <= 2 * len(ids)
 
 
 def test_a_first_save_needs_what_the_model_s_size_tells(workspace: Workspace) -> None:

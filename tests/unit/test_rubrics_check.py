@@ -56,11 +56,10 @@ def rules_of(name: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", shipped_rubric_sets())
-def test_the_shipped_sets_are_clean_and_say_why_where_they_are_not(name: str) -> None:
+def test_the_shipped_sets_are_clean(name: str) -> None:
     checked = check_file(name)
     assert checked.findings == []
-    assert all(reason for _, reason in checked.accepted)
-    assert name == "v3" or not checked.accepted
+    assert not checked.accepted
 
 
 def test_rows_of_the_embedded_world_are_clean(tmp_path: Path) -> None:
@@ -94,17 +93,6 @@ def test_real_rows_have_real_findings_and_few_of_them() -> None:
         ("The answer should mention the architect.", "negative", "polarity"),
         ("The answer should avoid speculation about the cause.", "positive", "polarity"),
         ("Must not name the wrong architect.", "positive", "polarity"),
-        ("Each statement is supported by the cited sources.", "positive", "unseen"),
-        ("Leaves out what the sources say about the cause.", "negative", "unseen"),
-        ("Uses at most three tool calls.", "positive", "unseen"),
-        ("Agrees with the reference answer.", "positive", "unseen"),
-        ("The agent searched for the right bridge.", "positive", "unseen"),
-        ("Is better than the other answers.", "positive", "unseen"),
-        ("Rate the depth on a scale from 1 to 5.", "positive", "scale"),
-        ("Deserves 8 out of 10 for its depth.", "positive", "scale"),
-        ("Score 90% if most of the years are right.", "positive", "scale"),
-        ('Hedges with phrases such as "it seems" or "perhaps".', "negative", "quoted"),
-        ('Says "the year is … in words.', "positive", "quoted"),
     ],
 )  # fmt: skip
 def test_wording_that_judges_get_wrong_is_told(description: str, polarity: Any, rule: str) -> None:
@@ -230,25 +218,15 @@ def test_faults_alone_pay_an_answer_that_says_nothing(tmp_path: Path) -> None:
     assert rules_of(name) == {"only-faults": 1, "weightless": 1}
 
 
-def test_a_set_under_a_shipped_name_would_be_mistaken_on_cards(tmp_path: Path) -> None:
-    name = set_file(tmp_path, f"name: v3\nrubrics:\n  - {{title: a, description: {SOUND}}}\n")
-    assert rules_of(name) == {"name-taken": 1}
-
-
 def test_an_author_accepts_a_warning_with_a_reason_but_no_error(tmp_path: Path) -> None:
-    scaled = "Deserves 8 out of 10 for its depth."
-    entry = f"  - {{title: a, description: {scaled}, accept: {{scale: we mean it}}}}\n"
+    faulty = "Should avoid speculation."
+    entry = f"  - {{title: a, description: {faulty}, accept: {{polarity: we mean it}}}}\n"
     checked = check_file(set_file(tmp_path, f"rubrics:\n{entry}"))
     assert checked.findings == []
     ((finding, reason),) = checked.accepted
-    assert (finding.rule, reason) == ("scale", "we mean it")
-    for accept, rule in (
-        ("{schema: why}", "accept-unused"),
-        ("{long: why}", "accept-unused"),
-        ("[scale]", "schema"),
-    ):
-        entry = f"  - {{title: a, description: {SOUND}, accept: {accept}}}\n"
-        assert rules_of(set_file(tmp_path, f"rubrics:\n{entry}")) == {rule: 1}
+    assert (finding.rule, reason) == ("polarity", "we mean it")
+    entry = f"  - {{title: a, description: {SOUND}, accept: [polarity]}}\n"
+    assert rules_of(set_file(tmp_path, f"rubrics:\n{entry}")) == {"schema": 1}
 
 
 # ---------------------------------------------------------------- rows
@@ -265,7 +243,7 @@ def test_rows_of_both_forms_are_checked_line_by_line(tmp_path: Path) -> None:
         json.dumps([1]),
         json.dumps({"conversations": [], "rubrics": "{not json"}),
         json.dumps({"conversations": []}),
-        json.dumps(row("Agrees with the reference answer.", negative=["Lacks a date."])),
+        json.dumps(row("Should not speculate.", negative=["Lacks a date."])),
     ]
     path.write_text("\n".join(lines))
     checked = check_file(str(path))
@@ -276,7 +254,7 @@ def test_rows_of_both_forms_are_checked_line_by_line(tmp_path: Path) -> None:
         (6, "schema"),
         (7, "schema"),
         (9, "negated"),
-        (9, "unseen"),
+        (9, "polarity"),
     ]
     assert (checked.rows, checked.rubrics, checked.rows_without) == (7, 4, 4)
 
@@ -299,11 +277,11 @@ def test_keys_that_nobody_reads_are_told(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_are_checked_as_lines_are(tmp_path: Path) -> None:
-    rows = [row(SOUND), row("Agrees with the reference answer.")]
+    rows = [row(SOUND), row("Should not speculate.")]
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"rubrics": [r["rubrics"] for r in rows], "other": [1, 2]}), path)
     checked = check_file(str(path))
-    assert [(f.line, f.rule) for f in checked.findings] == [(2, "unseen")]
+    assert [(f.line, f.rule) for f in checked.findings] == [(2, "polarity")]
     assert checked.rows == 2
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="not a complete Parquet file"):
@@ -338,14 +316,12 @@ def test_show_prints_what_is_judged_word_for_word(capsys: pytest.CaptureFixture[
 
 
 def test_check_exits_by_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    warned = set_file(
-        tmp_path, "rubrics:\n  - {title: a, description: Agrees with the reference answer.}\n"
-    )
+    warned = set_file(tmp_path, "rubrics:\n  - {title: a, description: Should not speculate.}\n")
     assert run(capsys, "check", "v3")[0] == 0
     code, out = run(capsys, "check", warned)
     assert code == 0
     assert f"{warned}:2 rubrics[0] 'a'" in out
-    assert RULES["unseen"].why.split()[0] in out
+    assert RULES["polarity"].why.split()[0] in out
     assert run(capsys, "check", warned, "--strict")[0] == 3
     wrong = rows_file(tmp_path, *[row({"title": "t", "description": ""})] * 5)
     code, out = run(capsys, "check", wrong)
@@ -358,10 +334,10 @@ def test_check_exits_by_what_it_finds(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_check_as_json_has_every_finding_with_why_and_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = rows_file(tmp_path, *[row("Agrees with the reference answer.")] * 9)
+    name = rows_file(tmp_path, *[row("Should not speculate.")] * 9)
     code, out = run(capsys, "check", name, "--json")
     told = json.loads(out)
-    assert (code, told["warnings"], told["errors"], told["counts"]) == (0, 9, 0, {"unseen": 9})
+    assert (code, told["warnings"], told["errors"], told["counts"]) == (0, 9, 0, {"polarity": 9})
     assert {"line", "place", "title", "rule", "what", "why", "fix", "severity"} == set(
         told["findings"][0]
     )
