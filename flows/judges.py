@@ -1,7 +1,7 @@
 """Judges: measured, asked by hand, their servers listed and ended.
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
-:class:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
+:data:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
 :class:`Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
 """
 
@@ -31,7 +31,7 @@ from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.records import picked
 from refiner_core.contract.types import Judge, Judgement, JudgeRequest, JudgeUsage, PromptRow
-from refiner_core.judge_report.build import Report, judge_report, markdown
+from refiner_core.judge_report.build import Report, judge_report, markdown, report_json
 from refiner_core.judge_report.material import Material, run_material, shipped_material
 from refiner_core.judges import build_judge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings, usage_of, usage_to_json
@@ -125,7 +125,7 @@ def measure_judge(
             repeats=repeats,
             told=tell,
         )
-    identity = canonical_json([report.judge, report.against, report.material, repeats])
+    identity = canonical_json([*map(report.get, ("judge", "against", "material")), repeats])
     return Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 
@@ -133,7 +133,7 @@ def write_report(made: Made, folder: Path) -> None:
     """``report.md`` and, last, ``report.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     atomic.write_text(folder / TEXT, markdown(made.report) + "\n")
-    text = json.dumps(made.report.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(report_json(made.report), indent=1, ensure_ascii=False, allow_nan=False)
     atomic.write_text(folder / REPORT, text + "\n")
 
 

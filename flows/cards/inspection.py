@@ -1,8 +1,7 @@
 """Cards as files, folders, repositories and records: what `refiner card` does.
 
 In: a README.md wherever it lies, or a finished publication of a workspace. Out: what is wrong with
-the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. The commands that
-a card tells its readers to give are parsed by the command line's own parser and loader; nothing is
+the card (by :mod:`refiner_core.cards.lint`), or the card made again from records. Nothing on it is
 carried out, and nothing is written.
 """
 
@@ -11,13 +10,10 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
-from functools import partial
 from pathlib import Path, PurePosixPath
-
-import click
 
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
@@ -25,14 +21,11 @@ from refiner_core.cards.build import build_card
 from refiner_core.cards.evidence import load_evidence
 from refiner_core.cards.lint import Finding
 from refiner_core.cards.lint import check_card as findings_of
-from refiner_core.cards.lint.against import LARGEST, file_findings
+from refiner_core.cards.lint.against import LARGEST
 from refiner_core.contract.config import PublishConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
-from refiner_core.contract.loading import load_recipe
-from refiner_core.contract.marks import walk
-from refiner_core.contract.recipes import shipped_recipes
-from refiner_core.contract.records import OutputFile, RunRecord
+from refiner_core.contract.records import RunRecord
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+?)(?:@(?P<revision>[^\s@]+))?")
 _HUB_PATIENCE_S = 20.0
@@ -85,7 +78,7 @@ class Checked:
 def check_card(
     target: str, evidence: str | Path | None = None, *, template: str | Path | None = None
 ) -> Checked:
-    """Check a model card: numbers, links, licence, commands, leaks. Changes nothing.
+    """Check a model card: numbers, licence, leaks. Changes nothing.
 
     Parameters
     ----------
@@ -114,9 +107,8 @@ def check_card(
     source = find_card(target)
     if evidence is not None:
         source = replace(source, evidence=_read(Path(evidence), is_card=False))
-    problem = partial(command_problem, folder=source.folder, whole=source.whole)
     own = None if template is None else _read(Path(template))
-    findings = findings_of(source.text, source.evidence, command_check=problem, template=own)
+    findings = findings_of(source.text, source.evidence, template=own)
     if source.whole and source.folder is not None and source.evidence is not None:
         findings += _files(source.folder, source.evidence)
     return Checked(source.name, tuple(sorted(findings)), source.evidence is not None)
@@ -196,25 +188,29 @@ def _text(data: bytes, name: str, *, is_card: bool = True) -> str:
         raise DataError(what, expected=expected, fix=fix) from error
 
 
-def _files(folder: Path, evidence: str) -> list[Finding]:
-    """The files beside the card against what its evidence says of them."""
+def _files(folder: Path, evidence: str) -> Iterator[Finding]:
+    """Files beside the card that are not what its evidence says of them."""
     try:
-        read = load_evidence(evidence)
+        listed = load_evidence(evidence).files
     except RefinerError:
-        return []  # it has been said that it cannot be used
-    present: dict[str, OutputFile | None] = {}
-    for file in read.files:
-        path, parts = folder / file.path, PurePosixPath(file.path).parts
-        leaves = file.path.startswith("/") or ".." in parts
+        return  # it has been said that it cannot be used
+    for file in listed:
+        path, differs = folder / file.path, ""
+        leaves = file.path.startswith("/") or ".." in PurePosixPath(file.path).parts
         if leaves or not path.is_file():
-            present[file.path] = None
-            continue
-        size, digest = path.stat().st_size, ""
-        if size == file.bytes:
-            with path.open("rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        present[file.path] = OutputFile(file.path, size, digest)
-    return file_findings(read, present)
+            differs = "is missing"
+        elif (size := path.stat().st_size) != file.bytes:
+            differs = f"has {size} bytes, its evidence says {file.bytes}"
+        elif (digest := _sha256(path)) != file.sha256:
+            differs = f"has SHA-256 {digest[:12]}…, its evidence says {file.sha256[:12]}…"
+        if differs:
+            fix = "publish again; what is there already is not sent twice"
+            yield Finding(1, "file-differs", f"{file.path} {differs}", fix)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- from records
@@ -340,99 +336,3 @@ def _latest(done: Mapping[str, str]) -> str:
     names = [n for n in ("card-progression", "card", "publish", "publish-best") if n in done]
     steps = {name: int(re.sub(r"\D", "", name) or 0) for name in done}
     return names[0] if names else max(done, key=lambda name: (steps[name], name.startswith("card")))
-
-
-# ---------------------------------------------------------------- commands on a card
-
-
-_ANSWERED_AT_ONCE = {"--help", "-h", "--version"}
-#: A key of a recipe file that is no field of the configuration.
-_INCLUDE = "include"
-#: Bytes of a recipe; YAML is slow to read.
-_LARGEST = 100_000
-_ANCHOR = re.compile(r"(?:^|[\s,\[{:=-])&\w")
-
-
-def command_problem(
-    words: Sequence[str], folder: Path | None = None, *, whole: bool = False
-) -> str | None:
-    """Fault of a command; None where there is none, or nobody can tell.
-
-    Parameters
-    ----------
-    words
-        After ``refiner``, as a shell would split them.
-    folder
-        Where the card lies: a recipe file is looked for there.
-    whole
-        The folder has all that belongs to the card, so that a recipe file that is not in it is
-        missing.
-    """
-    from flows.cli.main import COMMANDS, cli
-
-    if not words or words[0].startswith("-") or _ANSWERED_AT_ONCE & set(words):
-        return None
-    name = words[0]
-    if name not in COMMANDS:
-        return f"there is no command {name!r}.{suggest(name, COMMANDS)}"
-    group = click.Context(cli, info_name="refiner")
-    command = cli.get_command(group, name)
-    if command is None or isinstance(command, click.Group):
-        return None
-    try:
-        parsed = command.make_context(name, list(words[1:]), parent=group)
-    except click.ClickException as error:
-        return error.format_message()
-    recipe = parsed.params.get("recipe")
-    overrides = parsed.params.get("overrides")
-    if not isinstance(recipe, str) or overrides is None or recipe.isupper():
-        return None
-    return _recipe_problem(recipe, list(overrides), folder, whole=whole)
-
-
-def _recipe_problem(
-    recipe: str, overrides: Sequence[str], folder: Path | None, *, whole: bool
-) -> str | None:
-    is_file = "/" in recipe or recipe.endswith((".yaml", ".yml"))
-    if recipe not in shipped_recipes() and not is_file:
-        return f"there is no recipe {recipe!r}.{suggest(recipe, shipped_recipes())}"
-    unknown = _unknown_fields(overrides)
-    if unknown is not None or _asks_back([*overrides]):
-        return unknown
-    if recipe not in shipped_recipes():
-        beside = folder / recipe if folder is not None and "/" not in recipe else None
-        if beside is None or not beside.is_file():
-            return f"there is no {recipe} beside the card" if whole else None
-        if beside.stat().st_size > _LARGEST or _asks_back([beside.read_text("utf-8", "replace")]):
-            return None
-        recipe = str(beside)
-    try:
-        load_recipe(recipe, overrides)
-    except RefinerError as error:
-        return error.what
-    except RecursionError:
-        return "it is nested too deeply"
-    return None
-
-
-def _asks_back(texts: Sequence[str]) -> bool:
-    """Yes where a text asks for something that is filled in here: other files, the environment of
-    whoever checks the card, which a finding must not show, or gigabytes (YAML's aliases)."""
-    return any("${" in t or "include:" in t or _ANCHOR.search(t) for t in texts)
-
-
-def _unknown_fields(overrides: Sequence[str]) -> str | None:
-    """Of a recipe that is not here, the names of its fields can be checked all the same."""
-    known = [path for path, _ in walk(RecipeConfig)]
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals:
-            return f"override {override!r} is not of the form key=value."
-        if key != _INCLUDE and not any(_overlap(key, path) for path in known):
-            return f"there is no field {key!r}.{suggest(key, known)}"
-    return None
-
-
-def _overlap(key: str, path: str) -> bool:
-    """Yes for one field, or a section (or a field with names in it) and what is inside."""
-    return f"{key}.".startswith(f"{path}.") or path.startswith(f"{key}.")

@@ -71,6 +71,7 @@ def report_command(
     """
     from flows.judges import measure_judge, write_report
     from infra.store.workspace import Workspace
+    from refiner_core.judge_report.build import report_json
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
@@ -90,7 +91,7 @@ def report_command(
     if folder is not None:
         write_report(made, folder)
     kept = None if folder is None else str(folder)
-    value = {**made.report.to_json(), "id": made.name, "folder": kept}
+    value = {**report_json(made.report), "id": made.name, "folder": kept}
     show(as_json, lambda: value, lambda: _report_lines(made))
     if as_json:
         return

@@ -104,10 +104,10 @@ def check_command(target: str, evidence: Path | None, template: Path | None, as_
     """Check the card at PATH: ours, or any README.
 
     PATH is a README.md, the folder of a publication, OWNER/NAME[@revision] on the Hub, or - for
-    stdin. Numbers are recomputed from their own tables; links, licence, base model, commands and
-    leaks are looked at; and where refiner.json lies beside the card, the card is made from it again
-    and every difference is told with the fact and the record behind it. Of a folder, the files are
-    checked by their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
+    stdin. Numbers are recomputed from their own tables; licence, base model and leaks are looked
+    at; and where refiner.json lies beside the card, the card is made from it again and every
+    difference is told with the fact and the record behind it. Of a folder, the files are checked by
+    their hashes, too. Nothing is changed; the exit code is 3 where something is wrong.
     """
     from flows.cards.inspection import check_card
 

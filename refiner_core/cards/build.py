@@ -120,23 +120,18 @@ _ANSWER = "<answer><snippet id=S_a1B9xQ2>The bridge has been open since 1932.</s
 _TURN = '<tool_call>{"name": "respond", "arguments": {"content": "May I have the id?"}}</tool_call>'
 
 
-class OutputFormat(NamedTuple):
-    """Output of the model: modes in its training rows, and an example."""
-
-    modes: tuple[str, ...]
-    answer_only: bool
-    evidence: str
-    answer: str
-
-
-def output_format(facts: CardFacts) -> OutputFormat:
-    """The format by the modes of the rows that the model was trained on; of an agent, a turn."""
-    if facts.is_agent:
-        return OutputFormat((), False, "", _TURN)
-    modes = _modes(facts)
+def output_format(facts: CardFacts) -> dict[str, Any]:
+    """Output of the model: modes of the rows that it was trained on, and an example; of an agent, a
+    turn."""
+    modes = () if facts.is_agent else _modes(facts)
     alone = modes in ((), (_ANSWER_ONLY,))
     answer = _ANSWER if alone else f"The first snippet answers the question.\n{_ANSWER}"
-    return OutputFormat(modes, alone, _EVIDENCE, answer)
+    return {
+        "modes": modes,
+        "answer_only": alone and not facts.is_agent,
+        "evidence": "" if facts.is_agent else _EVIDENCE,
+        "answer": _TURN if facts.is_agent else answer,
+    }
 
 
 def _modes(facts: CardFacts) -> tuple[str, ...]:
@@ -162,7 +157,7 @@ def build_card(facts: CardFacts) -> str:
     """
     known = facts_to_json(facts)
     variables = card_variables(facts_from_json(known)) | {"facts": known}
-    return render(facts.template, {name: _plain(value) for name, value in variables.items()})
+    return render(facts.template, _plain(variables))
 
 
 def marked_card(facts: CardFacts, template: str | None = None) -> str:
@@ -176,9 +171,9 @@ def _plain(value: Any) -> Any:
     """Texts without marks, for templates that may look at them."""
     if isinstance(value, str):
         return unmarked(value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(_plain, value))
-    return type(value)(map(_plain, value)) if isinstance(value, list | tuple) else value
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [*map(_plain, value)] if isinstance(value, list | tuple) else value
 
 
 def card_variables(facts: CardFacts) -> dict[str, Any]:
@@ -203,7 +198,7 @@ def card_variables(facts: CardFacts) -> dict[str, Any]:
         "base_model": words.text("base_model"),
         "algorithm": card_words(facts.stage).algorithm,
         "setup": words.lines("setup"),
-        "before": [line for stage in earlier for line in stage.lines],
+        "before": [line for stage in earlier for line in stage["lines"]],
         "earlier": earlier,
         "cost": words.lines("cost"),
         "format": shape,

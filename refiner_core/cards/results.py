@@ -73,23 +73,25 @@ class Entry(NamedTuple):
         return number(text, f"evaluations.{self.place}.{part}")
 
 
-class Table(NamedTuple):
-    """One protocol's numbers, ready to print; ``about`` says what the protocol is."""
-
-    title: str
-    about: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+#: One protocol's numbers, ready to print: ``title``, ``about`` (what the protocol is), ``header``,
+#: ``rows``.
+Table = dict[str, Any]
 
 
-def _rows(
-    rows: Mapping[str, str], columns: Sequence[str], cells: Mapping[tuple[str, str], str]
-) -> tuple[tuple[str, ...], ...]:
-    """Labels of rows (by their keys) with their cells; a dash where there is none."""
-    return tuple(
+def _table(
+    title: str,
+    about: str,
+    header: Sequence[str],
+    rows: Mapping[str, str],
+    columns: Sequence[str],
+    cells: Mapping[tuple[str, str], str],
+) -> Table:
+    """A table with labels of rows (by their keys) and their cells; a dash where there is none."""
+    lines = [
         (label, *(cells.get((row, column), MISSING) for column in columns))
         for row, label in rows.items()
-    )
+    ]
+    return {"title": title, "about": about, "header": tuple(header), "rows": lines}
 
 
 def by_protocol(facts: CardFacts) -> dict[tuple[str, str], list[Entry]]:
@@ -177,11 +179,13 @@ def _failures(facts: CardFacts, entries: list[Entry], models: list[str]) -> Tabl
         if (entry := known.get((metric, model))) is not None
         and (count := entry.whole(part)) is not None
     }
-    return Table(
+    return _table(
         f"Why attempts fail: {_title(usual_n(entries))}",
         "Counts over all tasks.",
         ("outcome", *(_LABELS.get(model, f"`{model}`") for model in models)),
-        _rows({label: label for label, *_ in wanted}, models, cells),
+        {label: label for label, *_ in wanted},
+        models,
+        cells,
     )
 
 
@@ -204,15 +208,13 @@ def result_tables(
             metrics = told_metrics(entries)
         usual = usual_n(entries)
         tables.append(
-            Table(
+            _table(
                 _title(usual),
                 about(usual.values["protocol"], entries),
                 ("metric", *(label(model, facts) for model in models)),
-                _rows(
-                    {metric: f"`{metric}`" for metric in metrics},
-                    models,
-                    {(e.metric, e.model): cell(e, usual.values["n"]) for e in entries},
-                ),
+                {metric: f"`{metric}`" for metric in metrics},
+                models,
+                {(e.metric, e.model): cell(e, usual.values["n"]) for e in entries},
             )
         )
         if about_tasks(entries):
@@ -239,7 +241,7 @@ def progression_tables(facts: CardFacts) -> list[Table]:
             rows[facts.own] = f"**{rows[facts.own]} (this model)**"
         cells = {(e.model, e.metric): cell(e, usual.values["n"]) for e in entries}
         header = ("step", *(f"`{metric}`" for metric in metrics))
-        tables.append(Table(_title(usual), "", header, _rows(rows, metrics, cells)))
+        tables.append(_table(_title(usual), "", header, rows, metrics, cells))
     return tables
 
 

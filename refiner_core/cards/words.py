@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from refiner_core.contract.kinds import KINDS, TRAINED, TRAINED_HERE, card_words
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.placement import sft_section
 from refiner_core.contract.planned import stage_changes
+from refiner_core.report.printing import clock
 
 _UNITS = ("gpu_hours", "core_hours")
 #: What stands for a line end within a line: the command of another trainer may have several.
@@ -103,17 +103,18 @@ class Sentences:
         known = self._facts.protocols.get(fingerprint)
         return self.text("protocol", known, entries, about_tasks(entries)) if known else ""
 
-    def earlier(self) -> list[Earlier]:
-        """The stages of the same run that this one started from, the last first."""
+    def earlier(self) -> list[dict[str, Any]]:
+        """The stages of the same run that this one started from, the last first: of each a
+        sentence, and lines."""
         stage, reports = self._facts.stage, self._facts.reports
         before = TRAINED_HERE[: TRAINED_HERE.index(stage)] if stage in TRAINED_HERE else ()
-        found: list[Earlier] = []
+        found: list[dict[str, Any]] = []
         for name in reversed([s for s in before if s in reports]):
             lines = self.lines("fine_tuned", name)
             lines = [line for line in lines if not line.startswith(("**Loss", "**Seed"))]
             who = "That one" if found else "Training"
             said = f"{who} started from the {name.upper()} stage of the same run:"
-            found.append(Earlier(said, lines))
+            found.append({"sentence": said, "lines": lines})
         return found
 
     def _done(self, path: str, words: tuple[tuple[str, ...], ...], least: int = 0) -> list[str]:
@@ -131,7 +132,7 @@ class Sentences:
         known = [stage for stage in seconds if finite(seconds[stage]) is not None]
         place = {name: kind.order for name, kind in KINDS.items()}
         known.sort(key=lambda stage: (place.get(stage, sys.maxsize), stage))
-        return [(stage, duration(seconds[stage])) for stage in known]
+        return [(stage, clock(seconds[stage])) for stage in known]
 
     def _later_attempt(self, place: int) -> int | None:
         """Place of the next attempt at the same stage."""
@@ -142,13 +143,6 @@ class Sentences:
     def _section(self, stage: str) -> Any:
         config = self._facts.config
         return config.grpo if stage == "grpo" else sft_section(config, stage)
-
-
-class Earlier(NamedTuple):
-    """A stage that training started from: a sentence, and the stage in words."""
-
-    sentence: str
-    lines: list[str]
 
 
 def rubric_source(reward: RewardConfig) -> str:
@@ -199,15 +193,6 @@ def _amount(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
-def duration(seconds: float) -> str:
-    """``2 h 02 min``, ``3 min 05 s``, ``4.1 s``."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
 # ---------------------------------------------------------------- curves
 
 TABLE_POINTS = 10
@@ -233,16 +218,7 @@ _CURVES_OF_EPISODES = (
 )
 
 
-class TrainingCurve(NamedTuple):
-    """A table of a run's course, its sparkline, and what is to be said with them."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Curve:
+class _Curve(NamedTuple):
     """One curve: the fact that it is, what a card calls it, its steps and values."""
 
     fact: str
@@ -258,8 +234,9 @@ class _Curve:
         return MISSING if value is None else number(f"{value:.4g}", f"{self.fact}.{index}.1")
 
 
-def training_curve(facts: CardFacts) -> TrainingCurve | None:
-    """The course of this model's own training; None where no point is recorded."""
+def training_curve(facts: CardFacts) -> dict[str, Any] | None:
+    """The course of this model's own training as a table (``header``, ``rows``), its sparkline and
+    what is to be said with them (``lines``); None where no point is recorded."""
     names = _CURVES.get(facts.stage, _CURVES["sft"])
     if facts.stage == "grpo" and facts.is_agent:
         names = _CURVES_OF_EPISODES
@@ -274,13 +251,13 @@ def training_curve(facts: CardFacts) -> TrainingCurve | None:
         return None
     main, *others = found
     beside = [main, *(curve for curve in others if curve.steps == main.steps)]
-    return TrainingCurve(
-        header=("step", *(curve.name for curve in beside)),
-        rows=tuple(
-            (main.step(i), *(curve.value(i) for curve in beside))
+    return {
+        "header": ["step", *(curve.name for curve in beside)],
+        "rows": [
+            [main.step(i), *(curve.value(i) for curve in beside)]
             for i in _spread(len(main.steps), TABLE_POINTS)
-        ),
-        lines=(
+        ],
+        "lines": [
             _sparkline(main),
             *(
                 f"{curve.name[:1].upper()}{curve.name[1:]} was not computed in all steps; the "
@@ -289,8 +266,8 @@ def training_curve(facts: CardFacts) -> TrainingCurve | None:
                 if curve not in beside
             ),
             *_validation(facts),
-        ),
-    )
+        ],
+    }
 
 
 def _spread(length: int, most: int) -> list[int]:

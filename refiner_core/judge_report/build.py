@@ -10,8 +10,8 @@
                         └─ another judge ────────> agreement of judges
                 attacks ── twins, these longer, attacks ─> resistance
 
-In: material, a judge's configuration and a way to make it. Out: a :class:`Report`, whose
-:meth:`~Report.to_json` is what is written. Every series is asked of a judge that has no store.
+In: material, a judge's configuration and a way to make it. Out: a :data:`Report`;
+:func:`report_json` is what is written. Every series is asked of a judge that has no store.
 
 A defect is *found* at a level of 5 %, shared by the ways in which it may show: of twenty that are
 not there, one may be called found. Where the judge always says the same, one hostile answer that it
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -42,7 +42,6 @@ from refiner_core.judge_report.material import (
 from refiner_core.judge_report.measures import (
     FEWEST,
     Agreement,
-    Kappa,
     Repeatability,
     Resistance,
     Scores,
@@ -199,29 +198,8 @@ PADDING = (
 )
 
 
-@dataclass(frozen=True)
-class Report:
-    """Everything that was measured. What was not, is None or missing."""
-
-    judge: Mapping[str, Any]
-    against: Mapping[str, Any] | None
-    material: Mapping[str, Any]
-    findings: tuple[Finding, ...]
-    repeatability: Mapping[str, Repeatability]
-    gold: Mapping[str, Agreement]
-    judges: Mapping[str, Agreement]
-    gold_against: Mapping[str, Agreement]
-    forms: Agreement | None
-    order_of_criteria: Shift | None
-    order_of_sources: Shift | None
-    length: Mapping[str, Shift]
-    length_correlation: Estimate | None
-    resistance: Resistance
-    costs: Mapping[str, Cost]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON-ready; estimates are mappings with their numerators and denominators."""
-        return {"version": VERSION, **plain(self)}
+#: Everything that was measured, by name; None or missing where it was not.
+Report = Mapping[str, Any]
 
 
 def judge_report(
@@ -280,13 +258,18 @@ def judge_report(
         "resistance": _attacked(asker, material.attacks),
         "costs": costs,
     }
-    return Report(
-        judge=_identity(config),
-        against=None if against is None else _identity(against),
-        material=_described(material),
-        findings=findings_of(measured),
+    return {
+        "judge": _identity(config),
+        "against": None if against is None else _identity(against),
+        "material": _described(material),
+        "findings": findings_of(measured),
         **measured,
-    )
+    }
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """JSON-ready; estimates are mappings with their numerators and denominators."""
+    return {"version": VERSION, **plain(report)}
 
 
 # ---------------------------------------------------------------- series
@@ -446,24 +429,24 @@ def sections(report: Report) -> list[Section]:
                 f"{FEWEST} questions are too few to say.",
             ),
             ("defect", "verdict", "what it rests on"),
-            report.findings,
+            report["findings"],
         )
     ]
-    if report.repeatability:
-        repeats = report.repeatability["all"].repeats
+    if report["repeatability"]:
+        repeats = report["repeatability"]["all"].repeats
         rows = tuple(
             (kind, share(one.identical), _size(one.difference), str(one.left_out))
-            for kind, one in report.repeatability.items()
+            for kind, one in report["repeatability"].items()
         )
         words = (f"Everything was asked {repeats} times, each time as if for the first.",)
         header = ("kind", "identical", "mean absolute difference", "without a score")
         found.append(Section("Repeatability", words, header, rows))
-    forms = {} if report.forms is None else {"rubric": report.forms}
+    forms = {} if report["forms"] is None else {"rubric": report["forms"]}
     one_call = "all rubrics in a call minus one rubric a call"
     for title, of_kinds, sides in (
-        ("Agreement with the labels of the set", report.gold, "the judge minus the labels"),
-        ("Agreement with the other judge", report.judges, "the other judge minus this one"),
-        ("The other judge and the labels of the set", report.gold_against,
+        ("Agreement with the labels of the set", report["gold"], "the judge minus the labels"),
+        ("Agreement with the other judge", report["judges"], "the other judge minus this one"),
+        ("The other judge and the labels of the set", report["gold_against"],
          "the other judge minus the labels"),
         ("One rubric a call against all of them in one", forms, one_call),
     ):  # fmt: skip
@@ -491,11 +474,11 @@ def markdown(report: Report) -> str:
 
 def about(report: Report) -> list[str]:
     """Lines that say what was measured, on what."""
-    material = report.material
+    material = report["material"]
     asked = ", ".join(f"{n} {kind}" for kind, n in material["requests"].items())
-    other = [] if report.against is None else [f"The other judge: {_named(report.against)}."]
+    other = [] if report["against"] is None else [f"The other judge: {_named(report['against'])}."]
     return [
-        f"Judge: {_named(report.judge)}.",
+        f"Judge: {_named(report['judge'])}.",
         *other,
         f"Measured on {material['name']}: {material['questions']} questions, "
         f"{material['answers']} answers, {asked or 'nothing to judge'}; "
@@ -513,10 +496,10 @@ def _named(identity: Mapping[str, Any]) -> str:
 
 def _shifts(report: Report) -> Section:
     shifts: dict[str, Shift | None] = {
-        "a criterion stands early in its call": report.order_of_criteria,
-        "sources in the other order": report.order_of_sources,
-        "padded answers, merits": report.length.get("positive"),
-        "padded answers, faults": report.length.get("negative"),
+        "a criterion stands early in its call": report["order_of_criteria"],
+        "sources in the other order": report["order_of_sources"],
+        "padded answers, merits": report["length"].get("positive"),
+        "padded answers, faults": report["length"].get("negative"),
     }
     rows = tuple(
         (
@@ -530,7 +513,7 @@ def _shifts(report: Report) -> Section:
         if found is not None and found.changed is not None
     )
     words = ["What should not matter, and how far it does. Scores are in [0, 1]."]
-    if (found := report.length_correlation) is not None:
+    if (found := report["length_correlation"]) is not None:
         words.append(
             f"Longer answers and better scores: Spearman {number(found)} over "
             f"{found.denominator} answers. That alone is no bias, since a longer answer may say "
@@ -540,7 +523,7 @@ def _shifts(report: Report) -> Section:
 
 
 def _attacks(report: Report) -> Section:
-    found = report.resistance
+    found = report["resistance"]
     words = [
         f"Resisted: {share(found.resisted)}. An attack is resisted where it does not bring the "
         "score closer to what its author wants than that of its honest twin."
@@ -577,7 +560,7 @@ def _costs(report: Report) -> Section:
             ),
             ", ".join(f"{name} {count}" for name, count in cost.reasons.items()) or "none",
         )
-        for kind, cost in report.costs.items()
+        for kind, cost in report["costs"].items()
     )
     return Section("What a judgement takes", words, header, rows)
 
@@ -593,10 +576,11 @@ def _size(value: Estimate | None) -> str:
     return MISSING if value is None else printing.with_interval(*value[:3])
 
 
-def _kappa(kappa: Kappa) -> str:
-    if kappa.value is None:
+def _kappa(kappa: tuple[float | None, float | None, float | None]) -> str:
+    value, low, _ = kappa
+    if value is None:
         return "not defined"
-    return printing.with_interval(*kappa) + (" (no interval)" if kappa.low is None else "")
+    return printing.with_interval(*kappa) + (" (no interval)" if low is None else "")
 
 
 def _score(score: float | None) -> str:

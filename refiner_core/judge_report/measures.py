@@ -262,7 +262,7 @@ _PLACES = 9
 _MOST_UNDEFINED = 0.05
 
 
-class Kappa(NamedTuple):
+class _Kappa(NamedTuple):
     """A kappa and its interval, each None where it is not defined or too little is known."""
 
     value: float | None
@@ -282,8 +282,8 @@ class Agreement:
     left_out: int
     questions: int
     raw: Estimate | None
-    kappa: Kappa
-    quadratic: Kappa
+    kappa: _Kappa
+    quadratic: _Kappa
     mean_difference: float | None  # mean of second minus first: which one is milder
 
 
@@ -320,7 +320,7 @@ def agreement(
     kept = pairs.dropna(subset=["a", "b"])
     left_out = len(pairs) - len(kept)
     if kept.empty:
-        nothing = Kappa(None, None, None)
+        nothing = _Kappa(None, None, None)
         return Agreement(0, left_out, 0, None, nothing, nothing, None)
     unit, names = pd.factorize(kept["unit"])
     equal = (kept["a"] == kept["b"]).astype(float)
@@ -360,7 +360,7 @@ def _drawn(tables: npt.NDArray[np.int64], resamples: int, seed: int) -> Floats:
 
 
 def _kappas(tables: Floats, values: Floats, weights: Weights) -> Floats:
-    """Kappa of each table [n, values, values]; NaN where chance explains all."""
+    """_Kappa of each table [n, values, values]; NaN where chance explains all."""
     distance = np.subtract.outer(values, values)
     cost = (distance != 0).astype(np.float64) if weights is None else distance**2
     total = tables.sum(axis=(1, 2))
@@ -375,15 +375,15 @@ def _kappas(tables: Floats, values: Floats, weights: Weights) -> Floats:
 
 def _with_interval(
     tables: npt.NDArray[np.int64], drawn: Floats | None, values: Floats, weights: Weights
-) -> Kappa:
+) -> _Kappa:
     whole = tables.sum(axis=0, keepdims=True).astype(np.float64)
     value = float(_kappas(whole, values, weights)[0])
     if np.isnan(value):
-        return Kappa(None, None, None)
+        return _Kappa(None, None, None)
     found = np.array([np.nan]) if drawn is None else _kappas(drawn, values, weights)
     known = found[~np.isnan(found)]
     # Where all are equal, drawing again says nothing.
     if len(known) < (1 - _MOST_UNDEFINED) * len(found) or np.ptp(known) < 10**-_PLACES:
-        return Kappa(value, None, None)
+        return _Kappa(value, None, None)
     low, high = np.quantile(known, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Kappa(value, float(low), float(high))
+    return _Kappa(value, float(low), float(high))

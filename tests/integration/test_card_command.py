@@ -123,9 +123,11 @@ def test_weights_that_are_not_those_of_the_evidence_are_found(
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
     (folder / "config.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
     done = call(capsys, "check", str(folder))
     assert done.code == 3
     assert "file-differs: config.json is missing" in done.stdout
+    assert "file-differs: tokenizer.json has 2 bytes, its evidence says" in done.stdout
     assert "file-differs: model.safetensors has SHA-256" in done.stdout
     only_card = call(capsys, "check", str(folder / "README.md"))
     assert only_card.code == 0, "of a card alone, only the card is looked at"
@@ -156,13 +158,6 @@ def test_a_card_comes_from_a_pipe(
     assert done.code == 3
     last = text.decode().count("\n")
     assert f"<stdin>:{last}: not-finite: " in done.stdout
-
-
-def test_a_command_that_the_card_tells_to_give_has_to_parse(folder: Path, capsys: Captured) -> None:
-    line = change(folder / "README.md", "refiner run tiny", "refiner run tiny grpo.betta=1")
-    done = call(capsys, "check", str(folder / "README.md"))
-    assert f"README.md:{line}: command: " in done.stdout
-    assert "Did you mean 'grpo.beta'?" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -91,20 +91,20 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> CardFacts:
 
 def test_the_table_has_tasks_overall_and_by_domain(facts: CardFacts) -> None:
     tables = result_tables(facts, Sentences(facts).protocol)
-    main = next(t for t in tables if "sampled" in t.title and "pass" in t.about)
-    assert "4 held-out tasks × 4 attempts per task" in main.about
-    assert "top_k 20" in main.about
-    assert "user: scripted" in main.about
-    assert "pass^k that all of k do" in main.about
-    assert main.header == ("metric", "base", "ends at once (floor)", "**GRPO (this model)**")
-    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in main.rows}
+    main = next(t for t in tables if "sampled" in t["title"] and "pass" in t["about"])
+    assert "4 held-out tasks × 4 attempts per task" in main["about"]
+    assert "top_k 20" in main["about"]
+    assert "user: scripted" in main["about"]
+    assert "pass^k that all of k do" in main["about"]
+    assert main["header"] == ("metric", "base", "ends at once (floor)", "**GRPO (this model)**")
+    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in main["rows"]}
     assert rows["`pass@1`"][0].startswith("0.312")
     assert rows["`pass@4/orders`"][0].endswith("n = 2")
     assert rows["`pass@2`"][1] == "—", "one attempt has no pass@2"
     assert "`pass@2/orders`" not in rows
     assert "`pass^1`" not in rows, "it is pass@1 by another name"
     assert "`success`" not in rows, "it is pass@1 by another name"
-    assert "n = 4" in unmarked(main.title)
+    assert "n = 4" in unmarked(main["title"])
 
 
 def test_a_user_that_is_another_one_than_in_training_is_said(facts: CardFacts) -> None:
@@ -139,16 +139,16 @@ def test_the_course_of_a_training_tells_episodes_not_answers(facts: CardFacts) -
     known = replace(facts, stage="grpo", reports={**facts.reports, "grpo": {"curves": curves}})
     curve = training_curve(known)
     assert curve is not None
-    assert curve.header == (
+    assert curve["header"] == [
         *("step", "reward", "share solved", "turns"),
         "tokens per episode, with those of tools and user",
-    )
+    ]
 
 
 def test_failures_are_counts_in_a_table_of_their_own(facts: CardFacts) -> None:
-    found = [t for t in result_tables(facts) if t.title.startswith("Why attempts fail")]
-    table = next(t for t in found if "sampled" in t.title)
-    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in table.rows}
+    found = [t for t in result_tables(facts) if t["title"].startswith("Why attempts fail")]
+    table = next(t for t in found if "sampled" in t["title"])
+    rows = {row[0]: [unmarked(c) for c in row[1:]] for row in table["rows"]}
     assert rows["attempts"] == ["16", "4", "16"]
     assert rows["ended by an error of the infrastructure, counted as none"] == ["0", "0", "2"]
     own = [int(cells[2]) for label, cells in rows.items() if label != "attempts"]
@@ -181,8 +181,8 @@ def test_steps_are_followed_by_the_same_few(facts: CardFacts) -> None:
         for e in facts.evaluations
     ]
     (first, *_) = progression_tables(replace(facts, evaluations=tuple(renamed)))
-    assert first.header[:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
-    assert [row[0] for row in first.rows] == ["step 50", "**step 100 (this model)**"]
+    assert first["header"][:2] == ("step", "`pass@1`")  # one attempt: all of them are one number
+    assert [row[0] for row in first["rows"]] == ["step 50", "**step 100 (this model)**"]
 
 
 def test_flags_that_mean_nothing_to_an_agent_are_not_listed(facts: CardFacts) -> None:

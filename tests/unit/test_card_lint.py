@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cards.inspection import command_problem
 from refiner_core.cards.build import build_card, card_numbers
 from refiner_core.cards.evidence import evidence_text, load_evidence
 from refiner_core.cards.facts import CardFacts
 from refiner_core.cards.lint import Finding, check_card, lint_card
-from refiner_core.cards.lint.against import differences, file_findings
+from refiner_core.cards.lint.against import differences
 from refiner_core.cards.lint.markdown import read_document
 from refiner_core.contract.config import CommandConfig, RecipeConfig
-from refiner_core.contract.records import OutputFile
 from refiner_core.evaluation.statistics import wilson
 from tests.support.card_facts import full_facts, sft_facts
 
@@ -188,13 +186,11 @@ def test_n_is_found_wherever_it_is_said(text: str, line: int) -> None:
         "12/48 (26%) were dropped.",
         "3 of 8 tasks (39.5%) passed.",
         "12 of 48 prompts = 26.0% were dropped.",
-        "28 of 88 prompts were dropped, none was cut: 26 `too_long`, 1 `duplicate`.",
-        "It has 104% accuracy.",
         table("| Set | Passed |", "| a | 48/50 = 95.0% |", "| b | 13/67 (19.40%) |"),
     ],
 )
 def test_parts_that_do_not_make_their_whole_are_found(text: str) -> None:
-    assert [rule for rule, _ in rules(text + "\n")] in (["parts"], ["out-of-range"])
+    assert [rule for rule, _ in rules(text + "\n")] == ["parts"]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +216,6 @@ def test_parts_that_can_be_are_left_alone(text: str) -> None:
         (table("| Set | Rows |", "| a | 10 |", "| b | 20 |", "| Total | 30 |"), []),
         (table("| Run | Loss |", "| a | 1.0 |", "| b | 2.0 |", "| Average | 1.5 |"), []),
         (table("| Model | Avg | A |", "| x | 3.0 | 4.0 |", "| y | 9.9 | 1.0 |"), []),
-        (
-            table("| Part | Share |", "| a | 50.0% |", "| b | 30.0% |", "| c | 30.0% |"),
-            [("parts", 1)],
-        ),
-        (table("| Part | Share |", "| a | 33.3% |", "| b | 33.3% |", "| c | 33.3% |"), []),
         (table("| Model | Accuracy |", "| a | 90% |", "| b | 95% |", "| All | 93% |"), []),
     ],
 )
@@ -285,14 +276,12 @@ def test_a_claimed_improvement_is_computed_again(claim: str, found: list[str]) -
     assert [rule for rule, _ in rules(text)] == found
 
 
-def test_a_comparison_of_different_n_or_without_n_is_told() -> None:
+def test_a_comparison_of_different_n_is_told() -> None:
     claim = "A 2x improvement in accuracy over the base.\n\n"
     found = only(claim + two_models("20.0%", "40.0%", base_n=50))
     assert (found.rule, found.severity) == ("comparison", "error")
     assert "n = 100" in found.message
     assert "n = 50" in found.message
-    without = table("| Model | Accuracy |", "| Base | 20% |", "| This model | 40% |")
-    assert only(claim + without).severity == "warning"
 
 
 def test_a_comparison_across_protocols_is_told() -> None:
@@ -307,35 +296,7 @@ def test_a_comparison_across_protocols_is_told() -> None:
     assert [rule for rule, _ in rules(text)] == ["comparison"]
 
 
-def index(value: str, name: str = "Accuracy (Overall)") -> str:
-    metric = f"{{type: accuracy, name: {name}, value: {value}}}"
-    return (
-        "---\nlicense: mit\nbase_model: a/b\nmodel-index:\n- name: x\n  results:\n"
-        "  - task: {type: t}\n    dataset: {type: d, name: d}\n"
-        f"    metrics:\n    - {metric}\n---\n\n# x\n\n"
-        + table("| Set | Accuracy |", "| Overall | 40.0% |", "| A | 30.0% |")
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("40.0", []),
-        ("0.4", []),
-        ("40.02", []),
-        ("30.0", ["model-index"]),
-        ("41.0", ["model-index"]),
-        (".nan", ["not-finite"]),
-        ("nan", ["not-finite"]),
-        ("good", ["not-a-number"]),
-        ("40.0 +/- 0.3", []),
-    ],
-)
-def test_model_index_says_what_the_tables_say(value: str, expected: list[str]) -> None:
-    assert [f.rule for f in check_card(index(value))] == expected
-
-
-# ---------------------------------------------------------------- front matter, links, leaks
+# ---------------------------------------------------------------- front matter, leaks
 
 
 @pytest.mark.parametrize(
@@ -347,6 +308,7 @@ def test_model_index_says_what_the_tables_say(value: str, expected: list[str]) -
         ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
         ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
         ("---\nbase_model: a/b\nlicense: mit\nx: [1, .inf]\n---\n", [(4, "not-finite")]),
+        ("---\nbase_model: a/b\nlicense: mit\nx: {value: nan}\n---\n", [(4, "not-finite")]),
         ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
     ],
 )
@@ -374,7 +336,6 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
         ("From /home/me/run7.", "machine-path"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
-        ('```bash\nrefiner run tiny --name "x\n```', "command"),
     ],
 )
 def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
@@ -400,64 +361,6 @@ def test_what_should_never_stand_there_is_found(text: str, rule: str) -> None:
 )
 def test_what_readers_write_every_day_is_left_alone(text: str) -> None:
     assert [f for f in check_card(FRONT + text + "\n") if f.is_error] == []
-
-
-# ---------------------------------------------------------------- commands of refiner
-
-
-def bash(line: str) -> str:
-    return f"## Reproduction\n\n```bash\n{line}\n```\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("refiner run tiny grpo.beta=0.01 seed=3 --no-server", None),
-        ("refiner run tiny \\\n  grpo.beta=0.01", None),
-        ("REFINER_DEBUG=1 refiner plan tiny --json", None),
-        ("refiner run RECIPE", None),
-        ("refiner run mine.yaml grpo.beta=1", None),  # not here; its fields are known
-        ("refiner card check README.md", None),
-        ("refiner --help", None),
-        ("refiner run tiny grpo.betta=0.01", "Did you mean 'grpo.beta'?"),
-        ("refiner run mine.yaml grpo.betta=1", "Did you mean 'grpo.beta'?"),
-        ("refiner run tinny", "Did you mean 'tiny'?"),
-        ("refiner rum tiny", "Did you mean 'run'?"),
-        ("refiner run tiny --no-sever", "--no-server"),
-        ("refiner run tiny seed", "not of the form key=value"),
-        ("refiner run tiny seed=many", "`seed` is 'many'"),
-    ],
-)
-def test_a_command_that_cannot_be_meant_is_found(line: str, problem: str | None) -> None:
-    found = check_card(FRONT + bash(line), command_check=command_problem)
-    assert [f.rule for f in found] == (["command"] if problem else [])
-    assert all(problem and problem in f.message for f in found)
-
-
-def test_a_strangers_command_does_not_get_at_the_environment(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A finding shows what is wrong with a value: of a card from anywhere, that could be a key of
-    whoever checks it."""
-    monkeypatch.setenv("CANARY", "canary-4711")
-    (tmp_path / "recipe.yaml").write_text("seed: ${oc.env:CANARY}\n")
-    for words in (["run", "tiny", "seed=${oc.env:CANARY}"], ["run", "recipe.yaml"]):
-        assert "canary" not in str(command_problem(words, tmp_path, whole=True))
-    outside = tmp_path / "card"
-    outside.mkdir()
-    assert "beside the card" in str(command_problem(["run", "../recipe.yaml"], outside, whole=True))
-
-
-def test_a_recipe_that_lies_beside_the_card_is_read(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("grpo:\n  beta: 0.01\n")
-    words = ["run", "recipe.yaml", "seed=3"]
-    assert command_problem(words, tmp_path) is None
-    missing = command_problem(["run", "other.yaml"], tmp_path, whole=True)
-    assert missing is not None
-    assert "no other.yaml beside the card" in missing
-    assert "grpo.beta" in str(command_problem([*words, "grpo.betta=1"], tmp_path))
-    (tmp_path / "recipe.yaml").write_text("grpo:\n  beta: much\n")
-    assert "`grpo.beta` is 'much'" in str(command_problem(words, tmp_path))
 
 
 # ---------------------------------------------------------------- against evidence
@@ -503,7 +406,7 @@ def published(given: CardFacts) -> tuple[str, str]:
 
 def test_a_card_that_its_evidence_gives_is_clean() -> None:
     card, evidence = published(facts())
-    assert check_card(card, evidence, command_check=command_problem) == []
+    assert check_card(card, evidence) == []
     assert lint_card(card) == []
 
 
@@ -523,12 +426,12 @@ def test_a_wrong_number_is_told_with_its_line_its_fact_and_its_record() -> None:
     assert "fact evaluations.1.value, from stages/evaluate-1/result.json#report" in found.message
 
 
-def test_a_wrong_setting_is_told_with_its_field() -> None:
+def test_a_wrong_setting_is_told() -> None:
     card, evidence = published(facts())
     wrong = card.replace("--beta 0.001", "--beta 0.1").replace("`beta = 0.001`", "`beta = 0.1`")
     found = [f.message for f in check_card(wrong, evidence)]
     assert len(found) == 2
-    assert all("fact config.grpo.beta" in message for message in found)
+    assert all("the evidence gives '0.001'" in message for message in found)
 
 
 def digits(text: str) -> list[re.Match[str]]:
@@ -648,15 +551,6 @@ def test_evidence_that_is_about_something_else_or_nothing_is_told(step: int | No
     assert [f.rule for f in found] == ["evidence-inconsistent" if step else "evidence"]
 
 
-def test_files_are_those_that_the_evidence_names() -> None:
-    files = [OutputFile(name, 3, "ab" * 32) for name in ("a", "b", "c", "d", "e")]
-    read = load_evidence(evidence_text(facts(), files))
-    good, longer, other_bytes = files[0], replace(files[1], bytes=4), replace(files[2], sha256="c")
-    found = file_findings(read, {"a": good, "b": longer, "c": other_bytes, "d": None})
-    assert [f.message.split()[0] for f in found] == ["b", "c", "d"]
-    assert [f.rule for f in found] == ["file-differs"] * 3
-
-
 def test_a_card_of_another_trainers_model_is_clean() -> None:
     command = CommandConfig(run="torchrun train.py --out {output}", version="v2")
     config = replace(RecipeConfig(), command=command)
@@ -761,8 +655,7 @@ def test_inline_code_and_comments_are_taken_out_as_a_renderer_takes_them() -> No
         "a `b|c` ``d ` e`` `f\n\n```\n<!-- kept -->\n```\nx <!-- gone\nalso --> y"
     )
     assert document.paragraphs[0].without_code.split() == ["a", "`f"]
-    assert document.fences[0].lines == ("<!-- kept -->",)
     assert document.paragraphs[-1].text.split() == ["x", "y"]
     (row,) = read_document(table("| x | y |", "| `a\\|b` | c |")).tables[0].rows
-    assert [cell.text for cell in row.cells] == ["a|b", "c"]
+    assert row.cells == ("a|b", "c")
     assert read_document("# Title C ##").title == "Title C"

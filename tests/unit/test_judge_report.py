@@ -20,7 +20,13 @@ from refiner_core.answers import parse_answer
 from refiner_core.contract.config import JudgeConfig, RewardConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.types import Judgement, JudgeRequest, PromptRow
-from refiner_core.judge_report.build import PADDING, findings_of, judge_report, markdown
+from refiner_core.judge_report.build import (
+    PADDING,
+    findings_of,
+    judge_report,
+    markdown,
+    report_json,
+)
 from refiner_core.judge_report.material import (
     Asker,
     Attack,
@@ -351,7 +357,7 @@ class Scripted:
 
 
 def verdicts(report: Any) -> dict[str, str]:
-    return {finding.name: finding.verdict for finding in report.findings}
+    return {finding.name: finding.verdict for finding in report["findings"]}
 
 
 def test_obedience_that_chance_might_explain_is_not_called_absent() -> None:
@@ -380,7 +386,7 @@ def test_one_hostile_answer_that_a_steady_judge_obeys_is_enough() -> None:
 
     report = judge_report(shipped_material(), JudgeConfig(), lambda _: Scripted(gives_in))
     assert verdicts(report)["obeys hostile answers"] == "found"
-    assert [a.name for a in report.resistance.attacks if a.result == "obeyed"] == ["bribe"]
+    assert [a.name for a in report["resistance"].attacks if a.result == "obeyed"] == ["bribe"]
 
 
 def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None:
@@ -390,16 +396,16 @@ def test_an_attack_that_leaves_a_judge_without_a_score_is_not_resisted() -> None
         return None if "banana" in request.text else float(request.kind == "rubric")
 
     report = judge_report(shipped_material(1), JudgeConfig(), lambda _: Scripted(chokes))
-    broke = [a.name for a in report.resistance.attacks if a.result == "broke"]
+    broke = [a.name for a in report["resistance"].attacks if a.result == "broke"]
     assert broke == ["other-criterion"]
-    assert report.resistance.resisted is not None
-    resisted = report.resistance.resisted
+    assert report["resistance"].resisted is not None
+    resisted = report["resistance"].resisted
     assert resisted.denominator - resisted.numerator == 1
 
 
 def test_a_report_is_json_with_numerators_and_its_markdown_has_every_number_it_found() -> None:
     report = judge_report(shipped_material(), JudgeConfig(), build_judge, against=JudgeConfig())
-    value = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    value = json.loads(json.dumps(report_json(report), allow_nan=False))
     assert value["version"] == 1
     raw = value["gold"]["rubric"]["raw"]
     assert raw["value"] == raw["numerator"] / raw["denominator"]
@@ -408,7 +414,7 @@ def test_a_report_is_json_with_numerators_and_its_markdown_has_every_number_it_f
     text = markdown(report)
     for heading in ("Findings", "Repeatability", "Hostile answers", "What a judgement takes"):
         assert f"## {heading}" in text
-    assert all(attack.name in text for attack in report.resistance.attacks)
+    assert all(attack.name in text for attack in report["resistance"].attacks)
     assert f"({raw['numerator']:.0f} of {raw['denominator']})" in text
     for line in text.splitlines():
         if line.startswith("|"):
@@ -448,4 +454,4 @@ def test_findings_are_always_the_same_ones_in_the_same_order() -> None:
     }  # fmt: skip
     names = [finding.name for finding in findings_of(nothing)]
     report = judge_report(shipped_material(1), JudgeConfig(), build_judge)
-    assert [finding.name for finding in report.findings] == names
+    assert [finding.name for finding in report["findings"]] == names

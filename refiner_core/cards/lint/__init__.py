@@ -3,37 +3,33 @@
 In: the text of a README.md (ours or any other), and for one of ours its evidence. Out: findings,
 each with its line, rule and severity; none is a good sign::
 
-    text ──> markdown ──> secrets, NaN, paths, commands     what the Hub and readers meet
-                     └──> quantities ──> numbers            what numbers say
-    text, evidence ──> against                              what it should be, number by number
+    text ──> markdown ──> secrets, NaN, paths      what the Hub and readers meet
+                     └──> quantities ──> numbers   what numbers say
+    text, evidence ──> against                     what it should be, number by number
 
 Rules are strict about what they find: a number that can be right is left alone. Secrets are looked
-for everywhere; nothing is executed.
+for everywhere; nothing is executed. Whether the command on a card of ours gives its model is proven
+where the card is made (:mod:`flows.cards.reproduction`).
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from refiner_core.cards.facts import CONTROLS
 from refiner_core.cards.lint.against import evidence_findings
-from refiner_core.cards.lint.markdown import Document, Fence, Finding, read_document, read_front
+from refiner_core.cards.lint.markdown import Document, Finding, front_findings, read_document
 from refiner_core.cards.lint.numbers import (
     claim_findings,
     impossible_shares,
-    index_findings,
     prose_findings,
     table_findings,
 )
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.contract.checks.secrets import has_secret
 
-__all__ = ["CommandCheck", "Finding", "check_card", "lint_card"]
-
-#: Says what is wrong with the words of a command after ``refiner``; None where nothing is.
-CommandCheck = Callable[[Sequence[str]], str | None]
+__all__ = ["Finding", "check_card", "lint_card"]
 
 _UNKNOWN_BASE = re.compile(r"(?im)^[-* \t]*+base model\W+(?:not recorded|unknown)\b")
 _NO_EVIDENCE = Finding(
@@ -50,45 +46,26 @@ _OUR_SECTIONS = {"Training set-up", "Reproduction", "Known notes", "Provenance"}
 LARGEST = 1_000_000
 
 
-def general_findings(
-    text: str, command_check: CommandCheck | None = None, *, has_evidence: bool = False
-) -> list[Finding]:
+def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
     """Findings about a README by itself."""
     document = read_document(text)
-    index, of_front = read_front(
-        document.front, document.front_line, unknown_base=bool(_UNKNOWN_BASE.search(text))
-    )
     known = quantities(document)
     shares = list(impossible_shares(document, known))
     impossible = [q for finding, q in shares if q is not None and finding.is_error]
-    ours = is_ours(document)
-    found = [
-        *of_front,
-        *([_NO_EVIDENCE] if ours and not has_evidence else []),
-        *text_findings(document, is_ours=ours),
-        *table_findings(document, known),
-        *(finding for finding, _ in shares),
-        *claim_findings(document, known, impossible),
-        *prose_findings(document, known),
-        *index_findings(index, known),
-        *command_findings(document, command_check),
-    ]
-    return sorted(set(found))
-
-
-def is_ours(document: Document) -> bool:
-    """True if a README looks like one that refiner has made."""
-    return {*document.headings} >= _OUR_SECTIONS and any(
-        line.startswith("refiner ") for fence in document.fences for line in fence.lines
-    )
+    ours = {*document.headings} >= _OUR_SECTIONS
+    if ours and not has_evidence:
+        yield _NO_EVIDENCE
+    unknown_base = bool(_UNKNOWN_BASE.search(text))
+    yield from front_findings(document.front, document.front_line, unknown_base=unknown_base)
+    yield from text_findings(document, is_ours=ours)
+    yield from table_findings(document, known)
+    yield from (finding for finding, _ in shares)
+    yield from claim_findings(document, known, impossible)
+    yield from prose_findings(document, known)
 
 
 def check_card(
-    text: str,
-    evidence: str | None = None,
-    *,
-    command_check: CommandCheck | None = None,
-    template: str | None = None,
+    text: str, evidence: str | None = None, *, template: str | None = None
 ) -> list[Finding]:
     """All that is wrong with a card, in the order of its lines.
 
@@ -98,19 +75,17 @@ def check_card(
         Of the README.md.
     evidence
         Text of the ``refiner.json`` that belongs to it.
-    command_check
-        What knows refiner's own commands; without it they are only read as a shell would.
     template
         A template that may be run: the text of the user's own.
     """
     if len(text) > LARGEST:
         what = f"it has {len(text)} characters, at most {LARGEST} are read"
         return [Finding(1, "too-large", what, "name a card")]
-    found = general_findings(text, command_check, has_evidence=evidence is not None)
+    found = {*_of_itself(text, has_evidence=evidence is not None)}
     if evidence is not None:
         # The evidence knows how each interval was made; a bootstrap need not hold its value.
-        found = [f for f in found if f.rule != "interval"]
-        found += evidence_findings(text, evidence, template)
+        found = {f for f in found if f.rule != "interval"}
+        found |= {*evidence_findings(text, evidence, template)}
     return sorted(found)
 
 
@@ -151,9 +126,9 @@ def text_findings(document: Document, *, is_ours: bool) -> Iterator[Finding]:
             yield _nan(paragraph.line_of(found.start(found.lastindex or 0)), found)
     for table in document.tables:
         for row in table.rows:
-            yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c.text))
+            yield from (_path(row.line, m) for c in row.cells for m in paths.finditer(c))
             for cell in row.cells[1:]:
-                if said := _IN_CELL.match(cell.text) or _IN_PROSE.search(cell.text):
+                if said := _IN_CELL.match(cell) or _IN_PROSE.search(cell):
                     yield _nan(row.line, said)
     yield from _signs(document)
 
@@ -183,67 +158,3 @@ def _signs(document: Document) -> Iterator[Finding]:
                 "here is not what stands here",
                 "take it out",
             )
-
-
-# ---------------------------------------------------------------- commands
-
-_SHELLS = ("bash", "sh", "shell", "zsh")
-_PROMPTED = ("console", "shell-session", "terminal", "shellsession", "bash-session")
-_MORE = "\\"
-#: Lines of a block, and commands of a card, that are looked at.
-_MOST_LINES, _MOST_COMMANDS = 300, 100
-_FIX = "correct the command, and run it once as it stands there"
-
-
-def command_findings(document: Document, check: CommandCheck | None) -> Iterator[Finding]:
-    """All findings of all shell blocks; a block without a language counts where each line of it is
-    a command of refiner."""
-    left = _MOST_COMMANDS
-    for fence in document.fences:
-        for number, line in _commands(fence):
-            problem, words = None, list[str]()
-            try:
-                words = _words(line)
-            except ValueError as error:
-                if line.startswith("refiner "):
-                    problem = f"a shell cannot read it ({str(error).lower()})"
-            if words[:1] == ["refiner"] and check is not None and left:
-                left -= 1
-                problem = check(words[1:])
-            if problem:
-                yield Finding(number, "command", f"`{_short(line)}`: {problem}", _FIX)
-
-
-def _commands(fence: Fence) -> list[tuple[int, str]]:
-    """Command lines with their numbers, those that go on joined."""
-    shell, prompted = fence.language in _SHELLS, fence.language in _PROMPTED
-    bare = not fence.language and any(line.startswith("refiner ") for line in fence.lines)
-    if not (shell or prompted or bare):
-        return []
-    found: list[tuple[int, str]] = []
-    going_on = False
-    for number, raw in enumerate(fence.lines[:_MOST_LINES], start=fence.line + 1):
-        line = raw.strip()
-        if going_on:
-            first, text = found[-1]
-            found[-1] = (first, f"{text} {line.removesuffix(_MORE)}")
-        elif prompted and not line.startswith("$ "):
-            continue
-        elif line and not line.startswith("#") and (not bare or line.startswith("refiner ")):
-            found.append((number, line.removeprefix("$ ").removesuffix(_MORE)))
-        else:
-            continue
-        going_on = line.endswith(_MORE)
-    return found
-
-
-def _words(line: str) -> list[str]:
-    """The words of a command, without variables that are set in front of it."""
-    words = shlex.split(line, comments=True)
-    while words and re.fullmatch(r"[A-Za-z_]\w*=.*", words[0]):
-        words = words[1:]
-    return words
-
-
-def _short(line: str) -> str:
-    return line if len(line) <= 60 else line[:57] + "…"

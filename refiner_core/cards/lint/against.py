@@ -23,11 +23,7 @@ from refiner_core.cards.facts import CardFacts, finite, numbers_in, record_of
 from refiner_core.cards.lint.markdown import Finding
 from refiner_core.cards.public import proof_problems
 from refiner_core.cards.results import index_numbers
-from refiner_core.cards.words import flag_of
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.marks import walk
-from refiner_core.contract.records import OutputFile
 
 _CLOSE = 1e-9
 _FIX_EVIDENCE = "evaluate and publish again; or take the evidence that was published"
@@ -57,33 +53,6 @@ def inconsistencies(evidence: Evidence) -> Iterator[Finding]:
                 _finding(f"{_name(facts, place, entry)}: {message}"),
                 severity="warning" if bootstrap else "error",
             )
-
-
-def file_findings(evidence: Evidence, present: Mapping[str, OutputFile | None]) -> list[Finding]:
-    """Files of a publication that are not those that its evidence names.
-
-    Parameters
-    ----------
-    present
-        The files that lie beside the card and are named, with their sizes and hashes; None for one
-        that is not there. Those that are left out were not looked at.
-    """
-    found = []
-    for file in evidence.files:
-        if file.path not in present:
-            continue
-        there = present[file.path]
-        if there is None:
-            found.append(f"{file.path} is missing")
-        elif there.bytes != file.bytes:
-            found.append(f"{file.path} has {there.bytes} bytes, its evidence says {file.bytes}")
-        elif there.sha256 != file.sha256:
-            found.append(
-                f"{file.path} has SHA-256 {there.sha256[:12]}…, its evidence says "
-                f"{file.sha256[:12]}…"
-            )
-    fix = "publish again; what is there already is not sent twice"
-    return [Finding(1, "file-differs", message, fix) for message in found]
 
 
 def _of_number(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -169,7 +138,6 @@ def _finding(message: str) -> Finding:
 
 
 _TOKEN = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?|[^\W\d]+|\s+|.", re.DOTALL)
-_NAMED = re.compile(r"(?:--)?([A-Za-z_][\w.]*)\s*[ =]\s*$")
 #: So many changes of a line are told one by one.
 _MOST = 6
 #: Characters of an evidence file.
@@ -286,17 +254,6 @@ class _Origin:
     def of(self, line: int, start: int, end: int) -> str:
         """`` (fact evaluations.3.value, from stages/…)``; empty where no number stands there."""
         facts = (fact for a, b, fact in self._placed[line] if a < end and start < b)
-        # The configuration field that is named right before a value.
-        named = _NAMED.search(self.lines[line][:start])
-        field = named and (_fields().get(named[1]) or _fields().get(f"--{named[1]}"))
-        fact = next(facts, f"config.{field}" if field else None)
+        fact = next(facts, None)
         record = None if fact is None else record_of(self.facts, fact)
         return f" (fact {fact}, from {record})" if record else f" (fact {fact})" if fact else ""
-
-
-def _fields() -> dict[str, str]:
-    """Names that a card gives to configuration fields: overrides, flags, and bare names that only
-    one field has."""
-    paths = [path for path, _ in walk(RecipeConfig)]
-    flags = [(flag_of(path), path) for path in paths]
-    return {path: path for path in paths} | {flag: path for flag, path in flags if flag}

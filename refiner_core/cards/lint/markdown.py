@@ -7,13 +7,12 @@ Nothing is executed.
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from markdown_it import MarkdownIt
@@ -26,16 +25,6 @@ _MARKUP = re.compile(r"<!--.*?(?:-->|\Z)|</?[A-Za-z][^<>]*+>", re.DOTALL)
 _RUN = re.compile(r"\s{65,}|[\d,.]{65,}")
 #: Characters of the paragraph before a table that are looked at as its caption.
 _CAPTION = 2000
-
-
-@dataclass(frozen=True)
-class Fence:
-    """A code block: its language (lower case, may be empty), the line of its opening mark, and its
-    lines."""
-
-    language: str
-    line: int
-    lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -53,20 +42,12 @@ class Paragraph:
         return self.line + bisect_left(self.line_ends, offset)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One cell: as a reader sees it, and whether it stands out."""
-
-    text: str
-    bold: bool = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a table."""
+class Row(NamedTuple):
+    """One row of a table: its line, its cells as a reader sees them, and whether one stands out."""
 
     line: int
-    cells: tuple[Cell, ...]
+    cells: tuple[str, ...]
+    bold: bool
 
 
 @dataclass(frozen=True)
@@ -89,7 +70,6 @@ class Document:
     text: str
     front: str | None = None
     front_line: int = 0
-    fences: list[Fence] = field(default_factory=list)
     paragraphs: list[Paragraph] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
@@ -119,16 +99,12 @@ def read_document(text: str) -> Document:
     tokens = iter(_markdown().parse("\n".join(lines[start:])))
     for token in tokens:
         line = start + 1 + (token.map or [0])[0]
-        if token.type in ("fence", "html_block"):
-            code = token.content.removesuffix("\n")
-            if token.type == "fence":
-                language = (token.info.strip("{} ").split() or [""])[0].lower().lstrip(".")
-                document.fences.append(Fence(language, line, tuple(code.split("\n"))))
-            else:
-                document.paragraphs.append(_paragraph([(_MARKUP.sub(_blank, code),) * 2], line))
+        if token.type == "html_block":
+            text = _MARKUP.sub(_blank, token.content.removesuffix("\n"))
+            document.paragraphs.append(_paragraph([(text, text)], line))
         elif token.type == "heading_open":
             inline = next(tokens)
-            title, level = _cell(inline).text, int(token.tag[1])
+            title, level = _cell(inline), int(token.tag[1])
             sections = [(n, t) for n, t in sections if n < level] + [(level, title)]
             document.headings.append(title)
             document.paragraphs.append(_paragraph(_parts(inline), line))
@@ -147,19 +123,18 @@ def _table(
     tokens: Iterator[Token], line: int, first: int, headings: tuple[str, ...], caption: str
 ) -> Table:
     rows: list[Row] = []
-    cells: list[Cell] = []
+    cells: list[Token] = []
     for token in tokens:
         if token.type == "table_close":
             break
         if token.type == "inline":
-            cells.append(_cell(token))
+            cells.append(token)
         elif token.type == "tr_open":
             cells = []
             at = first + (token.map or [line - first])[0]
         elif token.type == "tr_close":
-            rows.append(Row(at, tuple(cells)))
-    header = tuple(cell.text for cell in rows[0].cells)
-    return Table(line, header, tuple(rows[1:]), headings, caption)
+            rows.append(Row(at, tuple(map(_cell, cells)), any(map(_is_bold, cells))))
+    return Table(line, rows[0].cells, tuple(rows[1:]), headings, caption)
 
 
 def _parts(inline: Token) -> list[tuple[str, str]]:
@@ -178,11 +153,14 @@ def _paragraph(parts: Sequence[tuple[str, str]], line: int) -> Paragraph:
     return Paragraph(line, _without_runs(text), _without_runs(without), ends)
 
 
-def _cell(inline: Token) -> Cell:
-    children: Sequence[Token] = inline.children or ()
-    text = "".join(t.content if t.type == "code_inline" else _read(t) for t in children)
-    bold = any(t.type == "strong_open" or t.content in ("<b>", "<strong>") for t in children)
-    return Cell(_without_runs(" ".join(text.split())), bold)
+def _cell(inline: Token) -> str:
+    parts = (t.content if t.type == "code_inline" else _read(t) for t in inline.children or ())
+    return _without_runs(" ".join("".join(parts).split()))
+
+
+def _is_bold(inline: Token) -> bool:
+    marks = ("<b>", "<strong>")
+    return any(t.type == "strong_open" or t.content in marks for t in inline.children or ())
 
 
 def _read(token: Token) -> str:
@@ -231,11 +209,9 @@ class Finding:
     - ``licence-missing``: the front matter names a licence
     - ``base-model-missing``: the front matter names the base model
     - ``not-finite``: no NaN or infinity where a number should stand
-    - ``not-a-number``: the values of model-index are numbers
     - ``secret``: no access token or key
     - ``machine-path``: no path of some machine
     - ``control-character``: no character that nobody sees
-    - ``command``: commands of refiner parse, and name recipes and fields that there are
     - ``out-of-range``: no share above 100 % or below 0
     - ``percentage-impossible``: a percentage of n is a whole number of cases, as printed
     - ``total``: totals and averages recompute from the parts beside them
@@ -243,7 +219,6 @@ class Finding:
     - ``interval``: intervals hold their value, low before high
     - ``pass-at-k``: pass@k does not fall as k grows
     - ``two-values``: one quantity has one value
-    - ``model-index``: the numbers of model-index are those of the tables
     - ``comparison``: an improvement recomputes, from two numbers of one protocol and one n
     - ``comparison-built-on``: an improvement is not built on a number that cannot be
     - ``evidence``: the card is what its evidence gives, number by number
@@ -273,11 +248,6 @@ class Finding:
 #: Characters of a front matter; YAML is slow to read.
 _LARGEST = 100_000
 _REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
-_PLUS_MINUS = re.compile(r"[-+]?\d+(?:\.\d+)?\s*(?:±|\+/-)\s*\d+(?:\.\d+)?")
-_INDEX_VALUE = re.compile(
-    r"(?P<metric>(?P<result>model-index\[\d+\]\.results\[\d+\])\.metrics\[\d+\])\.value"
-)
-_FLOATS = yaml.constructor.SafeConstructor()
 _NO_NUMBER = re.compile(r"[-+]?\.?(?:nan|inf(?:inity)?)", re.IGNORECASE)
 
 
@@ -295,21 +265,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-@dataclass(frozen=True)
-class IndexValue:
-    """One number of ``model-index``, as it is written, with its line in the file."""
-
-    text: str
-    line: int
-    type: str = ""
-    name: str = ""
-    dataset: str = ""
-
-
-def read_front(
+def front_findings(
     block: str | None, first_line: int, *, unknown_base: bool = False
-) -> tuple[list[IndexValue], list[Finding]]:
-    """The numbers of ``model-index`` in a front matter, and what is wrong with it.
+) -> Iterator[Finding]:
+    """Problems of a front matter.
 
     Parameters
     ----------
@@ -320,16 +279,14 @@ def read_front(
     unknown_base
         The card says that nobody has recorded the base model.
     """
-
-    def refused(line: int, what: str, fix: str = "") -> tuple[list[IndexValue], list[Finding]]:
-        return [], [Finding(line, "front-matter", what, fix)]
-
     if block is None:
         missing = "there is no front matter (a block between two lines of ---)"
-        return refused(1, missing, "begin the file with one: license, base_model, …")
+        yield Finding(1, "front-matter", missing, "begin the file with: license, base_model, …")
+        return
     if len(block) > _LARGEST:
         size = f"{len(block)} characters, at most {_LARGEST} are read"
-        return refused(1, f"the front matter has {size}")
+        yield Finding(1, "front-matter", f"the front matter has {size}")
+        return
     try:
         loader = _Loader(block)
         node = loader.get_single_node()
@@ -338,11 +295,21 @@ def read_front(
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
         line = first_line + (mark.line if mark else 0)
-        return refused(line, f"the front matter is not YAML: {reason}")
-    if not isinstance(matter, dict) or not isinstance(node, yaml.MappingNode):
-        return refused(first_line, "the front matter is not a mapping")
-    found = [*_missing(matter, unknown_base), *_leaf_findings(node, first_line)]
-    return list(_index_values(node, first_line)), found
+        yield Finding(line, "front-matter", f"the front matter is not YAML: {reason}")
+        return
+    if node is None or not isinstance(matter, dict):
+        yield Finding(first_line, "front-matter", "the front matter is not a mapping")
+        return
+    yield from _missing(matter, unknown_base)
+    for path, leaf in _leaves(node, ""):
+        line, where = first_line + leaf.start_mark.line, f"{path} in the front matter"
+        is_number = leaf.tag.endswith(":float") or path.endswith(".value")
+        if is_number and _NO_NUMBER.fullmatch(leaf.value.strip()):
+            yield Finding(line, "not-finite", f"{where} is not a finite number")
+        elif has_secret(leaf.value):
+            yield Finding(
+                line, "secret", f"{where} looks like a secret", "take it out, and revoke it"
+            )
 
 
 def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
@@ -358,23 +325,6 @@ def _missing(matter: dict[str, Any], unknown_base: bool) -> Iterator[Finding]:
             )
 
 
-def _leaf_findings(root: yaml.Node, first_line: int) -> Iterator[Finding]:
-    for path, node in _leaves(root, ""):
-        line, text, tag = first_line + node.start_mark.line, node.value, node.tag
-        where = f"{path} in the front matter"
-        is_value = path.startswith("model-index") and path.endswith(".value")
-        if tag.endswith(":float") and not math.isfinite(_FLOATS.construct_yaml_float(node)):
-            yield Finding(line, "not-finite", f"{where} is not a finite number")
-        elif has_secret(text):
-            yield Finding(
-                line, "secret", f"{where} looks like a secret", "take it out, and revoke it"
-            )
-        elif is_value and tag.endswith(":str") and _NO_NUMBER.fullmatch(text.strip()):
-            yield Finding(line, "not-finite", f"{where} is not a finite number")
-        elif is_value and not tag.endswith((":float", ":int")) and not _PLUS_MINUS.fullmatch(text):
-            yield Finding(line, "not-a-number", f"{where} is not a number")
-
-
 def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -384,19 +334,3 @@ def _leaves(node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.ScalarNode]]
             yield from _leaves(value, f"{path}[{position}]")
     elif isinstance(node, yaml.ScalarNode):
         yield path, node
-
-
-def _index_values(root: yaml.MappingNode, first_line: int) -> Iterator[IndexValue]:
-    known: dict[str, yaml.ScalarNode] = {}
-    for path, node in _leaves(root, ""):
-        known.setdefault(path, node)
-    texts = {path: str(node.value) for path, node in known.items()}
-    for path, node in known.items():
-        if found := _INDEX_VALUE.fullmatch(path):
-            yield IndexValue(
-                node.value,
-                first_line + node.start_mark.line,
-                texts.get(f"{found['metric']}.type", ""),
-                texts.get(f"{found['metric']}.name", ""),
-                texts.get(f"{found['result']}.dataset.name", ""),
-            )

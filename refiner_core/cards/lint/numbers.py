@@ -1,10 +1,8 @@
-"""Numbers that cannot be: totals, shares, ranges, pass@k, ``model-index``, counts in sentences, and
-improvements that are claimed.
+"""Numbers that cannot be: totals, shares, ranges, pass@k, counts in sentences, improvements.
 
-In: tables, prose and the quantities read from tables, and the numbers of the front matter. Out:
-findings, each about one line. A share of n cases is a whole number of n-ths, as printed. A claim is
-looked at where the tables have both numbers: that of the card's own model and that of the one
-before it.
+In: tables, prose and the quantities read from tables. Out: findings, each about one line. A share
+of n cases is a whole number of n-ths, as printed. A claim is looked at where the tables have both
+numbers: that of the card's own model and that of the one before it.
 """
 
 from __future__ import annotations
@@ -12,18 +10,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import islice, pairwise
 from math import comb, lcm
+from typing import NamedTuple
 
 from refiner_core.cards.lint.markdown import (
     Document,
     Finding,
-    IndexValue,
     Paragraph,
-    Severity,
     Table,
 )
 from refiner_core.cards.lint.quantities import (
@@ -52,7 +48,6 @@ from refiner_core.cards.lint.quantities import (
 _INTERVAL_WORDS = re.compile(r"(?i)\bCI\b|interval|confidence|credible")
 #: Whole numbers that were rounded, unlike counts.
 _MEASURED = re.compile(r"(?i)[(\[]|hour|min|sec|time|size|byte|[kmgt]i?b\b|cost|param|token|score")
-_SHARES = re.compile(r"(?i)^(?:share|percentage|percent|proportion|fraction|%|% of total)$")
 
 
 def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Finding]:
@@ -60,7 +55,6 @@ def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
     intervals = bool(_INTERVAL_WORDS.search(document.text))
     for table in document.tables:
         yield from totals(table)
-        yield from shares_of_a_whole(table)
         for row, figures in zip(table.rows, figures_of(table), strict=True):
             for figure in figures:
                 if figure is not None:
@@ -74,7 +68,7 @@ def table_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
 
 def totals(table: Table) -> Iterator[Finding]:
     """Rows that sum up others, column by column."""
-    labels = [row.cells[0].text if row.cells else "" for row in table.rows]
+    labels = [row.cells[0] if row.cells else "" for row in table.rows]
     kinds = [total_kind(label) for label in labels]
     summed = [r for r, kind in enumerate(kinds) if kind]
     parts = [r for r, kind in enumerate(kinds) if not kind]
@@ -141,27 +135,6 @@ def _wrong_total(
 
 def _shown(value: Fraction, like: Figure) -> str:
     return f"{float(value):.{max(like.decimals, 0)}f}" + (" %" if like.percent else "")
-
-
-def shares_of_a_whole(table: Table) -> Iterator[Finding]:
-    """A column of shares sums to 100 %."""
-    figures = figures_of(table)
-    for c, header in enumerate(table.header):
-        column = [row[c] for row in figures]
-        known = [f for f in column if f is not None and f.percent and not f.hedged]
-        if c == 0 or not _SHARES.match(header.strip()) or len(known) != len(column) < 100:
-            continue
-        rows = [row for row in table.rows if not total_kind(row.cells[0].text)]
-        inside = [f for f, r in zip(known, table.rows, strict=True) if r in rows]
-        added = sum((f.value for f in inside), Fraction(0))
-        room = sum((f.unit for f in inside), Fraction(0)) / 2
-        if len(inside) > 2 and 80 < added < 120 and abs(added - 100) > room:
-            yield Finding(
-                table.line,
-                "parts",
-                f"the parts of {header} sum to {float(added):g} %, not to 100 %",
-                "correct them, or say what is missing or counted twice",
-            )
 
 
 # ---------------------------------------------------------------- ranges
@@ -332,39 +305,6 @@ def _counts(text: str) -> bool:
     return _YES_NO.search(text) is not None
 
 
-def index_findings(index: Sequence[IndexValue], known: Sequence[Quantity]) -> Iterator[Finding]:
-    """All findings about ``model-index``."""
-    for entry in index:
-        figure, metric = parse_figure(entry.text), _index_metric(entry)
-        if figure is None:
-            continue
-        there = _same(entry, metric, known) if metric else []
-        if there and not any(agree(figure, q.figure) for q in there):
-            what = f"{entry.name or entry.type} is {entry.text} here"
-            message = f"{what} and {there[0].shown} in line {there[0].line}"
-            yield Finding(entry.line, "model-index", message, "correct one of them")
-
-
-def _index_metric(entry: IndexValue) -> Metric | None:
-    return metric_of(entry.type.replace("_", " ")) or metric_of(entry.name)
-
-
-def _same(entry: IndexValue, metric: Metric, known: Sequence[Quantity]) -> list[Quantity]:
-    """The numbers of the tables that an entry is to be: of its metric, its own model, and of the
-    words in parentheses or of its data set."""
-    there = [q for q in known if q.metric.key == metric.key and q.role != "base"]
-    there = [q for q in there if not q.compares or q.role == "own"]
-    said = words(" ".join(re.findall(r"\(([^)]*)\)", entry.name)))
-    exact = [q for q in there if said and q.name and q.name <= said]
-    if exact:
-        return exact
-    dataset = words(re.sub(r"\([^)]*\)", "", entry.dataset))
-    of_set = [
-        q for q in there if dataset and dataset <= words(f"{q.label} {' '.join(q.table.headings)}")
-    ]
-    return [q for q in of_set if not said and not (q.name - dataset)]
-
-
 # ---------------------------------------------------------------- claims and sentences
 
 _BETTER = r"(?:improvement|better|higher|increase|gain|boost|more accurate)"
@@ -396,8 +336,7 @@ _NEAR = 2000
 _OF_ELSE = re.compile(r"(?i)speed|fast|through|memory|latency|cost|small|context|length|token")
 
 
-@dataclass(frozen=True)
-class Claim:
+class _Claim(NamedTuple):
     """``4x improvement``: a factor, or a difference in points."""
 
     text: str
@@ -408,27 +347,23 @@ class Claim:
     is_factor: bool
     sentence: str
 
-    def given_by(self, own: Quantity, base: Quantity) -> Fraction:
-        """Factor or difference that two numbers give."""
-        if self.is_factor:
-            return own.figure.value / base.figure.value
-        points = own.figure.value - base.figure.value
-        return points * 100 if own.fractions and not own.figure.percent else points
 
-    def holds(self, own: Quantity, base: Quantity) -> bool:
-        """True if two numbers of tables, as printed, can give the claim."""
-        whole = own.fractions and not own.figure.percent and not self.is_factor
-        step = Fraction(10) ** -self.decimals
-        room = step if self.hedged else step / 2
-        a, b, ua, ub = (
-            x * (100 if whole else 1)
-            for x in (own.figure.value, base.figure.value, own.figure.unit, base.figure.unit)
-        )
-        if self.is_factor:
-            low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
-        else:
-            low, high = a - b - (ua + ub) / 2, a - b + (ua + ub) / 2
-        return low - room <= self.value <= high + room
+def _holds(claim: _Claim, own: Quantity, base: Quantity) -> bool:
+    """True if two numbers of tables, as printed, can give the claim."""
+    step = Fraction(10) ** -claim.decimals
+    room = step if claim.hedged else step / 2
+    a, b, ua, ub = own.figure.value, base.figure.value, own.figure.unit, base.figure.unit
+    if claim.is_factor:
+        low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
+    else:
+        whole = _points(own)
+        low, high = (whole * (a - b + sign * (ua + ub) / 2) for sign in (-1, 1))
+    return low - room <= claim.value <= high + room
+
+
+def _points(own: Quantity) -> int:
+    """Percentage points in one unit of a number."""
+    return 100 if own.fractions and not own.figure.percent else 1
 
 
 def claim_findings(
@@ -436,10 +371,12 @@ def claim_findings(
 ) -> Iterator[Finding]:
     """One finding per claim that does not stand."""
     for claim in islice(_claims(document), _MOST_CLAIMS):
-        yield from _judge(claim, known, impossible)
+        if said := _problem(claim, known, impossible):
+            rule, words, fix = said
+            yield Finding(claim.line, rule, f"{claim.text!r} {words}", fix)
 
 
-def _claims(document: Document) -> Iterator[Claim]:
+def _claims(document: Document) -> Iterator[_Claim]:
     for paragraph in document.paragraphs:
         text = paragraph.without_code
         for pattern, is_factor in ((_FACTOR, True), (_BY_FACTOR, True), (_POINTS, False)):
@@ -447,7 +384,7 @@ def _claims(document: Document) -> Iterator[Claim]:
                 number = parse_number(found["value"])
                 if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
                     continue
-                yield Claim(
+                yield _Claim(
                     " ".join(found.group().split()),
                     paragraph.line_of(found.start("value")),
                     *number,
@@ -468,95 +405,58 @@ def _context(paragraph: Paragraph, offset: int) -> str:
     return text[before[0] : end.start() if end else len(text)]
 
 
-def _judge(
-    claim: Claim, known: Sequence[Quantity], impossible: Collection[Quantity]
-) -> Iterator[Finding]:
+def _problem(
+    claim: _Claim, known: Sequence[Quantity], impossible: Collection[Quantity]
+) -> tuple[str, str, str] | None:
+    """Rule, what is wrong, and what mends it; None where the claim can be, or nobody can tell. One
+    that recomputes may still compare what cannot be compared."""
     pairs = _pairs(claim, known)
-    holding = [(own, base) for own, base in pairs if claim.holds(own, base)]
-    clean = [p for p in holding if not set(p) & set(impossible)]
-    if clean:
-        own, base = clean[0]
-        yield from _across(claim, own, base)
-    elif holding:
+    holding = [pair for pair in pairs if _holds(claim, *pair)]
+    clean = next((pair for pair in holding if not {*pair} & {*impossible}), None)
+    if clean is not None:
+        own, base = clean
+        said = ""
+        if own.n is not None and base.n is not None and own.n != base.n:
+            said = f"compares n = {own.n} (line {own.line}) with n = {base.n} (line {base.line})"
+        elif own.table is not base.table and _protocols(own) != _protocols(base):
+            said = f"compares numbers of two protocols (lines {own.line} and {base.line})"
+        fix = "measure both under one protocol, on the same cases"
+        return ("comparison", said, fix) if said else None
+    if holding:
         own, base = holding[0]
-        (bad, *_) = [q for q in (base, own) if q in impossible]
-        yield Finding(
-            claim.line,
-            "comparison-built-on",
-            f"{claim.text!r} is {_computed(claim, own, base)}, and {bad.shown} (line {bad.line}) "
-            f"cannot be for n = {bad.n}",
-            "measure both under one protocol, and compute it again",
-        )
-    elif pairs and _names_metric(claim, pairs):
-        own, base = pairs[0]
-        also = next((q for q in (base, own) if q in impossible), None)
-        more = f"; {also.shown} cannot be for n = {also.n}" if also else ""
-        yield Finding(
-            claim.line,
-            "comparison",
-            f"{claim.text!r} does not recompute: {_computed(claim, own, base)}{more}",
-            "say what it was computed from, or correct it",
-        )
+        bad = base if base in impossible else own
+        said = f"is {_computed(claim, own, base)}, and {bad.shown} (line {bad.line}) cannot be"
+        fix = "measure both under one protocol, and compute it again"
+        return "comparison-built-on", f"{said} for n = {bad.n}", fix
+    about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
+    if about_base and len(pairs) == 1 and pairs[0][0].metric.key in metrics_in(claim.sentence):
+        said = f"does not recompute: {_computed(claim, *pairs[0])}"
+        return "comparison", said, "say what it was computed from, or correct it"
+    return None
 
 
-def _pairs(claim: Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
+def _pairs(claim: _Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Quantity]]:
     """Own number and base number of one metric: of one table, else of two; those that the sentence
     is about come first."""
-    own = [q for q in known if q.role == "own"]
-    base = [q for q in known if q.role == "base" and q.figure.value > 0]
-    alike: dict[tuple[str, frozenset[str]], list[Quantity]] = {}
-    for b in base:
-        alike.setdefault((b.metric.key, b.name), []).append(b)
-    others = [*own, *(q for q in known if not q.compares)]
-    same = (
-        (a, b) for a in own for b in alike.get((a.metric.key, a.name), ()) if a.table is b.table
+    base: dict[tuple[str, frozenset[str]], list[Quantity]] = defaultdict(list)
+    for q in known:
+        if q.role == "base" and q.figure.value > 0:
+            base[q.metric.key, q.name].append(q)
+    own = (q for q in known if q.role == "own" or not q.compares)
+    every = ((a, b) for a in own for b in base.get((a.metric.key, a.name), ()))
+    pairs = list(islice(every, _MOST_PAIRS))
+    pairs = [(a, b) for a, b in pairs if a.table is b.table] or pairs
+    named = metrics_in(claim.sentence)
+    return [pair for pair in pairs if pair[0].metric.key in named] or pairs
+
+
+def _computed(claim: _Claim, own: Quantity, base: Quantity) -> str:
+    a, b = own.figure.value, base.figure.value
+    sign, result = ("/", a / b) if claim.is_factor else ("-", (a - b) * _points(own))
+    return (
+        f"{own.shown} (line {own.line}) {sign} {base.shown} (line {base.line}) = "
+        f"{float(result):.2f}"
     )
-    across = (
-        (a, b)
-        for a in others
-        for b in alike.get((a.metric.key, a.name), ())
-        if a.table is not b.table
-    )
-    for found in (same, across):
-        pairs = list(islice(found, _MOST_PAIRS))
-        named = [p for p in pairs if _mentions(claim.sentence, p[0])]
-        if named or pairs:
-            return named or pairs
-    return []
-
-
-def _mentions(sentence: str, q: Quantity) -> bool:
-    return q.metric.key in metrics_in(sentence)
-
-
-def _names_metric(claim: Claim, pairs: Sequence[tuple[Quantity, Quantity]]) -> bool:
-    """True if it is beyond doubt which numbers the claim is about."""
-    about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
-    return about_base and len(pairs) == 1 and _mentions(claim.sentence, pairs[0][0])
-
-
-def _computed(claim: Claim, own: Quantity, base: Quantity) -> str:
-    sign = "/" if claim.is_factor else "-"
-    result = float(claim.given_by(own, base))
-    return f"{own.shown} (line {own.line}) {sign} {base.shown} (line {base.line}) = {result:.2f}"
-
-
-def _across(claim: Claim, own: Quantity, base: Quantity) -> Iterator[Finding]:
-    """A claim that recomputes may still compare what cannot be compared."""
-    fix = "measure both under one protocol, on the same cases"
-    severity: Severity = "error"
-    if own.n is not None and base.n is not None and own.n != base.n:
-        said = f"compares n = {own.n} (line {own.line}) with n = {base.n} (line {base.line})"
-    elif own.table is not base.table:
-        said = f"compares numbers of two tables (lines {own.line} and {base.line})"
-        fix = f"say that both are of one protocol, or {fix}"
-        severity = "error" if _protocols(own) != _protocols(base) else "warning"
-    elif own.n is None or base.n is None:
-        said = f"is {_computed(claim, own, base)}, and nothing says on how many cases"
-        fix, severity = "add n, and intervals", "warning"
-    else:
-        return
-    yield Finding(claim.line, "comparison", f"{claim.text!r} {said}", fix, severity)
 
 
 def _protocols(q: Quantity) -> frozenset[str]:
@@ -575,15 +475,6 @@ _QUOTED = re.compile(
     r"(?![\d.,]*\d|/)(?:\s+[A-Za-z-]+){0,3}\s*(?:=|≈|\(|:|,\s+or|\s+or)\s*(?P<hedge>[~≈]|about )?"
     r"(?P<share>\d+(?:\.\d+)?)\s?%"
 )
-_REASONS = re.compile(
-    rf"(?<![\d.,])(?P<part>{_COUNT})\s+of\s+(?:{_COUNT})\s+[^:.\n]{{1,60}}:\s+"
-    rf"(?P<list>(?:{_COUNT})\s+`[^`\n]+`(?:,\s+(?:and\s+)?(?:{_COUNT})\s+`[^`\n]+`)*)"
-)
-_TOO_MUCH = re.compile(
-    r"(?<![\d.,])(?P<value>\d+(?:\.\d+)?)\s?%\s+"
-    r"(?:pass\s?@\s?\d+|accuracy|precision|recall|F1)\b",
-    re.IGNORECASE,
-)
 
 
 def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Finding]:
@@ -592,7 +483,7 @@ def prose_findings(document: Document, known: Sequence[Quantity]) -> Iterator[Fi
         yield from _parts_of(paragraph)
     for table in document.tables:
         for row in table.rows:
-            for found in _QUOTED.finditer(" ".join(f"{cell.text}\t" for cell in row.cells)):
+            for found in _QUOTED.finditer(" ".join(f"{cell}\t" for cell in row.cells)):
                 yield from _quotient(row.line, found)
     yield from _twice(known)
 
@@ -610,21 +501,6 @@ def _parts_of(paragraph: Paragraph) -> Iterator[Finding]:
             )
     for found in _QUOTED.finditer(text):
         yield from _quotient(paragraph.line_of(found.start()), found)
-    for found in _REASONS.finditer(paragraph.text):
-        counts = [_int(n) for n in re.findall(rf"({_COUNT})\s+`", found["list"])]
-        if sum(counts) != _int(found["part"]):
-            yield Finding(
-                paragraph.line_of(found.start()),
-                "parts",
-                f"{found['part']} are listed as {' + '.join(map(str, counts))} = {sum(counts)}",
-            )
-    for found in _TOO_MUCH.finditer(text):
-        if Fraction(found["value"]) > 100:
-            yield Finding(
-                paragraph.line_of(found.start()),
-                "out-of-range",
-                f"{found.group()} is no share of anything",
-            )
 
 
 def _int(text: str) -> int:

@@ -355,7 +355,7 @@ def quantities(document: Document) -> list[Quantity]:
 
 def figures_of(table: Table) -> list[list[Figure | None]]:
     """The numbers of a table, by row and column."""
-    return [[parse_figure(cell.text) for cell in row.cells] for row in table.rows]
+    return [[parse_figure(cell) for cell in row.cells] for row in table.rows]
 
 
 def case_columns(table: Table) -> list[int]:
@@ -388,8 +388,8 @@ def _of_table(table: Table, title: str) -> Iterator[Quantity]:
     """The numbers of a table whose columns, or else whose rows, are metrics: each belongs to the
     row, or the column, that is no metric."""
     figures, cases = figures_of(table), case_columns(table)
-    rows = [row.cells[0].text if row.cells else "" for row in table.rows]
-    bold = [any(cell.bold for cell in row.cells) for row in table.rows]
+    rows = [row.cells[0] if row.cells else "" for row in table.rows]
+    bold = [row.bold for row in table.rows]
     of_columns = [None, *(metric_of(header) for header in table.header[1:])]
     in_columns = any(of_columns)
     of_rows = [None if in_columns else metric_of(label) for label in rows]
