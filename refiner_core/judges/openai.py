@@ -83,10 +83,10 @@ class OpenAIJudge:
         self._process, self._closed = os.getpid(), False
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order. Errors as of :meth:`Pending.result`."""
+        """One judgement per request, in order. Errors as of :meth:`_Pending.result`."""
         return self.submit(requests).result() if requests else []
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
+    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
         """Begin to judge; what the store knows and what is in flight already is not asked again.
 
         Raises
@@ -98,18 +98,18 @@ class OpenAIJudge:
         """
         return self._begin(requests)
 
-    def fresh(self, mark: str) -> MarkedJudge:
+    def fresh(self, mark: str) -> _MarkedJudge:
         """The same judge without its memory; see
         :class:`~refiner_core.contract.types.FreshJudge`."""
-        return MarkedJudge(self, mark)
+        return _MarkedJudge(self, mark)
 
-    def _begin(self, requests: Sequence[JudgeRequest], mark: str = "") -> Pending:
+    def _begin(self, requests: Sequence[JudgeRequest], mark: str = "") -> _Pending:
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
         self._counts.add(asked=len(requests))
         calls = plan_calls(batch.requests, self._config, self._prompts)
         thread.call(engine.begin, batch, marked(calls, mark) if mark else calls)
-        return Pending(self, batch)
+        return _Pending(self, batch)
 
     def usage(self) -> JudgeUsage:
         """Give what it has done since it was made."""
@@ -128,7 +128,7 @@ class OpenAIJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for Pending
+    # ---- for _Pending
 
     def _wait(self, batch: Batch) -> list[Judgement]:
         try:
@@ -186,7 +186,7 @@ class OpenAIJudge:
 
 
 @dataclass(frozen=True)
-class MarkedJudge:
+class _MarkedJudge:
     """A judge that knows only what was asked under its mark; also a
     :class:`~refiner_core.contract.types.FreshJudge`."""
 
@@ -197,7 +197,7 @@ class MarkedJudge:
         """As of :meth:`OpenAIJudge.judge`."""
         return self.submit(requests).result() if requests else []
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
+    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
         """As of :meth:`OpenAIJudge.submit`."""
         return self.whole._begin(requests, self.mark)
 
@@ -205,12 +205,12 @@ class MarkedJudge:
         """Give what the judge behind it has done, under whatever mark."""
         return self.whole.usage()
 
-    def fresh(self, mark: str) -> MarkedJudge:
+    def fresh(self, mark: str) -> _MarkedJudge:
         """Under both marks."""
-        return MarkedJudge(self.whole, f"{self.mark}\x1e{mark}")
+        return _MarkedJudge(self.whole, f"{self.mark}\x1e{mark}")
 
 
-class Pending:
+class _Pending:
     """Implements :class:`~refiner_core.contract.types.PendingJudgements`."""
 
     def __init__(self, judge: OpenAIJudge, batch: Batch) -> None:
