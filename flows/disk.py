@@ -23,6 +23,7 @@ from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.usage import Row, by_run_and_kind
+from infra.judgements.segments import summarise
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -112,7 +113,7 @@ def disk_report(
             {"run": row.run or None, "kind": row.kind, **picked(row.size, "bytes", "inodes")}
             for row in rows
         ],
-        "judgements": _judgements(room),
+        "judgements": summarise(room.layout.judgements),
         "published": _published(room, stock),
         "holds": [hold_json(h, stock) for h in stock.holds],
         "idle_exports": _idle_exports(stock),
@@ -126,16 +127,6 @@ def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """One thing that may be deleted."""
     said = picked(candidate, "stage_id", "bytes", "inodes", "why")
     return {"kind": candidate.rank.name.lower(), "path": str(candidate.path), **said}
-
-
-def _judgements(workspace: Workspace) -> dict[str, Any]:
-    """The store of judgements, and what it has saved: by the writers whose files are there."""
-    from infra.judgements.segments import summarise
-
-    store = summarise(workspace.layout.judgements)
-    saved = picked(store.saved, "judgements", "prompt_tokens", "completion_tokens")
-    found = picked(store, "bytes", "files", "judgements")
-    return found | {f"saved_{name}": count for name, count in saved.items()}
 
 
 def _published(workspace: Workspace, stock: Stock) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 In: plans and a workspace (measured history first, sizes of models else). Out: a :class:`Forecast`
 with two figures: what is taken if nothing is ever reclaimed, and the least that will do when
-finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. History is
+finished stages' checkpoints may go. :func:`fit` proposes the cheapest change that fits. _History is
 what earlier stages took, per kind of stage and, where it is known, per model. The
 number of a model's parameters is told without loading it, from headers or a name.
 
@@ -89,7 +89,7 @@ def _by_headers(folder: Path) -> int:
 SCRIPT = "command.run"
 
 
-class History(NamedTuple):
+class _History(NamedTuple):
     """The largest that stages of one kind have taken; 0 where none has.
 
     Bytes and inodes; ``rollout_step_bytes`` is one step's file.
@@ -104,10 +104,10 @@ class History(NamedTuple):
 
 def history_of(
     workspace: Workspace, kind: str, model: str | None = None, script: str | None = None
-) -> History:
-    """History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
+) -> _History:
+    """_History of stages of a kind; ``model`` (the digest among a plan's sources) restricts it to
     those of that model, ``script`` to those of that `command.run`."""
-    found = History()
+    found = _History()
     for stage_id in workspace.stage_ids():
         if stage_id.rpartition("-")[0] != kind:
             continue
@@ -121,15 +121,15 @@ def history_of(
             and model in (None, record.spec.sources.get("model"))
             and script in (None, record.spec.identity.get(SCRIPT))
         ):
-            found = History(*map(max, found, _taken_by(workspace, stage_id, record)))
+            found = _History(*map(max, found, _taken_by(workspace, stage_id, record)))
     return found
 
 
-def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> History:
+def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> _History:
     from infra.store.traces import list_rollouts
 
     paths = workspace.layout.stage(stage_id)
-    theirs = recorded_checkpoints(workspace, stage_id).found
+    theirs, _ = recorded_checkpoints(workspace, stage_id)
     saved = [size_of(c.path) for c in CheckpointStore(paths.checkpoints, 0).complete()]
     saved += [size_of(c.path) for c in theirs if not c.damage]
     made, output = 0, Size()
@@ -138,7 +138,7 @@ def _taken_by(workspace: Workspace, stage_id: str, record: StageRecord) -> Histo
         made = sum(f.bytes for f in record.result.files)  # it may have been reclaimed meanwhile
     newest = paths.attempt(record.attempts[-1].number) if record.attempts else None
     rollouts = [size_of(p).bytes for p in list_rollouts(newest.rollouts)] if newest else []
-    return History(
+    return _History(
         checkpoint_bytes=max((s.bytes for s in saved), default=0),
         checkpoint_inodes=max((s.inodes for s in saved), default=0),
         output_bytes=max(made, output.bytes),
@@ -177,7 +177,7 @@ def judgement_bytes(stages: Iterable[PlannedStage], plans: Sequence[Plan], folde
         elif stage.kind == "sample":
             rollouts = training_prompts(config) * config.sample.attempts
         total += rollouts * _JUDGEMENTS * RECORD_BYTES
-    held = summarise(folder).bytes if total else 0
+    held = summarise(folder)["bytes"] if total else 0
     return max(0, min(total, limit - held))
 
 
@@ -315,8 +315,8 @@ class Knowledge:
         self._history = functools.cache(functools.partial(history_of, workspace))
         self._result = functools.cache(workspace.read_result)
 
-    def history(self, stage: PlannedStage) -> History:
-        """History of stages of its kind that started at its model and run its script."""
+    def history(self, stage: PlannedStage) -> _History:
+        """_History of stages of its kind that started at its model and run its script."""
         return self._history(stage.kind, stage.sources.get("model"), stage.identity.get(SCRIPT))
 
     def size(self, config: RecipeConfig) -> ModelSize:
@@ -394,7 +394,7 @@ def _flat_need(stage: PlannedStage, size: int | None, inodes: int, basis: str) -
     return StageNeed(stage, total, total, total, inodes, basis, size is not None)
 
 
-def _command_need(stage: PlannedStage, config: RecipeConfig, history: History) -> StageNeed:
+def _command_need(stage: PlannedStage, config: RecipeConfig, history: _History) -> StageNeed:
     """Another trainer saves as often as it likes; older ones are deleted when room is short. Only
     what lies there tells how large one is."""
     known, most = history.checkpoint_bytes > 0, config.command.keep + 1
@@ -417,7 +417,7 @@ def _weights_of(made: PlannedStage, plan: Plan, known: Knowledge) -> tuple[int |
 
 
 def _training_need(
-    stage: PlannedStage, plan: Plan, model: ModelSize, history: History
+    stage: PlannedStage, plan: Plan, model: ModelSize, history: _History
 ) -> StageNeed:
     config = plan.config
     section = section_of(config, stage.kind)

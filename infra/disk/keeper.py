@@ -47,7 +47,7 @@ from refiner_core.contract.placement import STAGES
 log = logging.getLogger(__name__)
 
 
-class Reservation(NamedTuple):
+class _Reservation(NamedTuple):
     """One entry: whose, how much, and how many of its bytes have been written already."""
 
     path: Path
@@ -102,7 +102,7 @@ class Ledger:
         """It is written, or was given up."""
         atomic.remove_quietly(self._path(ref))
 
-    def others(self, ref: AttemptRef | None = None) -> list[Reservation]:
+    def others(self, ref: AttemptRef | None = None) -> list[_Reservation]:
         """Entries that count, all but that of ``ref``."""
         own = None if ref is None else self._path(ref)
         return [r for r in self._entries() if r.path != own and not self._is_stale(r)]
@@ -118,7 +118,7 @@ class Ledger:
         root = hashlib.sha256(str(self.workspace.layout.control).encode()).hexdigest()[:8]
         return self.folder / f"{ref.stage_id}-{ref.number:04d}-{root}.json"
 
-    def _entries(self) -> Iterator[Reservation]:
+    def _entries(self) -> Iterator[_Reservation]:
         try:
             paths = atomic.json_files(self.folder)
         except OSError:
@@ -135,11 +135,11 @@ class Ledger:
                 with contextlib.suppress(OSError):  # one has just become visible, or was swept
                     written = sum(size_of(part).bytes for part in parts)
                 sizes = (int(value["bytes"]), int(value["inodes"]), written)
-                yield Reservation(path, Path(value["workspace"]), ref, *sizes)
+                yield _Reservation(path, Path(value["workspace"]), ref, *sizes)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 log.warning("the reservation %s cannot be read and is left out: %s", path, error)
 
-    def _is_stale(self, entry: Reservation) -> bool:
+    def _is_stale(self, entry: _Reservation) -> bool:
         owner = self.workspace
         if entry.workspace != owner.layout.control:
             owner = Workspace(entry.workspace)
@@ -238,7 +238,7 @@ class DiskKeeper:
         """Bytes that the stage's next save will need: the largest of its checkpoints, else what
         the model's size tells, else a small floor."""
         store = CheckpointStore(self.workspace.layout.stage(stage_id).checkpoints, 0)
-        theirs = recorded_checkpoints(self.workspace, stage_id).found
+        theirs, _ = recorded_checkpoints(self.workspace, stage_id)
         saved = [c.path for c in store.complete()] + [c.path for c in theirs if not c.damage]
         known = max((size_of(path).bytes for path in saved), default=0)
         return max(known or self._estimate(stage_id), FLOOR_BYTES)

@@ -379,23 +379,19 @@ def work_folder(stage: StagePaths) -> Path:
     return stage.data / "work"
 
 
-class Recorded(NamedTuple):
-    """Checkpoints, oldest step first, and ``command.keep``."""
-
-    found: list[ForeignCheckpoint]
-    keep: int
-
-
-def recorded_checkpoints(workspace: Workspace, stage_id: str) -> Recorded:
-    """Checkpoints that lie there; none for another kind, or for records that cannot be read."""
+def recorded_checkpoints(
+    workspace: Workspace, stage_id: str
+) -> tuple[list[ForeignCheckpoint], int]:
+    """Checkpoints that lie there, oldest step first, and ``command.keep``; none for another kind,
+    or for records that cannot be read."""
     stage = workspace.layout.stage(stage_id)
     numbers = stage.attempt_numbers() if stage_id.startswith("command-") else []
     if not numbers:
-        return Recorded([], 1)
+        return [], 1
     try:
         recorded = workspace.part(stage.attempt(numbers[-1]), "config")
         command = from_json(CommandConfig, recorded["command"])
-        return Recorded(find_checkpoints(work_folder(stage), command), command.keep)
+        return find_checkpoints(work_folder(stage), command), command.keep
     except (RefinerError, OSError, KeyError, TypeError, ValueError) as error:
         log.warning("the checkpoints of %s cannot be told: %s", stage_id, error)
-        return Recorded([], 1)
+        return [], 1

@@ -275,10 +275,6 @@ class TrainerLog:
             self._waiting.popleft()
 
 
-class TrainerKilled(KilledError):
-    """The trainer was ended from outside, or crashed: another try may well get further."""
-
-
 @dataclass(frozen=True)
 class Ending:
     """End of a trainer.
@@ -330,7 +326,7 @@ def error_of(ending: Ending) -> Exception:
         name = f"signal {ending.code - 128}"
         with contextlib.suppress(ValueError):
             name = signal.Signals(ending.code - 128).name
-        return TrainerKilled(
+        return KilledError(
             f"The trainer was ended by {name}; its last line: {_last(lines)}",
             fix="nothing, if that was an accident: the next attempt goes on from its last "
             "checkpoint",

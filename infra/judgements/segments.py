@@ -6,9 +6,10 @@ A *segment* is a file that one process writes, once, from its beginning to its e
     record   36 bytes   key (16), score (float64), prompt tokens, completion tokens, CRC-32
     record   …
 
-``NAME.live`` may still grow, ``NAME.sealed`` does not any more. All numbers are little-endian. What
-is after the last whole record, or has another CRC, is not there. The second part of the header is
-the only thing that is ever written twice: how many judgements the writer was given from the store.
+Files are named ``NAME.live``, or ``NAME.sealed`` by older versions. All numbers are little-endian.
+What is after the last whole record, or has another CRC, is not there. The second part of the header
+is the only thing that is ever written twice: how many judgements the writer was given from the
+store.
 
 A write that fails is taken back; where that fails too, the segment gets no further record. When the
 store is full, the oldest segments go, whoever has written them: a writer whose file is gone begins
@@ -61,23 +62,6 @@ class Saved(NamedTuple):
 
 
 NOTHING_SAVED = Saved()
-
-
-class Segment(NamedTuple):
-    """A segment as it lies there; ``changed_ns`` by the file server's clock."""
-
-    path: Path
-    size: int
-    changed_ns: int
-
-
-class Summary(NamedTuple):
-    """Contents of a store: files, bytes, judgements (the same one may be there twice)."""
-
-    files: int = 0
-    bytes: int = 0
-    judgements: int = 0
-    saved: Saved = NOTHING_SAVED
 
 
 class UnknownFormat(ValueError):
@@ -140,44 +124,40 @@ def name_part(text: str, longest: int = 60) -> str:
 
 
 def stem_of(name: str) -> str | None:
-    """A segment's name, by which it is known also once it is sealed; None: it is none."""
+    """A segment's name; None: it is none."""
     for suffix in (LIVE, SEALED):
         if name.endswith(suffix) and not name.startswith("."):
             return name.removesuffix(suffix)
     return None
 
 
-def list_segments(folder: Path) -> list[Segment]:
-    """All segments, oldest first; none where the folder is missing or closed to us."""
+def list_segments(folder: Path) -> list[tuple[Path, int]]:
+    """All segments with their sizes, oldest first by the file server's clock; none where the folder
+    is missing or closed to us."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if stem_of(path.name) is not None:
                 with contextlib.suppress(OSError):  # gone meanwhile
                     status = path.lstat()
-                    found.append(Segment(path, status.st_size, status.st_mtime_ns))
-    return sorted(found, key=lambda s: (s.changed_ns, s.path.name))
+                    found.append((status.st_mtime_ns, path, status.st_size))
+    return [(path, size) for _, path, size in sorted(found)]
 
 
-def summarise(folder: Path) -> Summary:
-    """Contents of the store in a folder, from sizes and headers alone."""
-    total = Summary()
-    for segment in list_segments(folder):
-        records = max(0, segment.size - HEADER_BYTES) // RECORD_BYTES
-        saved = Saved()
+def summarise(folder: Path) -> dict[str, int]:
+    """Contents of the store in a folder, from sizes and headers alone: files, bytes, judgements
+    (the same one may be there twice), and what was saved by its writers."""
+    files = list_segments(folder)
+    records, saved = 0, NOTHING_SAVED
+    for path, size in files:
         try:
-            with segment.path.open("rb") as file:
-                saved = decode_header(file.read(HEADER_BYTES))
+            with path.open("rb") as file:
+                saved = saved.plus(decode_header(file.read(HEADER_BYTES)))
+            records += max(0, size - HEADER_BYTES) // RECORD_BYTES
         except (OSError, UnknownFormat) as error:
-            log.debug("%s: %s", segment.path, error)
-            records = 0
-        total = Summary(
-            total.files + 1,
-            total.bytes + segment.size,
-            total.judgements + records,
-            total.saved.plus(saved),
-        )
-    return total
+            log.debug("%s: %s", path, error)
+    counts = {"bytes": sum(size for _, size in files), "files": len(files), "judgements": records}
+    return counts | {f"saved_{name}": count for name, count in saved._asdict().items()}
 
 
 class SegmentWriter:
@@ -254,14 +234,12 @@ class SegmentWriter:
     def seal(self) -> None:
         """Nothing more comes into this segment.
 
-        Never raises: a segment that keeps its name is only looked at more often.
+        Never raises.
         """
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
             self._file = None
-            with contextlib.suppress(OSError):
-                self._path.rename(self._path.with_suffix(SEALED))
 
     def _make_ready(self) -> None:
         """See to it that there is a segment that may be written to."""
@@ -279,9 +257,8 @@ class SegmentWriter:
             self._write(0, encode_header())
         except OSError:
             self.seal()
-            for suffix in (LIVE, SEALED):
-                with contextlib.suppress(OSError):
-                    path.with_suffix(suffix).unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
             raise
         self._size = HEADER_BYTES
         self._on_new(path)

@@ -14,9 +14,9 @@ stay within a size and a number: the oldest go.
 In memory, the index is one array, sorted by key, in which thousands of keys are looked up at once;
 what is few waits in a dictionary until there is enough of it to be sorted in.
 
-:class:`Reader` gives sound records that were not given before, whoever has written them. How far
-each segment was read is remembered by its name, so that only what has been added is read again; a
-sealed one is not even looked at. What cannot be read (closed to this user, of a newer version,
+A reader gives sound records that were not given before, whoever has written them. How far
+each segment was read is remembered by its name, so that only what has been added is read again.
+What cannot be read (closed to this user, of a newer version,
 damaged) is skipped, with one line in the log for each sort of trouble.
 """
 
@@ -40,7 +40,6 @@ from infra.judgements.segments import (
     KEY_BYTES,
     NOTHING_SAVED,
     RECORD_BYTES,
-    SEALED,
     Saved,
     SegmentWriter,
     UnknownFormat,
@@ -138,7 +137,7 @@ class Table:
             self._keys, self._values = keys[first], values[order[first]]
 
 
-class Reader:
+class _Reader:
     """Reads a folder of segments; ``is_mine`` names those that need not be read.
 
     Not for several threads at once.
@@ -149,7 +148,7 @@ class Reader:
     ) -> None:
         self._folder, self._is_mine, self._complaints = folder, is_mine, complaints
         self._read_to: dict[str, int] = {}
-        self._finished: set[str] = set()
+        self._unknown: set[str] = set()
 
     def fresh(self) -> Iterator[Array]:
         """Records that have come since the last time, in batches."""
@@ -162,29 +161,29 @@ class Reader:
             return
         stems = {stem: name for name in names if (stem := stem_of(name)) is not None}
         for stem, name in stems.items():
-            if stem not in self._finished and not self._is_mine(stem):
+            if stem not in self._unknown and not self._is_mine(stem):
                 yield from self._of(self._folder / name, stem)
-        self._finished &= stems.keys()
+        self._unknown &= stems.keys()
         self._read_to = {stem: at for stem, at in self._read_to.items() if stem in stems}
 
     def _of(self, path: Path, stem: str) -> Iterator[Array]:
         try:
             yield from self._added(path, stem)
         except FileNotFoundError:
-            return  # sealed or removed meanwhile
+            return  # removed meanwhile
         except UnknownFormat as error:
-            self._finished.add(stem)
+            self._unknown.add(stem)
             self._complaints.say("format", "%s is not used: it is %s", path, error)
         except OSError as error:
             self._complaints.say(f"read {error.errno}", "stored judgements are skipped: %s", error)
 
     def _added(self, path: Path, stem: str) -> Iterator[Array]:
-        at, is_sealed = self._read_to.get(stem, 0), path.suffix == SEALED
+        at = self._read_to.get(stem, 0)
         if not at or path.stat().st_size - at >= RECORD_BYTES:
             with path.open("rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
                 if not at:
-                    if size < HEADER_BYTES and not is_sealed:
+                    if size < HEADER_BYTES:
                         return  # it has just been made
                     decode_header(file.read(HEADER_BYTES))
                     at = HEADER_BYTES
@@ -197,7 +196,7 @@ class Reader:
                     # On NFS, the end of a file that grows may be seen as zeros at first: that end
                     # is read once more. A damaged place with sound records behind it is passed.
                     is_end = at + len(raw) + RECORD_BYTES > size
-                    if is_sealed or not is_end:
+                    if not is_end:
                         passed = len(raw) - len(raw) % RECORD_BYTES
                     if damaged := passed // RECORD_BYTES - len(found):
                         text = "%d stored judgements in %s are damaged and skipped"
@@ -207,22 +206,20 @@ class Reader:
                     if is_end:
                         break
             self._read_to[stem] = at
-        if is_sealed:
-            self._finished.add(stem)
 
 
 def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
     """Remove the oldest segments until the folder of ``new``, which was just begun, is within its
     limits. Never raises: what cannot be done is said in the log, once."""
     segments = list_segments(new.parent)
-    total, count = sum(s.size for s in segments), len(segments)
-    for segment in segments:
+    total, count = sum(size for _, size in segments), len(segments)
+    for path, size in segments:
         if total <= limit_bytes and count <= MOST_SEGMENTS:
             return
         try:
-            if segment.path != new:
-                segment.path.unlink(missing_ok=True)
-                total, count = total - segment.size, count - 1
+            if path != new:
+                path.unlink(missing_ok=True)
+                total, count = total - size, count - 1
         except OSError as error:  # another user's, in a folder that protects it
             complaints.say("upkeep", "the store of judgements cannot be kept small: %s", error)
 
@@ -259,7 +256,7 @@ class WorkspaceStore:
             keep_small(path, limit_bytes - segment, self._complaints)
 
         self._writer = SegmentWriter(folder, writer, segment, on_new)
-        self._reader = Reader(folder, self._writer.mine.__contains__, self._complaints)
+        self._reader = _Reader(folder, self._writer.mine.__contains__, self._complaints)
         self._table, self._waiting = Table(), bytearray()
         self._saved = NOTHING_SAVED  # and not noted yet
         self._looked_at = self._try_again_at = -1e9

@@ -41,13 +41,8 @@ _MOST_BEGUN = 1000
 #: Where a JSON value of each kind may begin; the braces of a formula do not look so.
 _BEGINS = {"{": re.compile(r'\{(?=\s*["}])'), "{[": re.compile(r'\{(?=\s*["}])|\[')}
 _ABSENT = object()
-
-
-class BatchReading(NamedTuple):
-    """What a reply says on each criterion: None where it has no score for it, and why."""
-
-    judgements: tuple[Judgement | None, ...]
-    problem: str = ""
+#: What a reply says on each criterion: None where it has no score for it, and why.
+Reading = tuple[tuple[Judgement | None, ...], str]
 
 
 class _Unreadable(Exception):
@@ -81,7 +76,7 @@ def parse_judgement(text: str, allowed: tuple[float, ...] | None = None) -> Judg
         return Judgement("failed", None, f"{UNPARSABLE}, {error}")
 
 
-def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None) -> BatchReading:
+def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None) -> Reading:
     """Read the scores of criteria 1 to ``count`` out of a judge's reply.
 
     The form asked for is ``{"scores": [{"criterion": 1, "score": x}, …]}``. The list alone, and a
@@ -90,7 +85,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
 
     Returns
     -------
-    BatchReading
+    Reading
         ``count`` judgements, all scored, without a problem; or with one, and None for each
         criterion whose score is missing or unusable. Numbers that do not fit (a criterion twice, or
         one that was not asked) leave nothing: whoever miscounts may mean another one everywhere.
@@ -99,7 +94,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
     try:
         by_number = _numbered(_last_list(text), count)
     except _Unreadable as error:
-        return BatchReading(nothing, f"{UNPARSABLE}, {error}")
+        return nothing, f"{UNPARSABLE}, {error}"
     judgements, problems = list(nothing), []
     for number in range(1, count + 1):
         if number not in by_number:
@@ -112,7 +107,7 @@ def parse_batch(text: str, count: int, allowed: tuple[float, ...] | None = None)
         else:
             judgements[number - 1] = Judgement("scored", score)
     problem = f"{UNPARSABLE}, {'; '.join(problems[:3])}" if problems else ""
-    return BatchReading(tuple(judgements), problem)
+    return tuple(judgements), problem
 
 
 # ---------------------------------------------------------------- scores

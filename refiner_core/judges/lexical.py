@@ -68,7 +68,7 @@ FINITE_VERBS = _words(
 )
 
 
-class Standard(NamedTuple):
+class _Standard(NamedTuple):
     """With how much a judge is content: shares of content words, all in [0, 1].
 
     Attributes
@@ -93,7 +93,7 @@ class Standard(NamedTuple):
 
 #: By the judge's name, in the order of :data:`~refiner_core.contract.config.LEXICAL_MODELS`.
 STANDARDS = dict(
-    zip(LEXICAL_MODELS, (Standard(), Standard(0.4, 0.2, 0.6, 0.3, 0.3, False)), strict=True)
+    zip(LEXICAL_MODELS, (_Standard(), _Standard(0.4, 0.2, 0.6, 0.3, 0.3, False)), strict=True)
 )
 LEAD_WORDS = 3
 NEEDED_CONTENT_WORDS = 4
@@ -134,7 +134,7 @@ class _Texts:
     """What was made of texts during one call (groups of rollouts share prompts and rubrics), and by
     which standard they are judged."""
 
-    def __init__(self, standard: Standard) -> None:
+    def __init__(self, standard: _Standard) -> None:
         self.standard = standard
         self.content = functools.cache(content_words)
         self.criterion = functools.cache(_criterion_words)

@@ -17,11 +17,11 @@ judge may be used from any thread, also from one that runs an event loop.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted
@@ -81,12 +81,15 @@ class OpenAIJudge:
         self._thread: LoopThread | None = None
         self._told = ""
         self._process, self._closed = os.getpid(), False
+        self._mark = ""
+        #: Of which it is another memory: the thread ends with that one.
+        self._whole: OpenAIJudge | None = None
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """One judgement per request, in order. Errors as of :meth:`Pending.result`."""
+        """One judgement per request, in order. Errors as of :meth:`_Pending.result`."""
         return self.submit(requests).result() if requests else []
 
-    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
+    def submit(self, requests: Sequence[JudgeRequest]) -> _Pending:
         """Begin to judge; what the store knows and what is in flight already is not asked again.
 
         Raises
@@ -96,20 +99,20 @@ class OpenAIJudge:
         RuntimeError
             The judge was closed, or made by the process that this one was forked from.
         """
-        return self._begin(requests)
-
-    def fresh(self, mark: str) -> MarkedJudge:
-        """The same judge without its memory; see
-        :class:`~refiner_core.contract.types.FreshJudge`."""
-        return MarkedJudge(self, mark)
-
-    def _begin(self, requests: Sequence[JudgeRequest], mark: str = "") -> Pending:
         thread, engine = self._running()
         batch = Batch(requests, self._config.batch_timeout_s)
         self._counts.add(asked=len(requests))
         calls = plan_calls(batch.requests, self._config, self._prompts)
-        thread.call(engine.begin, batch, marked(calls, mark) if mark else calls)
-        return Pending(self, batch)
+        thread.call(engine.begin, batch, marked(calls, self._mark) if self._mark else calls)
+        return _Pending(self, batch)
+
+    def fresh(self, mark: str) -> OpenAIJudge:
+        """The same judge without its memory, under this mark (and that of the judge itself); see
+        :class:`~refiner_core.contract.types.FreshJudge`."""
+        self._running()
+        twin = copy.copy(self)
+        twin._mark, twin._whole = "\x1e".join(filter(None, (self._mark, mark))), self
+        return twin
 
     def usage(self) -> JudgeUsage:
         """Give what it has done since it was made."""
@@ -128,7 +131,7 @@ class OpenAIJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---- for Pending
+    # ---- for _Pending
 
     def _wait(self, batch: Batch) -> list[Judgement]:
         try:
@@ -185,32 +188,7 @@ class OpenAIJudge:
             return self._thread, self._engine
 
 
-@dataclass(frozen=True)
-class MarkedJudge:
-    """A judge that knows only what was asked under its mark; also a
-    :class:`~refiner_core.contract.types.FreshJudge`."""
-
-    whole: OpenAIJudge
-    mark: str
-
-    def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
-        """As of :meth:`OpenAIJudge.judge`."""
-        return self.submit(requests).result() if requests else []
-
-    def submit(self, requests: Sequence[JudgeRequest]) -> Pending:
-        """As of :meth:`OpenAIJudge.submit`."""
-        return self.whole._begin(requests, self.mark)
-
-    def usage(self) -> JudgeUsage:
-        """Give what the judge behind it has done, under whatever mark."""
-        return self.whole.usage()
-
-    def fresh(self, mark: str) -> MarkedJudge:
-        """Under both marks."""
-        return MarkedJudge(self.whole, f"{self.mark}\x1e{mark}")
-
-
-class Pending:
+class _Pending:
     """Implements :class:`~refiner_core.contract.types.PendingJudgements`."""
 
     def __init__(self, judge: OpenAIJudge, batch: Batch) -> None:

@@ -38,7 +38,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from refiner_core.answers import (
@@ -56,6 +55,10 @@ from refiner_core.rubrics import Rubric
 
 F1_SHARE = 0.6
 FORMAT_SHARE = 0.4
+CITATION_PARTS = (
+    *("citation", "citation_precision", "citation_recall"),
+    *("citation_f1", "citation_format"),
+)
 
 CitationKind = Literal["citation_recall", "citation_needed", "citation_precision"]
 
@@ -70,17 +73,6 @@ class CitationQuestion(NamedTuple):
     def detail(self) -> dict[str, Any]:
         """Give what is stored beside the judgement."""
         return {"claim": self.request.text, "claim_index": self.claim, "ids": list(self.ids)}
-
-
-@dataclass(frozen=True)
-class CitationScore:
-    """Parts of the citation reward, each in [0, 1]; means are over what claims say."""
-
-    reward: float = 0.0
-    precision: float = 0.0
-    recall: float = 0.0
-    f1: float = 0.0
-    format: float = 0.0
 
 
 def plan_citations(
@@ -112,10 +104,11 @@ def score_citations(
     answer: ParsedAnswer,
     evidence: ParsedEvidence,
     judged: Sequence[tuple[CitationQuestion, Judgement]],
-) -> CitationScore:
-    """Put the judgements of :func:`plan_citations` together. All of them must be scored."""
+) -> dict[str, float]:
+    """Put the judgements of :func:`plan_citations` together: the citation reward and its parts by
+    component, each in [0, 1]; means are over what claims say. All of them must be scored."""
     if answer.malformed or not evidence:
-        return CitationScore()
+        return dict.fromkeys(CITATION_PARTS, 0.0)
     by_claim: dict[int, dict[str, list[float]]] = {}
     for question, judgement in judged:
         assert judgement.score is not None, "a failed judgement has no place in a score"
@@ -125,13 +118,9 @@ def score_citations(
     mean = functools.partial(mean_over_texts, answer.claims)
     f1 = mean([harmonic_mean(recall, precision) for recall, precision in pairs])
     form = citation_format(answer.cited_ids, evidence)
-    return CitationScore(
-        reward=F1_SHARE * f1 + FORMAT_SHARE * form,
-        precision=mean([precision for _, precision in pairs]),
-        recall=mean([recall for recall, _ in pairs]),
-        f1=f1,
-        format=form,
-    )
+    means = mean([precision for _, precision in pairs]), mean([recall for recall, _ in pairs])
+    values = (F1_SHARE * f1 + FORMAT_SHARE * form, *means, f1, form)
+    return dict(zip(CITATION_PARTS, values, strict=True))
 
 
 def mean_over_texts(claims: Sequence[Claim], values: Sequence[float]) -> float:

@@ -302,10 +302,8 @@ def _result(plan: _Plan, judgements: Sequence[Judgement], reward: RewardConfig) 
     scored = zip(plan.rubrics, on_rubrics, strict=not malformed)
     judged = aggregate_rubrics([(r, j.score or 0.0) for r, j in scored], reward.rubric_aggregation)
     asked = list(zip(plan.citation_questions, on_citations, strict=True))
-    citation = score_citations(plan.answer, plan.evidence, asked)
-    parts = {f"citation_{name}": value for name, value in vars(citation).items()}
     components |= {"rubric": judged or 0.0, "total": 0.0}
-    components |= {"citation": parts.pop("citation_reward"), **parts}
+    components |= score_citations(plan.answer, plan.evidence, asked)
     total = components["total"] = total_reward(components, reward, plan.item.stopped)
     return RewardResult("malformed" if malformed else "scored", total, components, details)
 

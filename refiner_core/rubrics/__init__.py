@@ -82,8 +82,9 @@ def rubric_set_digest(name: str) -> str:
     return load_rubric_set(name).digest()
 
 
-def check_rubrics_unchanged(name: str, digest: str) -> RubricSet:
-    """The set, if it still is what a stage was planned with.
+@contextlib.contextmanager
+def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
+    """The set that a stage was planned with: within the block, edits of the file change nothing.
 
     Parameters
     ----------
@@ -97,29 +98,14 @@ def check_rubrics_unchanged(name: str, digest: str) -> RubricSet:
     ConfigurationError
         The file says something else by now, is gone, or does not fit any more.
     """
-    again = "put the file back as it was; or run the recipe again, which then is another stage"
-    try:
-        rubrics = load_rubric_set(name)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"The rubric set that this stage was planned with cannot be read: {error.what}",
-            expected=f"a set with the digest {digest[:12]}",
-            fix=again,
-        ) from error
+    rubrics = load_rubric_set(name)
     if rubrics.digest() != digest:
         raise ConfigurationError(
             f"The rubric set {name} has changed since this stage was planned (its digest was "
             f"{digest[:12]} and is {rubrics.digest()[:12]})",
             expected="titles, descriptions, polarities, weights and their order as they were",
-            fix=again,
+            fix="put the file back as it was; or run the recipe again, which then is another stage",
         )
-    return rubrics
-
-
-@contextlib.contextmanager
-def hold_rubrics(name: str, digest: str) -> Iterator[RubricSet]:
-    """Check a set as above and keep it: within the block, edits of the file change nothing."""
-    rubrics = check_rubrics_unchanged(name, digest)
     before = _held.get(name)
     _held[name] = rubrics
     try:

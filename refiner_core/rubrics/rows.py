@@ -49,7 +49,7 @@ class Rubric:
         return -self.weight if self.polarity == "negative" else self.weight
 
 
-class RubricEntry(TypedDict):
+class _RubricEntry(TypedDict):
     """One rubric in normal form."""
 
     title: str
@@ -57,7 +57,7 @@ class RubricEntry(TypedDict):
     weight: float
 
 
-def normalise_rubrics(obj: Any) -> dict[str, list[RubricEntry]]:
+def normalise_rubrics(obj: Any) -> dict[str, list[_RubricEntry]]:
     """Bring a row's rubrics to ``{"positive_rubrics": […], "negative_rubrics": […]}``.
 
     Entries have ``title``, ``description`` and ``weight`` (1 where none is given; not below 0 in
@@ -76,7 +76,7 @@ def normalise_rubrics(obj: Any) -> dict[str, list[RubricEntry]]:
     DataError
         Naming what does not fit. The caller adds file and line.
     """
-    result: dict[str, list[RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
+    result: dict[str, list[_RubricEntry]] = {"positive_rubrics": [], "negative_rubrics": []}
     for key, position, entry in rubric_entries(obj):
         normal, negative = normal_entry(entry, f"{key}[{position}]")
         listed_negative = _KEYS.get(key) == "negative"
@@ -135,7 +135,7 @@ def rubric_entries(obj: Any) -> list[tuple[str, int, Any]]:
     return entries
 
 
-def normal_entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
+def normal_entry(entry: Any, where: str) -> tuple[_RubricEntry, bool]:
     """The normal form of one entry, and whether its weight is below 0. Errors name ``where``."""
     if not isinstance(entry, Mapping):
         raise _unfit(f"`{where}` is {entry!r:.60}", "an object with a description")
@@ -149,7 +149,7 @@ def normal_entry(entry: Any, where: str) -> tuple[RubricEntry, bool]:
     if abs(weight) > MAX_WEIGHT:
         raise _unfit(f"`{where}.weight` is {weight!r:.60}", f"at most {MAX_WEIGHT:g}")
     title = _text(entry, "title", where) or description[:60]
-    normal = RubricEntry(title=title, description=description, weight=abs(float(weight)))
+    normal = _RubricEntry(title=title, description=description, weight=abs(float(weight)))
     return normal, weight < 0
 
 

@@ -167,7 +167,7 @@ def test_a_stage_that_was_killed_asks_nothing_again(
         folder = tmp_path / "ws" / "judgements"
         dying = int(nursery.stdout.readline())
         try:
-            wait_until(lambda: summarise(folder).judgements >= answered, "its judgements", 60)
+            wait_until(lambda: summarise(folder)["judgements"] >= answered, "its judgements", 60)
         finally:
             os.kill(dying, signal.SIGKILL)
             assert int(nursery.stdout.readline()) == -signal.SIGKILL
@@ -183,7 +183,7 @@ def test_a_stage_that_was_killed_asks_nothing_again(
         after = len(server.bodies)
         live(tmp_path, kind, config, stage="-again")
         assert len(server.bodies) == after, "the same stage in another attempt costs no call"
-    assert summarise(folder).judgements == len(first) + len(second)
+    assert summarise(folder)["judgements"] == len(first) + len(second)
 
 
 def test_a_stage_says_that_it_waits_for_its_judge_and_goes_on(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_outage_leaves_no_judgement_behind(tmp_path: Path) -> None:
         judge_by_hand(served(server, max_retries=0), workspace) as judge,
     ):
         assert {j.status for j in judge.judge(QUESTIONS)} == {"failed"}
-    assert summarise(workspace.layout.judgements).judgements == 0
+    assert summarise(workspace.layout.judgements)["judgements"] == 0
     with JudgeServer(lambda body, call: verdict(body)) as server:
         with judge_by_hand(served(server), workspace) as judge:
             assert {j.status for j in judge.judge(QUESTIONS)} == {"scored"}

@@ -24,7 +24,6 @@ NOTHING_REFUSED = {
     "Interrupted": "somebody asked for it",
     "AttemptClosed": "another attempt took over; its worker goes quietly",
     "KilledError": "something was ended from outside",
-    "TrainerKilled": "as KilledError",
 }
 #: Refusals without a part, by place and words, each with the reason why no user reads it.
 INCOMPLETE = {

@@ -20,7 +20,6 @@ from infra.judgements import store
 from infra.judgements.segments import (
     HEADER_BYTES,
     RECORD_BYTES,
-    Saved,
     encode_record,
     list_segments,
     summarise,
@@ -105,7 +104,7 @@ def test_threads_share_a_store(folder: Path) -> None:
             return all(one.get([key(n) for n in range(first, first + 1000)]))
 
         assert all(pool.map(work, range(0, 4000, 1000)))
-    assert known(folder, range(4000)) == summarise(folder).judgements == 4000
+    assert known(folder, range(4000)) == summarise(folder)["judgements"] == 4000
 
 
 def test_a_judgement_that_failed_cannot_be_kept(folder: Path) -> None:
@@ -132,14 +131,16 @@ def test_what_the_store_has_saved_is_counted_once(folder: Path) -> None:
         one.put(key(50), NO)
         one.get([key(0), key(50), key(99)])
     summary = summarise(folder)
-    assert summary.saved == Saved(6, 5 * 700 + 650, 6 * 9)
-    assert (summary.files, summary.judgements) == (2, 11)
+    assert summary["saved_judgements"] == 6
+    assert summary["saved_prompt_tokens"] == 5 * 700 + 650
+    assert summary["saved_completion_tokens"] == 6 * 9
+    assert (summary["files"], summary["judgements"]) == (2, 11)
 
 
 def test_names_of_files_say_who_wrote_them_and_are_never_used_again(folder: Path) -> None:
     for _ in range(3):
         filled(folder, range(1))
-    names = {s.path.name for s in list_segments(folder)}
+    names = {path.name for path, _ in list_segments(folder)}
     assert len(names) == 3
     assert all(n.startswith("grpo_1-") and f"-{os.getpid()}-" in n for n in names)
     with WorkspaceStore(folder, writer="../../etc/passwd:ü", limit_bytes=MIB) as one:
@@ -185,8 +186,8 @@ def test_keys_are_told_apart_by_all_of_their_bytes() -> None:
 
 def one_file(folder: Path, count: int) -> Path:
     filled(folder, range(count))
-    (segment,) = list_segments(folder)
-    return segment.path
+    ((path, _),) = list_segments(folder)
+    return path
 
 
 @given(cut=st.integers(0, HEADER_BYTES + 5 * RECORD_BYTES), live=st.booleans())
@@ -308,8 +309,8 @@ def test_a_full_disk_fails_no_step_wherever_it_comes(
         assert len(warnings(caplog)) <= 2
         assert any("memory only" in w or "kept small" in w for w in warnings(caplog))
     assert known(folder, range(3)) == 3
-    for segment in list_segments(folder):  # no torn record is followed by others
-        data = segment.path.read_bytes()[HEADER_BYTES:]
+    for path, _ in list_segments(folder):  # no torn record is followed by others
+        data = path.read_bytes()[HEADER_BYTES:]
         assert len(decode(data)[0]) == len(data) // RECORD_BYTES
 
 
@@ -347,7 +348,7 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
             one.put(key(number), YES)
             if number % 500 == 0:
                 one.flush()
-    assert summarise(folder).bytes <= limit
+    assert summarise(folder)["bytes"] <= limit
     assert known(folder, range(29_000, 30_000), limit) == 1000, "the newest stay"
     assert known(folder, range(1000), limit) == 0
 
@@ -355,10 +356,10 @@ def test_the_oldest_judgements_go_when_the_store_is_full(folder: Path) -> None:
 def test_a_smaller_limit_is_kept_by_the_next_who_writes(folder: Path) -> None:
     for number in range(6):
         filled(folder, range(2000 * number, 2000 * number + 2000))
-    assert summarise(folder).bytes > 400_000
+    assert summarise(folder)["bytes"] > 400_000
     with opened(folder, 200_000) as one:
         one.put(key(99_999), YES)
-    assert summarise(folder).bytes <= 200_000
+    assert summarise(folder)["bytes"] <= 200_000
 
 
 def test_thousands_of_short_jobs_leave_few_files(
@@ -368,7 +369,7 @@ def test_thousands_of_short_jobs_leave_few_files(
     for job in range(60):
         with opened(folder) as one:
             one.put(key(job), YES)
-    assert summarise(folder).files <= 20
+    assert summarise(folder)["files"] <= 20
     assert known(folder, range(60)) == 20
     assert known(folder, range(59, 60)) == 1, "the newest stays"
 
@@ -392,8 +393,8 @@ def test_readers_and_writers_survive_that_their_files_are_deleted(folder: Path) 
         one.put(key(1), YES)
         one.flush()
         assert other.get([key(1)]) == [YES]
-        for segment in list_segments(folder):
-            segment.path.unlink()
+        for path, _ in list_segments(folder):
+            path.unlink()
         one.put(key(2), NO)
         one.flush()
         assert other.get([key(1), key(2)]) == [YES, NO]

@@ -18,7 +18,7 @@ from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.records import StageSpec
 from refiner_core.rubrics import (
     Rubric,
-    check_rubrics_unchanged,
+    hold_rubrics,
     load_rubric_set,
     normalise_rubrics,
     parse_rubrics,
@@ -218,15 +218,18 @@ def write_set(path: Path, wording: str) -> Path:
 def test_a_set_that_was_edited_after_planning_is_refused(tmp_path: Path) -> None:
     path = write_set(tmp_path / "mine.yaml", "as planned")
     planned = rubric_set_digest(str(path))
-    assert check_rubrics_unchanged(str(path), planned).digest() == planned
+    with hold_rubrics(str(path), planned) as held:
+        assert held.digest() == planned
     path.write_text(f"# a note, and another version\nversion: 2\n{path.read_text()}")
-    assert check_rubrics_unchanged(str(path), planned).version == 2  # nothing that is judged
+    with hold_rubrics(str(path), planned) as held:
+        assert held.version == 2  # nothing that is judged
     write_set(path, "edited meanwhile")
-    with pytest.raises(ConfigurationError, match=rf"changed.*{planned[:12]}.*run the recipe again"):
-        check_rubrics_unchanged(str(path), planned)
+    changed = rf"changed.*{planned[:12]}.*run the recipe again"
+    with pytest.raises(ConfigurationError, match=changed), hold_rubrics(str(path), planned):
+        pass
     path.unlink()
-    with pytest.raises(ConfigurationError, match=rf"cannot be read.*{planned[:12]}"):
-        check_rubrics_unchanged(str(path), planned)
+    with pytest.raises(ConfigurationError, match="no rubric set"), hold_rubrics(str(path), planned):
+        pass
 
 
 def test_a_stage_judges_by_one_wording_to_its_end(tmp_path: Path) -> None:
