@@ -27,7 +27,7 @@ NOT_IN_CORE = ("prefect", "submitit", "wandb", "huggingface_hub")
 ROOMS: Mapping[str, Sequence[str]] = {
     "refiner_core": (
         *("contract", "http", "words", "answers", "judges", "rubrics", "rewards", "generation"),
-        *("environments", "samples", "data", "models", "evaluation", "cards", "report", "nightly"),
+        *("environments", "samples", "data", "models", "evaluation", "report", "cards", "nightly"),
         *("training", "rejection", "judge_report", "rescoring"),
     ),
     "refiner_core.training": (
