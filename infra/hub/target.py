@@ -50,7 +50,7 @@ from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefus
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from infra.hub.client import HubClient, Refs, RemoteFile, RepoInfo
+    from infra.hub.client import HubClient, Refs, RemoteFile
 
 
 log = logging.getLogger(__name__)
@@ -191,9 +191,11 @@ class _Publishing:
                 fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
                 "publish.repo_id",
             )
-        for note in check_visibility(publication.repo_id, is_private=info.private, wanted=wanted):
+        for note in check_visibility(
+            publication.repo_id, is_private=bool(info.private), wanted=wanted
+        ):
             log.warning("%s", note)
-        return info.commit
+        return str(info.sha)
 
     def _read(self, commit: str) -> _Revision:
         files = self.hub.tree(commit)
@@ -424,7 +426,12 @@ def check_hub(config: RecipeConfig) -> list[str]:
             _check_token(hub.whoami(), repo_id)
             if "{step}" in name or "{fingerprint}" in name:
                 return []  # which repository it will be is not known yet
-            return _check_repository(hub.info(), repo_id, private=config.publish.private)
+            info, private = hub.info(), config.publish.private
+            if info is None:
+                return []
+            notes = check_visibility(repo_id, is_private=bool(info.private), wanted=private)
+            check_strangers(repo_id, {s.rfilename for s in info.siblings or ()})
+            return notes
     except HubOutage as error:
         return [masked(f"Whether the Hub takes {repo_id} is not known: {error}")]
 
@@ -465,14 +472,6 @@ def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> boo
         return False
     written = {s["entity"].get("name") for s in scopes if "repo.write" in s.get("permissions", ())}
     return not written & {owner, repo_id}
-
-
-def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> list[str]:
-    if info is None:
-        return []
-    notes = check_visibility(repo_id, is_private=info.private, wanted=private)
-    check_strangers(repo_id, info.names)
-    return notes
 
 
 def make_target(config: RecipeConfig, published: Path) -> Target:

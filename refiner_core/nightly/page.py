@@ -20,17 +20,6 @@ from refiner_core.report.drawing import Scale, scale_for
 from refiner_core.report.pages import base_style, read, template_of
 from refiner_core.report.printing import number
 
-#: How facts are marked below the axis; the first that fits.
-LETTERS: tuple[tuple[str, str], ...] = (
-    ("W", "weights"),
-    ("J", "judge"),
-    ("C", "code"),
-    ("V", "versions"),
-    ("H", "host"),
-)
-_OF_FACT = {"weights": "W", "judge": "J", "code": "C", "versions": "V", "python": "V", "host": "H"}
-
-
 #: Nights whose numbers stand in words below a drawing.
 _LAST = 30
 
@@ -81,7 +70,6 @@ def trend_page(trends: Reading, made_at: str) -> str:
         nights=nights,
         groups=_groups(trends.series, nights),
         open_alerts=open_alerts(trends.alerts),
-        letters=LETTERS,
     )
     return text.encode("utf-8", "replace").decode()
 
@@ -159,11 +147,7 @@ def _series(series: Series, frame: Frame) -> dict[str, Any]:
                 if shown.get("low") is not None and shown.get("high") is not None
             ]
         ),
-        "marks": [
-            (frame.x(night), letters, night, facts)
-            for night, facts in changed.items()
-            if (letters := letters_of(facts))
-        ],
+        "marks": [(frame.x(night), night, facts) for night, facts in changed.items()],
         "told": [(frame.x(change.night), change) for change in series.told],
         "numbers": [_number(r, metric, changed) for r in reversed(series.rows[-_LAST:])],
     }
@@ -176,12 +160,6 @@ def _band(ends: list[tuple[float, float, float]]) -> str:
         ends = [(x - 5, low, high), (x + 5, low, high)]
     there = [f"{x:.1f},{high:.1f}" for x, _, high in ends]
     return " ".join(there + [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(ends)])
-
-
-def letters_of(changed: Mapping[str, object]) -> str:
-    """The marks of facts that are not what they were."""
-    found = {_OF_FACT.get(name.partition(".")[0], "") for name in changed}
-    return "".join(letter for letter, _ in LETTERS if letter in found)
 
 
 def _number(
