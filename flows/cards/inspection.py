@@ -7,7 +7,6 @@ carried out, and nothing is written.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from difflib import unified_diff
 from pathlib import Path, PurePosixPath
 
+from infra.store.checkpoints import hash_of
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
@@ -201,16 +201,11 @@ def _files(folder: Path, evidence: str) -> Iterator[Finding]:
             differs = "is missing"
         elif (size := path.stat().st_size) != file.bytes:
             differs = f"has {size} bytes, its evidence says {file.bytes}"
-        elif (digest := _sha256(path)) != file.sha256:
+        elif (digest := hash_of(path)) != file.sha256:
             differs = f"has SHA-256 {digest[:12]}…, its evidence says {file.sha256[:12]}…"
         if differs:
             fix = "publish again; what is there already is not sent twice"
             yield Finding(1, "file-differs", f"{file.path} {differs}", fix)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- from records

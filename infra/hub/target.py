@@ -19,7 +19,6 @@ who comes second reads and decides again. How steps share a repository is ``publ
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -38,11 +37,13 @@ from infra.publishing import (
     Published,
     Target,
     all_files,
+    bytes_of,
     check_run,
     check_update,
     holds,
     moves_main,
 )
+from infra.store.checkpoints import hash_of
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig, RecipeConfig
@@ -368,19 +369,9 @@ def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
         return False
     if remote.sha256 is not None:
         return remote.sha256 == file.sha256
-    return remote.oid == _git_oid(file)
+    from huggingface_hub.utils.sha import git_hash
 
-
-def _git_oid(file: FileToPublish) -> str:
-    """The id that git gives to the bytes, which the Hub knows small files by."""
-    oid = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
-    if file.content is not None:
-        oid.update(file.content)
-    elif file.source is not None:
-        with file.source.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                oid.update(chunk)
-    return oid.hexdigest()
+    return bool(remote.oid == git_hash(bytes_of(file)))  # which the Hub knows small files by
 
 
 def _check_sources(files: Sequence[FileToPublish]) -> None:
@@ -394,11 +385,8 @@ def _check_sources(files: Sequence[FileToPublish]) -> None:
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:
     """Raise if it is the file on this disk that is not what it was, and not the transfer."""
     for file in files:
-        if file.source is not None:
-            with file.source.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != file.sha256:
-                raise replaced(file, "has other content")
+        if file.source is not None and hash_of(file.source) != file.sha256:
+            raise replaced(file, "has other content")
 
 
 def check_hub(config: RecipeConfig) -> list[str]:

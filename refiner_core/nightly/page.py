@@ -36,7 +36,7 @@ class Reading:
     nights: tuple[str, ...] = ()
 
 
-class Frame:
+class _Frame:
     """Places of nights and numbers on the drawings of a group; ``nights`` are all of the page, in
     order: the same place in every drawing."""
 
@@ -99,7 +99,7 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
         if scale is None:
             continue
         same = [k for k in grouped if k != key and _stands_for(grouped[k], grouped[key])]
-        frame = Frame(nights, scale)
+        frame = _Frame(nights, scale)
         shown.append(
             {
                 "protocol": key[0],
@@ -122,7 +122,7 @@ def _stands_for(one: Sequence[Series], other: Sequence[Series]) -> bool:
     return a.key[2:] == b.key[2:] and a.rows[0].protocol_set == b.rows[0].protocol_set
 
 
-def _series(series: Series, frame: Frame) -> dict[str, Any]:
+def _series(series: Series, frame: _Frame) -> dict[str, Any]:
     last, metric = series.rows[-1], series.key.metric
     spread = series.noise.spread
     changed = changed_beside(series.rows)
