@@ -86,7 +86,6 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
     for one in series:
         grouped.setdefault(one.key[1:], []).append(one)
     newest = {key: max(s.rows[-1].night for s in found) for key, found in grouped.items()}
-    first = {key: min(s.rows[0].night for s in found) for key, found in grouped.items()}
     shown = []
     for key in sorted(grouped, key=lambda k: newest[k], reverse=True):
         values = (
@@ -98,7 +97,6 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
         scale = scale_for(values)
         if scale is None:
             continue
-        same = [k for k in grouped if k != key and _stands_for(grouped[k], grouped[key])]
         frame = _Frame(nights, scale)
         shown.append(
             {
@@ -106,20 +104,11 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
                 "decoding": key[1],
                 "metric": key[2],
                 "protocol_name": grouped[key][0].protocol_name,
-                "older": any(newest[k] > newest[key] for k in same),
-                "before": any(first[k] < first[key] for k in same),
-                "since": first[key],
                 "frame": frame,
                 "series": [_series(s, frame) for s in grouped[key]],
             }
         )
     return shown
-
-
-def _stands_for(one: Sequence[Series], other: Sequence[Series]) -> bool:
-    """True if one protocol came in the place of the other: the same file, metric and decoding."""
-    a, b = one[0], other[0]
-    return a.key[2:] == b.key[2:] and a.rows[0].protocol_set == b.rows[0].protocol_set
 
 
 def _series(series: Series, frame: _Frame) -> dict[str, Any]:
