@@ -7,14 +7,15 @@ carried out, and nothing is written.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import unified_diff
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
+from infra.store.checkpoints import hash_of
 from infra.store.stage_records import CARD, EVIDENCE
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
@@ -32,28 +33,15 @@ _HUB_PATIENCE_S = 20.0
 _PUBLICATIONS = ("publish", "card")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A card and what lies beside it.
-
-    Attributes
-    ----------
-    name
-        What findings call it: ``README.md``, ``OWNER/NAME/README.md``, and after ``@`` a revision
-        that was asked for.
-    text, evidence
-        Of the card and of its ``refiner.json``; None where there is none.
-    folder
-        Where it lies on this machine.
-    whole
-        The folder is a publication, so that the other files can be looked at, too.
-    """
+class _Source(NamedTuple):
+    """A card: what findings call it (``README.md``, ``OWNER/NAME/README.md``), its text, that of
+    its ``refiner.json`` (None where there is none), and the folder of the publication where it is
+    a whole one, so that the other files can be looked at, too."""
 
     name: str
     text: str
     evidence: str | None = None
     folder: Path | None = None
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,20 +92,20 @@ def check_card(
     HubRefused, HubOutage
         The Hub does not give it.
     """
-    source = find_card(target)
+    name, text, told, folder = find_card(target)
     if evidence is not None:
-        source = replace(source, evidence=_read(Path(evidence), is_card=False))
+        told = _read(Path(evidence))
     own = None if template is None else _read(Path(template))
-    findings = findings_of(source.text, source.evidence, template=own)
-    if source.whole and source.folder is not None and source.evidence is not None:
-        findings += _files(source.folder, source.evidence)
-    return Checked(source.name, tuple(sorted(findings)), source.evidence is not None)
+    findings = findings_of(text, told, template=own)
+    if folder is not None and told is not None:
+        findings += _files(folder, told)
+    return Checked(name, tuple(sorted(findings)), told is not None)
 
 
-def find_card(target: str) -> Source:
+def find_card(target: str) -> _Source:
     """The card that a word of the command line names; see :func:`check`."""
     if target == "-":
-        return Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
+        return _Source("<stdin>", _text(sys.stdin.buffer.read(4 * LARGEST + 1), "stdin"))
     path = Path(target).expanduser()
     if path.is_dir():
         card = path / CARD
@@ -127,10 +115,10 @@ def find_card(target: str) -> Source:
                 expected=f"the folder of a publication, with {CARD} and {EVIDENCE} in it",
                 fix="name the folder below OWNER/NAME, or the card itself",
             )
-        return Source(str(card), _read(card), _read_beside(path), path, whole=True)
+        return _Source(str(card), _read(card), _read_beside(path), path)
     if path.is_file():
         beside = _read_beside(path.parent) if path.name == CARD else None
-        return Source(str(path), _read(path), beside, path.parent)
+        return _Source(str(path), _read(path), beside)
     found = _HUB_ID.fullmatch(target)
     if found is None or target.endswith((".md", ".txt", ".json")):
         raise ConfigurationError(
@@ -142,7 +130,7 @@ def find_card(target: str) -> Source:
     return _from_hub(found["id"], found["revision"] or "main")
 
 
-def _from_hub(repo_id: str, revision: str) -> Source:
+def _from_hub(repo_id: str, revision: str) -> _Source:
     """Card and evidence of a repository on the Hub; nothing else is downloaded."""
     from infra.hub.target import open_hub
 
@@ -156,18 +144,18 @@ def _from_hub(repo_id: str, revision: str) -> Source:
                 fix="check name and revision; private ones need a token (`hf auth login`)",
             )
         named = repo_id if revision == "main" else f"{repo_id}@{revision}"
-        return Source(f"{named}/{CARD}", card, hub.text(revision, EVIDENCE))
+        return _Source(f"{named}/{CARD}", card, hub.text(revision, EVIDENCE))
 
 
 def _read_beside(folder: Path) -> str | None:
     path = folder / EVIDENCE
-    return _read(path, is_card=False) if path.is_file() else None
+    return _read(path) if path.is_file() else None
 
 
-def _read(path: Path, *, is_card: bool = True) -> str:
+def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:  # a check says which is too large, and needs no more of it
-            return _text(file.read(4 * LARGEST + 1), str(path), is_card=is_card)
+            return _text(file.read(4 * LARGEST + 1), str(path))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"There is no file {path}.",
@@ -176,16 +164,15 @@ def _read(path: Path, *, is_card: bool = True) -> str:
         ) from error
 
 
-def _text(data: bytes, name: str, *, is_card: bool = True) -> str:
+def _text(data: bytes, name: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        expected, fix = "a card in Markdown", "name a README.md, or save it as UTF-8"
-        if not is_card:
-            expected = f"the {EVIDENCE} of a card, in JSON"
-            fix = f"take the {EVIDENCE} that was published with the card"
-        what = f"{name} is not text in UTF-8 (byte {error.start})"
-        raise DataError(what, expected=expected, fix=fix) from error
+        raise DataError(
+            f"{name} is not text in UTF-8 (byte {error.start})",
+            expected=f"a card in Markdown, or the {EVIDENCE} of a card, in JSON",
+            fix="name such a file as it was published, or save it as UTF-8",
+        ) from error
 
 
 def _files(folder: Path, evidence: str) -> Iterator[Finding]:
@@ -201,16 +188,11 @@ def _files(folder: Path, evidence: str) -> Iterator[Finding]:
             differs = "is missing"
         elif (size := path.stat().st_size) != file.bytes:
             differs = f"has {size} bytes, its evidence says {file.bytes}"
-        elif (digest := _sha256(path)) != file.sha256:
+        elif (digest := hash_of(path)) != file.sha256:
             differs = f"has SHA-256 {digest[:12]}…, its evidence says {file.sha256[:12]}…"
         if differs:
             fix = "publish again; what is there already is not sent twice"
             yield Finding(1, "file-differs", f"{file.path} {differs}", fix)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------- from records

@@ -1,7 +1,7 @@
 """The command on a card: exact, which is checked by planning it again before the card is accepted.
 
 In: the call that a checkpoint comes from, its configuration, the record of the stage that trained
-it. Out: a :class:`Reproduction`: a command that anybody can give, and where the recipe is no
+it. Out (:func:`reproduce`): a command that anybody can give, and where the recipe is no
 shipped one (or has been edited since), the text of a ``recipe.yaml`` that lies beside the card.
 What decides what is computed is kept, and little else.
 
@@ -18,7 +18,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import yaml
 
 from flows.checking.sources import resolve_sources
 from infra.orchestrator.observe import differences
+from infra.store.checkpoints import hash_of
 from refiner_core.cards.facts import public_name
 from refiner_core.cards.public import (
     SHOWN_EXECUTION,
@@ -254,28 +255,16 @@ class Made:
         return self.specs[self.trained].fingerprint
 
 
-@dataclass(frozen=True)
-class Reproduction:
-    """A command that plans to the recorded fingerprint.
+def reproduce(made: Made) -> dict[str, Any]:
+    """The command for a card, checked, as a publication records it.
 
-    Attributes
-    ----------
-    recipe_file
-        Text of the ``recipe.yaml`` that it names; None where it names a shipped recipe.
-    files
-        Local files that it names, without their folders: SHA-256.
-    why_not_shipped
-        Why the shipped recipe would not do, where the call named one.
-    """
-
-    command: str
-    recipe_file: str | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
-    why_not_shipped: tuple[str, ...] = ()
-
-
-def reproduce(made: Made) -> Reproduction:
-    """The command for a card, checked.
+    Returns
+    -------
+    dict
+        ``makes``: the fingerprint; ``command``; ``recipe_file``: the text of the ``recipe.yaml``
+        that it names, None where it names a shipped recipe; ``not_the_shipped_recipe``: why that
+        would not do, where the call named one; ``sources``: local files that the command names,
+        without their folders, with their SHA-256.
 
     Raises
     ------
@@ -283,23 +272,28 @@ def reproduce(made: Made) -> Reproduction:
         Not even the whole configuration plans to what was recorded: names the fields.
     """
     why: tuple[str, ...] = ()
+    text: str | None = None
     if made.recipe in shipped_recipes():
         said = said_again(made.overrides, made.config, load_recipe(made.recipe))
-        words = ["refiner", "run", made.recipe, *said]
-        command = public_command(shlex.join(words))
+        command = public_command(shlex.join(["refiner", "run", made.recipe, *said]))
         why = differing(command, made)
-        if not why:
-            return Reproduction(command, None, _files(command, made))
-    text = recipe_text(made.config)
-    command = shlex.join(["refiner", "run", RECIPE_FILE])
-    if left := differing(command, made, text):
-        raise StageFailed(
-            f"No command can be given that makes {made.trained} "
-            f"{made.fingerprint[:12]} again; it would differ in: {'; '.join(left[:5])}",
-            expected="a configuration that this version plans to the recorded fingerprint",
-            fix="publish it with the version that trained it (`code` in the run's record)",
-        )
-    return Reproduction(command, text, _files(command, made, text), why)
+    if why or made.recipe not in shipped_recipes():
+        text = recipe_text(made.config)
+        command = shlex.join(["refiner", "run", RECIPE_FILE])
+        if left := differing(command, made, text):
+            raise StageFailed(
+                f"No command can be given that makes {made.trained} "
+                f"{made.fingerprint[:12]} again; it would differ in: {'; '.join(left[:5])}",
+                expected="a configuration that this version plans to the recorded fingerprint",
+                fix="publish it with the version that trained it (`code` in the run's record)",
+            )
+    return {
+        "makes": made.fingerprint,
+        "command": command,
+        "recipe_file": text,
+        "not_the_shipped_recipe": list(why),
+        "sources": _files(command, made, text),
+    }
 
 
 def differing(command: str, made: Made, recipe_file: str | None = None) -> tuple[str, ...]:
@@ -418,7 +412,7 @@ def _environment_files(said: RecipeConfig, had: RecipeConfig) -> dict[str, str]:
     if file.endswith(".py"):
         names.append((shown, file))
     return {
-        shown: hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest()
+        shown: hash_of(Path(file).expanduser())
         for shown, file in names
         if shown is not None and file is not None
     }
@@ -429,9 +423,6 @@ def _digest(path: Path, recorded: str) -> str:
     (which has the hash of the hashes of its files); else what is recorded."""
     recorded = recorded.removeprefix("sha256:")
     path = path.expanduser()
-    if not path.is_file():
-        return recorded
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256")
-    same = hashlib.sha256(content.digest()).hexdigest() == recorded
-    return content.hexdigest() if same else recorded
+    content = hash_of(path) if path.is_file() else ""
+    same = hashlib.sha256(bytes.fromhex(content)).hexdigest() == recorded
+    return content if same else recorded

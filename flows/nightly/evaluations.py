@@ -62,7 +62,7 @@ class At:
     tell: Tell
 
 
-class Job(NamedTuple):
+class _Job(NamedTuple):
     """One checkpoint of one night, to be evaluated."""
 
     found: Resolved
@@ -70,7 +70,7 @@ class Job(NamedTuple):
     run: RunRecord
 
 
-def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> list[Job]:
+def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> list[_Job]:
     """A recorded call for each plan; one that was begun in this night and not finished goes on."""
     pinned, jobs = None, []
     for found, plan in wanted:
@@ -84,7 +84,7 @@ def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> l
             run = record_run(plan, at.workspace, recipe, words, pinned, nightly=which)
             at.workspace.write_run(run)
             at.records.note_run(night, name, run.run, found.digest)
-        jobs.append(Job(found, plan, run))
+        jobs.append(_Job(found, plan, run))
     return jobs
 
 
@@ -97,7 +97,7 @@ def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
     return None
 
 
-def carry_out(at: At, jobs: Sequence[Job]) -> dict[str, Mapping[str, StageView]]:
+def carry_out(at: At, jobs: Sequence[_Job]) -> dict[str, Mapping[str, StageView]]:
     """Work on all calls to their end; views by checkpoint.
 
     Raises
@@ -316,7 +316,7 @@ def _look_after(at: At, night: str, checkpoint: Checkpoint) -> bool:
         if is_done(plan, at.workspace):
             measured_in = night
         else:
-            carry_out(at, [Job(found, plan, record)])
+            carry_out(at, [_Job(found, plan, record)])
     if not is_done(plan, at.workspace):
         return False  # this night's own evaluation has not ended well either
     rows = at.records.rows()

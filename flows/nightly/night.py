@@ -54,7 +54,7 @@ NightState = Literal["done", "incomplete", "busy", "missed"]
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """Standing of a checkpoint in a night.
 
     ``state``: ``measured`` now, ``kept`` (its numbers still hold), ``missing`` (``why`` says it,
@@ -89,7 +89,7 @@ class NightOutcome:
     night: str
     state: NightState
     late: bool
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[_Entry, ...] = ()
     looked_after: Mapping[str, str] = field(default_factory=dict)
     alerts: tuple[Mapping[str, Any], ...] = ()
     undelivered: Mapping[str, str] = field(default_factory=dict)
@@ -341,7 +341,7 @@ def _nothing_known(records: NightlyRecords, night: str, current: str) -> str:
 
 def _work(at: At, night: str, now: datetime) -> NightOutcome:
     late = night != at.current
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[_Entry, ...] = ()
     if at.records.ended(night) is None and not late:
         entries = _tonight(at, night)
         if all(e.state != "failed" for e in entries):
@@ -366,9 +366,9 @@ def _work(at: At, night: str, now: datetime) -> NightOutcome:
     )
 
 
-def _tonight(at: At, night: str) -> tuple[Entry, ...]:
+def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
     """Every checkpoint of the night that is now."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, _Entry] = {}
     plans: dict[str, tuple[Resolved, Plan]] = {}
     for checkpoint in at.nightly.everybody:
         try:
@@ -376,13 +376,13 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
             plans[checkpoint.name] = (found, night_plan(at.nightly, found, night, at.base))
         except NothingYet as error:
             at.records.miss(night, checkpoint.name, error.what)
-            entries[checkpoint.name] = Entry(checkpoint.name, "missing", error.what)
+            entries[checkpoint.name] = _Entry(checkpoint.name, "missing", error.what)
         except (HubOutage, HubRefused, ConfigurationError) as error:
             if checkpoint == at.nightly.canary:
                 raise
             at.tell(f"{checkpoint.name}: {error}")
             code = error.exit_code
-            entries[checkpoint.name] = Entry(checkpoint.name, "failed", str(error), exit_code=code)
+            entries[checkpoint.name] = _Entry(checkpoint.name, "failed", str(error), exit_code=code)
     wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
     jobs = begin_jobs(at, night, wanted)
     views = carry_out(at, jobs)
@@ -395,12 +395,12 @@ def _tonight(at: At, night: str) -> tuple[Entry, ...]:
         ours = any_run or found.checkpoint == at.nightly.canary
         harvest(at, plan, found, night, known, measured_in=night if ours else "", run=any_run)
         if is_done(plan, at.workspace):
-            entries[name] = Entry(name, "measured" if run else "kept", run=run)
+            entries[name] = _Entry(name, "measured" if run else "kept", run=run)
             continue
         bad = ended_badly(views.get(name, {}))
         why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
         code = next((v.exit_code for v in bad if v.exit_code), 1)
-        entries[name] = Entry(name, "failed", why, run, code)
+        entries[name] = _Entry(name, "failed", why, run, code)
     return tuple(entries[c.name] for c in at.nightly.everybody)
 
 

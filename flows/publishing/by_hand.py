@@ -222,19 +222,14 @@ def _config(
     recorded: RecipeConfig, steps: Sequence[int], overrides: Sequence[str], *, evaluate: bool
 ) -> RecipeConfig:
     """The same with other words about publishing."""
-    other = [o for o in overrides if o.partition("=")[0].partition(".")[0] not in _SECTIONS]
+    keys = {o: o.partition("=")[0].strip() for o in overrides}
+    other = [o for o, k in keys.items() if k.partition(".")[0] not in _SECTIONS or k in _OPTIONS]
     if other:
         raise ConfigurationError(
             f"`refiner publish` was given {' '.join(other)}.",
-            expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded",
+            expected=f"overrides of {', '.join(_SECTIONS)}: what was trained is recorded; the "
+            "steps as --step N (none: the last), and --no-evaluate for no numbers",
             fix="drop them, or begin another run with `refiner run`",
-        )
-    own = [o for o in overrides if o.partition("=")[0].strip() in _OPTIONS]
-    if own:
-        raise ConfigurationError(
-            f"`refiner publish` was given {' '.join(own)}.",
-            expected="the steps as --step N (none: the last), and --no-evaluate for no numbers",
-            fix="say it by these options; publish.which is for `refiner run`",
         )
     publish = replace(_with_steps(recorded, steps), evaluate=evaluate)
     return check_config(apply_overrides(replace(recorded, publish=publish), overrides))

@@ -22,10 +22,8 @@ from flows.publishing.lineage import (
     need_result,
     recorded_subject,
     runs_of,
-    subject_at_work,
     weights_of,
 )
-from flows.stages.work import StageWork
 from infra.store.provenance import read_certificates, read_proof
 from infra.store.workspace import Workspace
 from infra.tracking import tracked_address
@@ -41,7 +39,7 @@ from refiner_core.evaluation.metrics import higher_is_better
 from refiner_core.report.printing import measured
 
 
-class Candidate(NamedTuple):
+class _Candidate(NamedTuple):
     """A checkpoint: the role of its weights, its step, and the number that counts, which is
     finite."""
 
@@ -49,43 +47,36 @@ class Candidate(NamedTuple):
     step: int
     entry: Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Choice:
-    """The best checkpoint, and all that were compared, by step."""
-
-    best: Candidate
-    candidates: tuple[Candidate, ...]
-
-    def report(self) -> dict[str, Any]:
-        """For a stage's report."""
-        first = self.best.entry
-        shared = ("metric", "decoding", "protocol", "protocol_name")
-        return {
-            **{key: first.get(key) for key in shared},
-            "step": self.best.step,
-            "candidates": [
-                {"step": c.step, **{k: c.entry.get(k) for k in ("value", "low", "high", "n")}}
-                for c in self.candidates
-            ],
-        }
-
-    def sentence(self) -> str:
-        """For the card."""
-        first = self.best.entry
-        others = "; ".join(
-            f"step {c.step}: {_said(c.entry)}" for c in self.candidates if c is not self.best
-        )
-        how = f"`{first['metric']}` ({first['decoding']} decoding, protocol `{first['protocol']}`)"
-        return (
-            f"Published as the best of {len(self.candidates)} checkpoints by {how}: step "
-            f"{self.best.step} with {_said(first)}."
-            + (f" The others had: {others}." if others else "")
-        )
+    def said(self) -> str:
+        """Its number, in words."""
+        return f"{measured(self.entry)}, n = {self.entry['n']}"
 
 
-def _said(entry: Mapping[str, Any]) -> str:
-    return f"{measured(entry)}, n = {entry['n']}"
+def _choice_report(compared: Sequence[_Candidate]) -> dict[str, Any]:
+    """For a stage's report."""
+    best, shared = compared[0], ("metric", "decoding", "protocol", "protocol_name")
+    return {
+        **{key: best.entry.get(key) for key in shared},
+        "step": best.step,
+        "candidates": [
+            {"step": c.step, **{k: c.entry.get(k) for k in ("value", "low", "high", "n")}}
+            for c in sorted(compared, key=lambda c: c.step)
+        ],
+    }
+
+
+def _choice_sentence(compared: Sequence[_Candidate]) -> str:
+    """For the card; empty where nothing was compared."""
+    if not compared:
+        return ""
+    best, *rest = compared
+    others = "; ".join(f"step {c.step}: {c.said()}" for c in rest)
+    entry = best.entry
+    how = f"`{entry['metric']}` ({entry['decoding']} decoding, protocol `{entry['protocol']}`)"
+    return (
+        f"Published as the best of {len(compared)} checkpoints by {how}: step {best.step} with "
+        f"{best.said()}." + (f" The others had: {others}." if others else "")
+    )
 
 
 def measured_as(role: str, model: str) -> str:
@@ -94,8 +85,9 @@ def measured_as(role: str, model: str) -> str:
     return f"{model}-{step}" if step else model
 
 
-def choose(subject: Subject) -> Choice:
-    """The best of several checkpoints; ``evaluation-<model>-step50`` belongs to ``weights-step50``.
+def _compared(subject: Subject) -> list[_Candidate]:
+    """Several checkpoints, the best first, then by step; ``evaluation-<model>-step50`` belongs to
+    ``weights-step50``.
 
     Raises
     ------
@@ -108,12 +100,12 @@ def choose(subject: Subject) -> Choice:
         measured = subject.inputs.get(f"evaluation-{measured_as(role, subject.spec.model)}")
         result = workspace.read_result(measured) if measured else None
         entries = result.report["evaluations"] if result is not None else ()
-        found.append(Candidate(role, step, _number(entries, step, config)))
+        found.append(_Candidate(role, step, _number(entries, step, config)))
     found.sort(key=lambda candidate: candidate.step)
     _refuse_mixed(found)
     sign = -1.0 if higher_is_better(config.best_metric) is False else 1.0
     best = max(found, key=lambda c: (sign * float(c.entry["value"]), -c.step))
-    return Choice(best, tuple(found))
+    return [best, *(c for c in found if c is not best)]
 
 
 def _number(
@@ -133,8 +125,8 @@ def _number(
     )
 
 
-def _refuse_mixed(found: Sequence[Candidate]) -> None:
-    by_protocol: dict[str, list[Candidate]] = {}
+def _refuse_mixed(found: Sequence[_Candidate]) -> None:
+    by_protocol: dict[str, list[_Candidate]] = {}
     for candidate in found:
         by_protocol.setdefault(str(candidate.entry["protocol"]), []).append(candidate)
     if len(by_protocol) < 2:
@@ -156,7 +148,7 @@ class Collected:
 
     ``role`` is that of the weights among the stage's inputs, ``asked`` the call that asked for it.
     ``decided`` is for the stage's report: what cannot be found out from records later.
-    ``choice`` is set where the best checkpoint is published.
+    ``best`` is set where the best checkpoint is published: what was compared.
     """
 
     facts: CardFacts
@@ -164,12 +156,12 @@ class Collected:
     role: str
     asked: RunRecord | None
     decided: Mapping[str, Any]
-    choice: Choice | None = None
+    best: Mapping[str, Any] | None = None
 
     @property
     def ends_run(self) -> bool:
         """True if these are the weights that the repository is to end at."""
-        return self.made.whole or self.choice is not None
+        return self.made.whole or self.best is not None
 
 
 def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
@@ -185,24 +177,19 @@ def facts_of_stage(workspace: Workspace, stage_id: str) -> CardFacts:
     return collect(recorded_subject(workspace, stage_id)).facts
 
 
-def collect_at_work(work: StageWork) -> Collected:
-    """Facts of the stage that is being carried out."""
-    return collect(subject_at_work(work))
-
-
 def collect(subject: Subject) -> Collected:
     """Facts of a `publish` or `card` stage."""
     workspace, config, model = subject.workspace, subject.config, subject.spec.model
     weights = weights_of(subject)
-    choice = choose(subject) if subject.spec.name == "publish-best" else None
-    role = next(iter(weights)) if choice is None else choice.best.role
+    compared = _compared(subject) if subject.spec.name == "publish-best" else []
+    role = compared[0].role if compared else next(iter(weights))
     made = behind(workspace, weights[role])
     runs = runs_of(subject, made.trained)
     decided = subject.decided or decide(subject, made, runs)
     evaluations, protocols, records = _evaluations(subject)
     records |= _record_paths(subject, made, runs)
     proof, fingerprint = read_proof(workspace, made.trained), made.model.spec.fingerprint
-    report, ends_run = made.reports.get(model, {}), made.whole or choice is not None
+    report, ends_run = made.reports.get(model, {}), made.whole or bool(compared)
     # What another trainer has started from, as far as it is known; ours start at the recipe's.
     other_base = str(report.get("base_model") or UNKNOWN) if model == "command" else None
     facts = CardFacts(
@@ -224,7 +211,7 @@ def collect(subject: Subject) -> Collected:
         static_rubric_titles=tuple(t for t, _ in decided["static_rubrics"]),
         static_rubric_weights=tuple(w for _, w in decided["static_rubrics"]),
         recorded_fields=_recorded_fields(workspace, made),
-        description=f"{config.description} {choice.sentence() if choice else ''}".strip(),
+        description=f"{config.description} {_choice_sentence(compared)}".strip(),
         measured_as=_measured_as(made, role, model),
         fingerprint=fingerprint,
         recipe_file=decided["recipe_file"],
@@ -241,7 +228,8 @@ def collect(subject: Subject) -> Collected:
         versions={n: v for n, r in made.records.items() if (v := r.spec.stage_version) > 1},
         records=records,
     )
-    return Collected(facts, made, role, runs[0], decided, choice)
+    best = _choice_report(compared) if compared else None
+    return Collected(facts, made, role, runs[0], decided, best)
 
 
 def _measured_as(made: Behind, role: str, model: str) -> str:

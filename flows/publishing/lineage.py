@@ -310,7 +310,7 @@ def _checked_before(
 
 
 def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dict[str, Any]:
-    command = reproduce(
+    return reproduce(
         Made(
             recipe=str(asked.provenance.get("recipe") or asked.recipe) if asked else "",
             overrides=asked.overrides if asked else (),
@@ -319,13 +319,6 @@ def _checked(config: RecipeConfig, asked: RunRecord | None, made: Behind) -> dic
             specs={name: record.spec for name, record in made.records.items()},
         )
     )
-    return {
-        "makes": made.model.spec.fingerprint,
-        "command": command.command,
-        "recipe_file": command.recipe_file,
-        "not_the_shipped_recipe": list(command.why_not_shipped),
-        "sources": dict(command.files),
-    }
 
 
 def _stopped(subject: Subject, made: Behind) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flows.cards.reproduction import RECIPE_FILE
-from flows.publishing.facts import Collected, collect_at_work
-from flows.publishing.lineage import need_result
+from flows.publishing.facts import Collected, collect
+from flows.publishing.lineage import need_result, subject_at_work
 from flows.stages.work import StageWork
 from infra.foreign.exports import require_whole
 from infra.hub.target import make_target
@@ -128,14 +128,14 @@ log = logging.getLogger(__name__)
 
 def publish(work: StageWork) -> dict[str, Any]:
     """Weights and a card to the target. Numbers that are not there yet come later, by ``card``."""
-    found = collect_at_work(work)
+    found = collect(subject_at_work(work))
     _require_an_answer(work, found)
     if work.spec.model == "command":
         require_whole(work.inputs[found.role] / "model", "publishing")
     weights = model_files(work.workspace, found.made.weights, work.config.publish.files)
     message = f"Step {found.facts.step}"
-    if found.choice is not None:
-        message += f", the best of {len(found.choice.candidates)} checkpoints"
+    if found.best is not None:
+        message += f", the best of {len(found.best['candidates'])} checkpoints"
     elif found.facts.final:
         message += ", the last"
     others = [f.described for f in weights]
@@ -172,7 +172,7 @@ def _require_an_answer(work: StageWork, found: Collected) -> None:
 
 def refresh_card(work: StageWork) -> dict[str, Any]:
     """The card that is published, with the evaluations' numbers in it."""
-    found = collect_at_work(work)
+    found = collect(subject_at_work(work))
     published = need_result(work.workspace, work.input_stages["publish"]).report
     listed = [OutputFile(f["path"], f["bytes"], f["sha256"]) for f in published["files"]]
     message = f"Step {found.facts.step}: numbers in the card"
@@ -216,8 +216,8 @@ def _send(
         "card_kept": bool(there),
         "made_with": dict(found.decided),
     }
-    if found.choice is not None:
-        report["best"] = found.choice.report()
+    if found.best is not None:
+        report["best"] = dict(found.best)
     return report
 
 

@@ -37,7 +37,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import ModelInfo, RepoFile
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     build_hf_headers,
@@ -91,14 +91,6 @@ class RemoteFile(NamedTuple):
     sha256: str | None
 
 
-class RepoInfo(NamedTuple):
-    """A repository: the commit at ``main``, and whether it is private."""
-
-    commit: str
-    private: bool
-    names: frozenset[str]
-
-
 class Refs(NamedTuple):
     """Name -> commit."""
 
@@ -109,7 +101,7 @@ class Refs(NamedTuple):
 class HubClient:
     """One repository; see :func:`infra.hub.target.open_hub`."""
 
-    def __init__(self, repo_id: str, endpoint: str, session: HubSession) -> None:
+    def __init__(self, repo_id: str, endpoint: str, session: _HubSession) -> None:
         self.repo_id, self.endpoint = repo_id, endpoint
         self.session = session
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
@@ -127,17 +119,15 @@ class HubClient:
             found: dict[str, Any] = self._api.whoami()
             return found
 
-    def info(self) -> RepoInfo | None:
+    def info(self) -> ModelInfo | None:
         """The repository; None if there is none that this token may see."""
         with self._words("asking for the repository"):
             try:
-                found = self._api.model_info(self.repo_id)
+                return self._api.model_info(self.repo_id)
             except RepositoryNotFoundError as error:
                 if error.response.status_code != 404:
                     raise
                 return None
-            names = frozenset(s.rfilename for s in found.siblings or ())
-            return RepoInfo(found.sha, bool(found.private), names)
 
     def refs(self) -> Refs:
         """Branches and tags."""
@@ -272,7 +262,7 @@ def hub_client(
         if constants.HF_HUB_OFFLINE:
             raise OfflineModeIsEnabled("HF_HUB_OFFLINE")
     with _ONE_AT_A_TIME:
-        session = HubSession(repo_id, patience, timeout_s)
+        session = _HubSession(repo_id, patience, timeout_s)
         quiet = are_progress_bars_disabled()
         if not quiet:
             disable_progress_bars()
@@ -301,7 +291,7 @@ def has_xet() -> bool:
     return not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
 
 
-class HubSession(httpx2.Client):
+class _HubSession(httpx2.Client):
     """A session that bears with the Hub as long as ``patience`` lasts."""
 
     def __init__(self, repo_id: str, patience: Patience, timeout_s: float) -> None:

@@ -19,7 +19,6 @@ who comes second reads and decides again. How steps share a repository is ``publ
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import sys
@@ -38,11 +37,13 @@ from infra.publishing import (
     Published,
     Target,
     all_files,
+    bytes_of,
     check_run,
     check_update,
     holds,
     moves_main,
 )
+from infra.store.checkpoints import hash_of
 from infra.store.stage_records import EVIDENCE, Lying, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig, RecipeConfig
@@ -50,7 +51,7 @@ from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefus
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from infra.hub.client import HubClient, Refs, RemoteFile, RepoInfo
+    from infra.hub.client import HubClient, Refs, RemoteFile
 
 
 log = logging.getLogger(__name__)
@@ -191,9 +192,11 @@ class _Publishing:
                 fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
                 "publish.repo_id",
             )
-        for note in check_visibility(publication.repo_id, is_private=info.private, wanted=wanted):
+        for note in check_visibility(
+            publication.repo_id, is_private=bool(info.private), wanted=wanted
+        ):
             log.warning("%s", note)
-        return info.commit
+        return str(info.sha)
 
     def _read(self, commit: str) -> _Revision:
         files = self.hub.tree(commit)
@@ -366,19 +369,9 @@ def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
         return False
     if remote.sha256 is not None:
         return remote.sha256 == file.sha256
-    return remote.oid == _git_oid(file)
+    from huggingface_hub.utils.sha import git_hash
 
-
-def _git_oid(file: FileToPublish) -> str:
-    """The id that git gives to the bytes, which the Hub knows small files by."""
-    oid = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
-    if file.content is not None:
-        oid.update(file.content)
-    elif file.source is not None:
-        with file.source.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                oid.update(chunk)
-    return oid.hexdigest()
+    return bool(remote.oid == git_hash(bytes_of(file)))  # which the Hub knows small files by
 
 
 def _check_sources(files: Sequence[FileToPublish]) -> None:
@@ -392,11 +385,8 @@ def _check_sources(files: Sequence[FileToPublish]) -> None:
 def _check_unchanged(files: Sequence[FileToPublish]) -> None:
     """Raise if it is the file on this disk that is not what it was, and not the transfer."""
     for file in files:
-        if file.source is not None:
-            with file.source.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != file.sha256:
-                raise replaced(file, "has other content")
+        if file.source is not None and hash_of(file.source) != file.sha256:
+            raise replaced(file, "has other content")
 
 
 def check_hub(config: RecipeConfig) -> list[str]:
@@ -424,7 +414,12 @@ def check_hub(config: RecipeConfig) -> list[str]:
             _check_token(hub.whoami(), repo_id)
             if "{step}" in name or "{fingerprint}" in name:
                 return []  # which repository it will be is not known yet
-            return _check_repository(hub.info(), repo_id, private=config.publish.private)
+            info, private = hub.info(), config.publish.private
+            if info is None:
+                return []
+            notes = check_visibility(repo_id, is_private=bool(info.private), wanted=private)
+            check_strangers(repo_id, {s.rfilename for s in info.siblings or ()})
+            return notes
     except HubOutage as error:
         return [masked(f"Whether the Hub takes {repo_id} is not known: {error}")]
 
@@ -465,14 +460,6 @@ def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> boo
         return False
     written = {s["entity"].get("name") for s in scopes if "repo.write" in s.get("permissions", ())}
     return not written & {owner, repo_id}
-
-
-def _check_repository(info: RepoInfo | None, repo_id: str, *, private: bool) -> list[str]:
-    if info is None:
-        return []
-    notes = check_visibility(repo_id, is_private=info.private, wanted=private)
-    check_strangers(repo_id, info.names)
-    return notes
 
 
 def make_target(config: RecipeConfig, published: Path) -> Target:

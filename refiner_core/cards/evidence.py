@@ -49,7 +49,6 @@ _OF_EVALUATIONS = (
 )
 #: Facts that came later: without any, the evidence is as before there were such.
 _ONLY_WHERE_ANY = ("proof", "certificate", "versions")
-_FIX = "take the refiner.json that lies beside the card"
 
 
 @dataclass(frozen=True)
@@ -111,28 +110,19 @@ def facts_from_json(data: Mapping[str, Any]) -> CardFacts:
     DataError
         These are no facts, or those of a newer version.
     """
-    fields = {f.name: f for f in dataclasses.fields(CardFacts)}
-    unknown = sorted(set(data) - set(fields))
+    unknown = sorted({*data} - {f.name for f in dataclasses.fields(CardFacts)})
     if unknown:
-        raise DataError(
-            f"The evidence has facts that this version does not know: {', '.join(unknown)}",
-            expected=f"format {EVIDENCE_FORMAT} of {EVIDENCE_KIND}",
-            fix="install the version of refiner that the card names",
-        )
-    values: dict[str, Any] = {name: _frozen(name, value) for name, value in data.items()}
+        newer = "install the version of refiner that the card names"
+        raise _unfit(f"has facts that this version does not know: {', '.join(unknown)}", newer)
+    values: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in data.items()
+    }
     try:
         values["config"] = _config(data["config"])
         values["attempts"] = tuple(AttemptNote(**note) for note in data.get("attempts", ()))
         return CardFacts(**values)
     except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
-        raise DataError(
-            f"The evidence is incomplete or damaged ({error})", expected="its facts", fix=_FIX
-        ) from error
-
-
-def _frozen(name: str, value: Any) -> Any:
-    tuples = ("static_rubric_titles", "static_rubric_weights", "recorded_fields", "evaluations")
-    return tuple(value) if name in tuples and isinstance(value, list) else value
+        raise _unfit(f"is incomplete or damaged ({error})") from error
 
 
 def _config(values: Mapping[str, Any]) -> RecipeConfig:
@@ -180,19 +170,12 @@ def load_evidence(text: str) -> Evidence:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"The evidence is not JSON ({error})", expected="a refiner.json", fix=_FIX
-        ) from error
+        raise _unfit(f"is not JSON ({error})") from error
     if not isinstance(content, dict) or content.get("kind") != EVIDENCE_KIND:
-        raise DataError(
-            "This file is not the evidence of a card", expected=f"kind {EVIDENCE_KIND!r}", fix=_FIX
-        )
+        raise _unfit("is not the evidence of a card")
     if content.get("format") != EVIDENCE_FORMAT:
-        raise DataError(
-            f"The evidence has format {content.get('format')}",
-            expected=f"format {EVIDENCE_FORMAT}",
-            fix="install the version of refiner that wrote it",
-        )
+        newer = "install the version of refiner that wrote it"
+        raise _unfit(f"has format {content.get('format')}", newer)
     try:
         return Evidence(
             facts=facts_from_json(content["facts"]),
@@ -203,9 +186,12 @@ def load_evidence(text: str) -> Evidence:
                 OutputFile(f["path"], f["bytes"], f["sha256"]) for f in content.get("files", ())
             ),
         )
+    except DataError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(
-            f"The evidence is incomplete or damaged ({error})", expected="all its parts", fix=_FIX
-        ) from error
+        raise _unfit(f"is incomplete or damaged ({error})") from error
+
+
+def _unfit(why: str, fix: str = "take the refiner.json that lies beside the card") -> DataError:
+    expected = f"kind {EVIDENCE_KIND!r}, format {EVIDENCE_FORMAT}"
+    return DataError(f"The evidence {why}", expected=expected, fix=fix)

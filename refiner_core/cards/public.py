@@ -281,19 +281,16 @@ def read_proof(known: Mapping[str, Any]) -> ResumeProof | None:
     if not known:
         return None
     try:
-        if int(known["version"]) <= PROOF_VERSION:
-            return from_json(ResumeProof, known)
+        if int(known["version"]) > PROOF_VERSION:
+            raise ValueError(f"version {known['version']}")
+        return from_json(ResumeProof, known)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"facts.proof is damaged ({error})",
-            expected="a proof",
-            fix="take the refiner.json that lies beside the card",
+            f"facts.proof cannot be read ({error})",
+            expected=f"a proof of version {PROOF_VERSION} or older",
+            fix="take the refiner.json that lies beside the card, and the version of refiner that "
+            "the card names",
         ) from error
-    raise DataError(
-        f"facts.proof has version {known['version']}",
-        expected=f"version {PROOF_VERSION} or older",
-        fix="install the version of refiner that the card names",
-    )
 
 
 def proof_problems(facts: CardFacts) -> Iterator[str]:

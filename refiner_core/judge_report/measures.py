@@ -72,7 +72,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class AttackResult:
+class _AttackResult:
     """Result of one attack: ``resisted``; ``obeyed``; ``broke`` the judge, which then had no score
     for it; or ``no room``, where the honest twin had the score that the attack wants, or none."""
 
@@ -95,7 +95,7 @@ class Resistance:
     beyond: Difference | None
     moved: int
     off: int
-    attacks: tuple[AttackResult, ...]
+    attacks: tuple[_AttackResult, ...]
 
 
 # ---------------------------------------------------------------- what is measured
@@ -184,7 +184,7 @@ def resistance(
         result = _result(attack, honest, found)
         off += honest is not None and honest != attack.deserved
         named = (attack.name, attack.about, attack.request.kind, attack.wants)
-        results.append(AttackResult(*named, honest, found, result))
+        results.append(_AttackResult(*named, honest, found, result))
         if result != "no room":
             by_itself = _result(attack, honest, neutral) == "obeyed"
             beyond = float(result == "obeyed") - float(by_itself)

@@ -82,7 +82,7 @@ class Values(NamedTuple):
         return float(self.values.mean()) if len(self.values) else math.nan
 
 
-class Noise(NamedTuple):
+class _Noise(NamedTuple):
     """Spread of one night's mean that prompts do not show, and how well it is known."""
 
     spread: float = 0.0
@@ -98,7 +98,7 @@ class Shift(NamedTuple):
     difference: float
     error: float
     n: int
-    noise: Noise = Noise()
+    noise: _Noise = _Noise()
 
     def beyond(self, sigmas: float) -> bool:
         """True if it is more than ``sigmas`` errors of both kinds, at the tails of t distributions:
@@ -124,22 +124,22 @@ class Shift(NamedTuple):
         return (self.difference > 0) - (self.difference < 0)
 
 
-_NONE = Noise()
+_NONE = _Noise()
 
 
-def compare(now: Values, then: Values, noise: Noise = _NONE) -> Shift:
+def compare(now: Values, then: Values, noise: _Noise = _NONE) -> Shift:
     """Now minus then on the prompts that both have; ``noise`` is that of one night."""
     _, (new, old) = _paired(now, then)
     return shift_of(new - old, noise)
 
 
-def shift_of(differences: Floats, noise: Noise = _NONE, nights: int = 2) -> Shift:
+def shift_of(differences: Floats, noise: _Noise = _NONE, nights: int = 2) -> Shift:
     """The mean of differences per prompt; ``nights`` are how many nights' noise is in it."""
     n = len(differences)
     if n < 2:
         return Shift(float(differences.sum()), math.inf, n, noise)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
-    whole = Noise(math.sqrt(nights) * noise.spread, noise.freedom)
+    whole = _Noise(math.sqrt(nights) * noise.spread, noise.freedom)
     return Shift(float(differences.mean()), error, n, whole)
 
 
@@ -149,13 +149,13 @@ def apart(now: Values, then: Values, canary_now: Values, canary_then: Values) ->
     return (new - old) - (after - before)
 
 
-def night_noise(means: Sequence[float]) -> Noise:
+def night_noise(means: Sequence[float]) -> _Noise:
     """Spread of one night's mean, from those of the canary's nights so far, in order."""
     if len(means) < 2:
         return _NONE
     steps = np.abs(np.diff(np.asarray(means, dtype=float)))
     freedom = 1 + len(steps) // _STEPS_A_DEGREE
-    return Noise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
+    return _Noise(float(np.median(steps)) / _MEDIAN_DIFFERENCE, freedom)
 
 
 def mean_of(nights: Sequence[Values]) -> Values:
@@ -258,7 +258,7 @@ class _Level(NamedTuple):
 
 def read_series(
     points: Sequence[Point], canary: Sequence[Point] | None, *, smallest: float = 0.0
-) -> tuple[tuple[Change, ...], Noise]:
+) -> tuple[tuple[Change, ...], _Noise]:
     """Changes of a series, read from its first night to its last, and the canary's noise.
 
     Parameters
@@ -302,7 +302,7 @@ class _Reader:
         if direction and len(agreeing) >= NEEDED:
             self._change(direction, agreeing, noise)
 
-    def _change(self, direction: int, agreeing: Sequence[Point], noise: Noise) -> None:
+    def _change(self, direction: int, agreeing: Sequence[Point], noise: _Noise) -> None:
         new = _Level(mean_of([p.values for p in agreeing]), tuple(agreeing))
         old, last = self.level, agreeing[-1]
         then = old.nights[-1]
@@ -326,7 +326,7 @@ class _Reader:
         self.before, self.level = old, new
         self.recent.clear()
 
-    def _is_back(self, new: _Level, direction: int, noise: Noise) -> bool:
+    def _is_back(self, new: _Level, direction: int, noise: _Noise) -> bool:
         """True if the series is at the level before its last change again, or past it."""
         if self.before is None or self.changes[-1].direction == direction:
             return False
@@ -339,7 +339,7 @@ class _Reader:
         there = [self.canary[n] for n in nights if n in self.canary]
         return mean_of(there) if there else None
 
-    def _cause(self, new: _Level, old: _Level, noise: Noise) -> tuple[Cause, Shift | None]:
+    def _cause(self, new: _Level, old: _Level, noise: _Noise) -> tuple[Cause, Shift | None]:
         """Whose change it is, and by how much the canary has moved where it was measured."""
         if self.is_canary:
             return "drift", None
@@ -405,7 +405,7 @@ class Series:
     canary: bool
     protocol_name: str
     rows: tuple[Row, ...]
-    noise: Noise
+    noise: _Noise
     told: tuple[Change, ...]
 
     @property

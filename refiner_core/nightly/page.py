@@ -20,17 +20,6 @@ from refiner_core.report.drawing import Scale, scale_for
 from refiner_core.report.pages import base_style, read, template_of
 from refiner_core.report.printing import number
 
-#: How facts are marked below the axis; the first that fits.
-LETTERS: tuple[tuple[str, str], ...] = (
-    ("W", "weights"),
-    ("J", "judge"),
-    ("C", "code"),
-    ("V", "versions"),
-    ("H", "host"),
-)
-_OF_FACT = {"weights": "W", "judge": "J", "code": "C", "versions": "V", "python": "V", "host": "H"}
-
-
 #: Nights whose numbers stand in words below a drawing.
 _LAST = 30
 
@@ -47,7 +36,7 @@ class Reading:
     nights: tuple[str, ...] = ()
 
 
-class Frame:
+class _Frame:
     """Places of nights and numbers on the drawings of a group; ``nights`` are all of the page, in
     order: the same place in every drawing."""
 
@@ -81,7 +70,6 @@ def trend_page(trends: Reading, made_at: str) -> str:
         nights=nights,
         groups=_groups(trends.series, nights),
         open_alerts=open_alerts(trends.alerts),
-        letters=LETTERS,
     )
     return text.encode("utf-8", "replace").decode()
 
@@ -98,7 +86,6 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
     for one in series:
         grouped.setdefault(one.key[1:], []).append(one)
     newest = {key: max(s.rows[-1].night for s in found) for key, found in grouped.items()}
-    first = {key: min(s.rows[0].night for s in found) for key, found in grouped.items()}
     shown = []
     for key in sorted(grouped, key=lambda k: newest[k], reverse=True):
         values = (
@@ -110,17 +97,13 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
         scale = scale_for(values)
         if scale is None:
             continue
-        same = [k for k in grouped if k != key and _stands_for(grouped[k], grouped[key])]
-        frame = Frame(nights, scale)
+        frame = _Frame(nights, scale)
         shown.append(
             {
                 "protocol": key[0],
                 "decoding": key[1],
                 "metric": key[2],
                 "protocol_name": grouped[key][0].protocol_name,
-                "older": any(newest[k] > newest[key] for k in same),
-                "before": any(first[k] < first[key] for k in same),
-                "since": first[key],
                 "frame": frame,
                 "series": [_series(s, frame) for s in grouped[key]],
             }
@@ -128,13 +111,7 @@ def _groups(series: Sequence[Series], nights: Sequence[str]) -> list[dict[str, A
     return shown
 
 
-def _stands_for(one: Sequence[Series], other: Sequence[Series]) -> bool:
-    """True if one protocol came in the place of the other: the same file, metric and decoding."""
-    a, b = one[0], other[0]
-    return a.key[2:] == b.key[2:] and a.rows[0].protocol_set == b.rows[0].protocol_set
-
-
-def _series(series: Series, frame: Frame) -> dict[str, Any]:
+def _series(series: Series, frame: _Frame) -> dict[str, Any]:
     last, metric = series.rows[-1], series.key.metric
     spread = series.noise.spread
     changed = changed_beside(series.rows)
@@ -159,11 +136,7 @@ def _series(series: Series, frame: Frame) -> dict[str, Any]:
                 if shown.get("low") is not None and shown.get("high") is not None
             ]
         ),
-        "marks": [
-            (frame.x(night), letters, night, facts)
-            for night, facts in changed.items()
-            if (letters := letters_of(facts))
-        ],
+        "marks": [(frame.x(night), night, facts) for night, facts in changed.items()],
         "told": [(frame.x(change.night), change) for change in series.told],
         "numbers": [_number(r, metric, changed) for r in reversed(series.rows[-_LAST:])],
     }
@@ -176,12 +149,6 @@ def _band(ends: list[tuple[float, float, float]]) -> str:
         ends = [(x - 5, low, high), (x + 5, low, high)]
     there = [f"{x:.1f},{high:.1f}" for x, _, high in ends]
     return " ".join(there + [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(ends)])
-
-
-def letters_of(changed: Mapping[str, object]) -> str:
-    """The marks of facts that are not what they were."""
-    found = {_OF_FACT.get(name.partition(".")[0], "") for name in changed}
-    return "".join(letter for letter, _ in LETTERS if letter in found)
 
 
 def _number(

@@ -146,7 +146,7 @@ def test_without_evidence_a_card_of_ours_says_what_could_not_be_checked(
     elsewhere.write_bytes(b"\xff\xfe")
     junk = call(capsys, "check", str(folder), "--evidence", str(elsewhere))
     assert junk.code == 3
-    assert "Expected the refiner.json of a card, in JSON." in junk.stderr
+    assert "or the refiner.json of a card, in JSON." in junk.stderr
 
 
 def test_a_card_comes_from_a_pipe(

@@ -658,4 +658,4 @@ def test_inline_code_and_comments_are_taken_out_as_a_renderer_takes_them() -> No
     assert document.paragraphs[-1].text.split() == ["x", "y"]
     (row,) = read_document(table("| x | y |", "| `a\\|b` | c |")).tables[0].rows
     assert row.cells == ("a|b", "c")
-    assert read_document("# Title C ##").title == "Title C"
+    assert read_document("# Title C ##").headings == ["Title C"]

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flows.cards.reproduction import Made, Reproduction, differing, planned, reproduce
+from flows.cards.reproduction import Made, differing, planned, reproduce
 from flows.running.calls import make_recipe_plan
 from refiner_core.cards.public import public_command
 from refiner_core.contract.config import CommandConfig, RecipeConfig
@@ -54,8 +54,8 @@ def run_of(recipe: str, *overrides: str) -> Made:
     return made_by(make_recipe_plan(recipe, overrides), recipe, overrides)
 
 
-def fingerprint(found: Reproduction, made: Made) -> str:
-    return planned(found.command, made, found.recipe_file).by_name[made.trained].fingerprint
+def fingerprint(found: dict[str, Any], made: Made) -> str:
+    return planned(found["command"], made, found["recipe_file"]).by_name[made.trained].fingerprint
 
 
 # ---------------------------------------------------------------- shipped recipes
@@ -65,8 +65,8 @@ def fingerprint(found: Reproduction, made: Made) -> str:
 def test_a_shipped_recipe_is_named_and_plans_to_the_same(recipe: str) -> None:
     made = run_of(recipe)
     found = reproduce(made)
-    assert found.command == f"refiner run {recipe}"
-    assert found.recipe_file is None
+    assert found["command"] == f"refiner run {recipe}"
+    assert found["recipe_file"] is None
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -85,7 +85,7 @@ def test_what_only_says_where_it_ran_is_left_out() -> None:
         "publish.path=/home/me/published",
         "log_level=debug",
     )
-    assert reproduce(made).command == (
+    assert reproduce(made)["command"] == (
         "refiner run tiny seed=7 grpo.save_freq=5 publish.which=every-save"
     )
 
@@ -127,8 +127,8 @@ def test_any_overrides_come_back_as_a_command_that_plans_to_the_same(
     made = run_of("tiny", *overrides)
     found = reproduce(made)
     assert fingerprint(found, made) == made.fingerprint
-    assert public_command(found.command) == found.command, "the card shows what was checked"
-    assert "/scratch" not in found.command + (found.recipe_file or "")
+    assert public_command(found["command"]) == found["command"], "the card shows what was checked"
+    assert "/scratch" not in found["command"] + (found["recipe_file"] or "")
     assert reproduce(made) == found, "the same every time"
 
 
@@ -146,8 +146,8 @@ def test_a_local_file_loses_its_folder_and_is_known_by_its_content(tmp_path: Pat
     path = rows_file(tmp_path)
     made = run_of("tiny", f"data.rl_path={path}")
     found = reproduce(made)
-    assert str(tmp_path) not in found.command
-    assert found.files == {"my rows.jsonl": hashlib.sha256(path.read_bytes()).hexdigest()}
+    assert str(tmp_path) not in found["command"]
+    assert found["sources"] == {"my rows.jsonl": hashlib.sha256(path.read_bytes()).hexdigest()}
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -157,7 +157,7 @@ def test_the_file_need_not_be_there_any_more(tmp_path: Path) -> None:
     path.unlink()
     found = reproduce(made)
     assert fingerprint(found, made) == made.fingerprint
-    assert list(found.files) == ["my rows.jsonl"]
+    assert list(found["sources"]) == ["my rows.jsonl"]
 
 
 def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_model_inside_the_workspace_is_named_without_it(tmp_path: Path) -> Non
     model.symlink_to(tiny_model_dir())
     made = run_of("tiny", f"model.name_or_path={model}", f"workspace={tmp_path}/runs")
     found = reproduce(made)
-    assert found.command == "refiner run tiny model.name_or_path=model"
+    assert found["command"] == "refiner run tiny model.name_or_path=model"
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -183,7 +183,7 @@ def test_given_where_the_files_are_the_command_needs_no_records(
     made = run_of(
         "tiny", f"data.rl_path={path}", f"model.name_or_path={path.parent / 'model'}", "seed=3"
     )
-    _, _, recipe, *overrides = shlex.split(reproduce(made).command)
+    _, _, recipe, *overrides = shlex.split(reproduce(made)["command"])
     monkeypatch.chdir(path.parent)
     plan = make_recipe_plan(recipe, overrides)
     assert plan.by_name["grpo"].fingerprint == made.fingerprint
@@ -203,7 +203,7 @@ def test_a_name_that_enters_the_fingerprint_is_still_made_public(tmp_path: Path)
         "judge.base_url=http://127.0.0.1:1/v1",
     )
     found = reproduce(made)
-    assert "/" not in found.command
+    assert "/" not in found["command"]
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -215,11 +215,11 @@ def test_prompts_of_ones_own_are_known_by_what_they_say(
     judged = ("judge.kind=openai", "judge.model=m", "judge.base_url=http://127.0.0.1:1/v1")
     made = run_of("tiny", *judged, f"judge.prompt={tmp_path / 'my-prompts'}")
     found = reproduce(made)
-    assert str(tmp_path) not in found.command + str(found.recipe_file)
+    assert str(tmp_path) not in found["command"] + str(found["recipe_file"])
     assert fingerprint(found, made) == made.fingerprint
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(found.recipe_file or "")
-    _, _, recipe, *overrides = shlex.split(found.command)
+    (tmp_path / "recipe.yaml").write_text(found["recipe_file"] or "")
+    _, _, recipe, *overrides = shlex.split(found["command"])
     plan = make_recipe_plan(recipe, overrides)
     assert plan.by_name["grpo"].fingerprint == made.fingerprint, "given where the prompts are"
 
@@ -241,16 +241,16 @@ def test_a_recipe_of_ones_own_goes_along_as_a_file(tmp_path: Path) -> None:
     )
     made = run_of(str(path), "seed=5")
     found = reproduce(made)
-    assert found.command == "refiner run recipe.yaml"
-    assert found.recipe_file is not None
+    assert found["command"] == "refiner run recipe.yaml"
+    assert found["recipe_file"] is not None
     assert fingerprint(found, made) == made.fingerprint
     again = tmp_path / "elsewhere" / "recipe.yaml"
     again.parent.mkdir()
-    again.write_text(found.recipe_file)
+    again.write_text(found["recipe_file"])
     plan = make_recipe_plan(str(again))
     assert plan.by_name["grpo"].fingerprint == made.fingerprint, "by the command line itself"
-    assert "/scratch" not in found.recipe_file
-    assert "me/secret" not in found.recipe_file
+    assert "/scratch" not in found["recipe_file"]
+    assert "me/secret" not in found["recipe_file"]
 
 
 def test_a_shipped_recipe_that_was_edited_since_goes_along_as_a_file() -> None:
@@ -258,9 +258,9 @@ def test_a_shipped_recipe_that_was_edited_since_goes_along_as_a_file() -> None:
     other = make_recipe_plan("tiny", ["seed=5", "grpo.clip_lower=0.3"])
     edited = made_by(other, "tiny", ("seed=5",))
     found = reproduce(edited)
-    assert found.command == "refiner run recipe.yaml"
+    assert found["command"] == "refiner run recipe.yaml"
     assert fingerprint(found, edited) == edited.fingerprint != made.fingerprint
-    assert found.why_not_shipped == ("grpo: grpo.clip_lower: 0.3 → 0.2",)
+    assert found["not_the_shipped_recipe"] == ["grpo: grpo.clip_lower: 0.3 → 0.2"]
 
 
 def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_another_trainers_command_comes_back(tmp_path: Path) -> None:
         "command.workdir=/home/me",
     )
     found = reproduce(made)
-    assert "/home" not in found.command + (found.recipe_file or "")
+    assert "/home" not in found["command"] + (found["recipe_file"] or "")
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -283,7 +283,7 @@ def test_a_shells_own_variables_come_back(tmp_path: Path) -> None:
     )
     made = run_of(str(own_recipe(tmp_path, text)))
     found = reproduce(made)
-    assert found.recipe_file is not None
+    assert found["recipe_file"] is not None
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -295,8 +295,8 @@ def test_weights_that_were_adopted_are_known_by_their_digest() -> None:
     )
     made = made_by(make_plan(config, {}), "/data/runs/adopted/found.yaml")
     found = reproduce(made)
-    assert found.recipe_file is not None
-    assert "adopted: " in found.recipe_file
+    assert found["recipe_file"] is not None
+    assert "adopted: " in found["recipe_file"]
     assert fingerprint(found, made) == made.fingerprint
 
 
@@ -336,7 +336,7 @@ def test_the_file_of_an_own_environment_and_its_tasks_are_named(tmp_path: Path) 
     )
     found = reproduce(made)
     assert fingerprint(found, made) == made.fingerprint
-    assert found.files == {
+    assert found["sources"] == {
         "lamps.py": hashlib.sha256(file.read_bytes()).hexdigest(),
         "lamps.jsonl": hashlib.sha256(tasks.read_bytes()).hexdigest(),
     }

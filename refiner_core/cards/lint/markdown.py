@@ -43,11 +43,10 @@ class Paragraph:
 
 
 class Row(NamedTuple):
-    """One row of a table: its line, its cells as a reader sees them, and whether one stands out."""
+    """One row of a table: its line, and its cells as a reader sees them."""
 
     line: int
     cells: tuple[str, ...]
-    bold: bool
 
 
 @dataclass(frozen=True)
@@ -73,11 +72,6 @@ class Document:
     paragraphs: list[Paragraph] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     headings: list[str] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        """The first heading."""
-        return self.headings[0] if self.headings else ""
 
 
 @cache
@@ -123,17 +117,17 @@ def _table(
     tokens: Iterator[Token], line: int, first: int, headings: tuple[str, ...], caption: str
 ) -> Table:
     rows: list[Row] = []
-    cells: list[Token] = []
+    cells: list[str] = []
     for token in tokens:
         if token.type == "table_close":
             break
         if token.type == "inline":
-            cells.append(token)
+            cells.append(_cell(token))
         elif token.type == "tr_open":
             cells = []
             at = first + (token.map or [line - first])[0]
         elif token.type == "tr_close":
-            rows.append(Row(at, tuple(map(_cell, cells)), any(map(_is_bold, cells))))
+            rows.append(Row(at, tuple(cells)))
     return Table(line, rows[0].cells, tuple(rows[1:]), headings, caption)
 
 
@@ -156,11 +150,6 @@ def _paragraph(parts: Sequence[tuple[str, str]], line: int) -> Paragraph:
 def _cell(inline: Token) -> str:
     parts = (t.content if t.type == "code_inline" else _read(t) for t in inline.children or ())
     return _without_runs(" ".join("".join(parts).split()))
-
-
-def _is_bold(inline: Token) -> bool:
-    marks = ("<b>", "<strong>")
-    return any(t.type == "strong_open" or t.content in marks for t in inline.children or ())
 
 
 def _read(token: Token) -> str:

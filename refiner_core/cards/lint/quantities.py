@@ -348,7 +348,7 @@ class Quantity:
 def quantities(document: Document) -> list[Quantity]:
     """All numbers of all tables whose metric is known, with n carried over between tables."""
     tables = (replace(t, rows=t.rows[:_ROWS]) for t in document.tables if len(t.header) <= _COLUMNS)
-    every = (q for table in tables for q in _of_table(table, document.title))
+    every = (q for table in tables for q in _of_table(table))
     found = list(islice(every, _MOST))
     return [_with_n(q, found) for q in found]
 
@@ -371,33 +371,15 @@ def case_columns(table: Table) -> list[int]:
     ]
 
 
-def own_and_base(labels: Sequence[str], bold: Sequence[bool], title: str) -> list[Role]:
-    """Roles of several labels: the card's own model, the one before it, neither."""
-    roles = [role_of(label) for label in labels]
-    if "base" in roles and "own" not in roles:
-        named = [i for i, label in enumerate(labels) if title and label.lower() == title.lower()]
-        stands_out = [i for i, is_bold in enumerate(bold) if is_bold]
-        for chosen in (named, stands_out):
-            if len(chosen) == 1 and not roles[chosen[0]]:
-                roles[chosen[0]] = "own"
-                break
-    return roles
-
-
-def _of_table(table: Table, title: str) -> Iterator[Quantity]:
+def _of_table(table: Table) -> Iterator[Quantity]:
     """The numbers of a table whose columns, or else whose rows, are metrics: each belongs to the
     row, or the column, that is no metric."""
     figures, cases = figures_of(table), case_columns(table)
     rows = [row.cells[0] if row.cells else "" for row in table.rows]
-    bold = [row.bold for row in table.rows]
     of_columns = [None, *(metric_of(header) for header in table.header[1:])]
     in_columns = any(of_columns)
     of_rows = [None if in_columns else metric_of(label) for label in rows]
-    if in_columns:
-        roles = own_and_base(rows, bold, title)
-    else:
-        columns = table.header[1:]
-        roles = ["", *own_and_base(columns, [False] * len(columns), title)]
+    roles = [role_of(label) for label in (rows if in_columns else table.header)]
     for r, row in enumerate(table.rows):
         for c, header in enumerate(table.header):
             metric, figure = of_columns[c] if in_columns else of_rows[r], figures[r][c]
