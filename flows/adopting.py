@@ -13,10 +13,10 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import yaml
 
@@ -45,29 +45,6 @@ HOW_IN_WORDS: dict[How, str] = {
     "copy": "copies",
     "in-place": "links by name (the source must stay where it is)",
 }
-
-
-class AdoptRequest(NamedTuple):
-    """Arguments of :func:`adopt_run`."""
-
-    folder: Path
-    overrides: Sequence[str]
-    step: int | None
-    recipe: str | None
-    companions: Path | None
-    name: str | None
-    how: How
-    dry_run: bool
-
-    @property
-    def workspace(self) -> str:
-        """Workspace: ``workspace=``, or as recipes have it."""
-        given = [o.partition("=")[2] for o in self.overrides if o.startswith("workspace=")]
-        return given[-1] if given else RecipeConfig().workspace
-
-    def sets(self, field: str) -> bool:
-        """True if an override sets a field."""
-        return any(o.startswith(f"{field}=") for o in self.overrides)
 
 
 def adopt_run(
@@ -116,8 +93,55 @@ def adopt_run(
         The workspace cannot be used.
     """
     beside = None if companions is None else Path(companions)
-    request = AdoptRequest(Path(folder), tuple(overrides), step, recipe, beside, name, how, dry_run)
-    place = request.folder.expanduser().absolute()
+    place = Path(folder).expanduser().absolute()
+    _refuse_ours(place)
+    found = prove(sight(place), step)
+    chosen = None if dry_run and not any(s.usable for s in found) else choose(found, step)
+    given = {key: value for key, _, value in (o.partition("=") for o in overrides)}
+    root = given.get("workspace", RecipeConfig.workspace)
+    report: dict[str, Any] = {
+        **{"version": OUTPUT_VERSION, "kind": "checkpoints", "source": str(place)},
+        "workspace": str(Path(root).expanduser().absolute()),
+        **{"dry_run": dry_run, "how": HOW_IN_WORDS[how]},
+        "checkpoints": [_checkpoint_json(sighting, place) for sighting in found],
+        **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
+    }
+    if chosen is None:
+        report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
+        return report
+    model = name or (place.parent.name if chosen.path == place else place.name)
+    stem = re.sub(r"[^\w.-]+", "-", f"{model}-step{chosen.step}").strip("-.")
+    made = Path(report["workspace"]) / "adopted" / f"{stem}.yaml"
+    rest = [o for o in overrides if not o.startswith("workspace=")]
+    report |= {
+        "step": chosen.step,
+        "recipe": str(made),
+        "next": ["refiner", "run", str(made), *rest],
+    }
+    if missing := missing_in(chosen.path, beside):
+        report["notes"] = [
+            f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
+            "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base "
+            "model)"
+        ]
+        # It could be run, and would be refused at its first stage.
+        again = ["refiner", "adopt", str(folder), *overrides]
+        report["next"] = [*again, "--step", str(chosen.step), "--companions", "FOLDER"]
+    base = ""  # what training started from, where the call says so
+    if recipe is not None or "model.name_or_path" in given:
+        # Refuses overrides that cannot be meant, before anything is made.
+        base = load_recipe(recipe or "tiny", overrides).model.name_or_path
+    if dry_run:
+        return report
+    workspace = Workspace.open(root)
+    digest, report["adopted"] = adopt_checkpoint(workspace, chosen, how, beside, base)
+    fields = _recipe_fields(recipe, given, report)
+    fields["description"] = f"Another trainer's checkpoint, adopted from {Path(folder).name}."
+    write_recipe(made, digest, fields)
+    return report
+
+
+def _refuse_ours(place: Path) -> None:
     if (place / "workspace.json").is_file() or (place / "spec.json").is_file():
         raise ConfigurationError(
             f"{place} was written by refiner itself",
@@ -125,88 +149,33 @@ def adopt_run(
             fix=f"go on there with `refiner resume workspace={place}`, also after it was moved or "
             "copied; a stage's folder goes on in the `stages` folder of any workspace",
         )
-    return _adopt_checkpoint(request, place)
 
 
-def _adopt_checkpoint(request: AdoptRequest, folder: Path) -> dict[str, Any]:
-    found = prove(sight(folder), request.step)
-    chosen = (
-        None
-        if request.dry_run and not any(s.usable for s in found)
-        else choose(found, request.step)
-    )
-    report: dict[str, Any] = {
-        **{"version": OUTPUT_VERSION, "kind": "checkpoints", "source": str(folder)},
-        "workspace": str(Path(request.workspace).expanduser().absolute()),
-        "dry_run": request.dry_run,
-        "how": HOW_IN_WORDS[request.how],
-        "checkpoints": [
-            {
-                **picked(s, "step", "layout", "bytes", "usable", "note"),
-                **{"path": s.path.relative_to(folder).as_posix(), "complete": not s.damage},
-            }
-            for s in found
-        ],
-        **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
+def _checkpoint_json(found: Sighting, place: Path) -> dict[str, Any]:
+    return {
+        **picked(found, "step", "layout", "bytes", "usable", "note"),
+        **{"path": found.path.relative_to(place).as_posix(), "complete": not found.damage},
     }
-    if chosen is None:
-        report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
-        return report
-    report["step"] = chosen.step
-    if missing := missing_in(chosen.path, request.companions):
-        report["notes"] = [
-            f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
-            "evaluated yet; adopt it with --companions FOLDER (config and tokenizer of its base "
-            "model)"
-        ]
-    recipe = Path(report["workspace"]) / "adopted" / f"{_name(request, folder, chosen)}.yaml"
-    report["recipe"] = str(recipe)
-    rest = [o for o in request.overrides if not o.startswith("workspace=")]
-    report["next"] = ["refiner", "run", str(recipe), *rest]
-    if report["notes"]:  # it could be run, and would be refused at its first stage
-        again = ["refiner", "adopt", str(request.folder), *request.overrides]
-        report["next"] = [*again, "--step", str(chosen.step), "--companions", "FOLDER"]
-    base = ""  # what training started from, where the call says so
-    if request.recipe is not None or request.sets("model.name_or_path"):
-        # Refuses overrides that cannot be meant, before anything is made.
-        base = load_recipe(request.recipe or "tiny", request.overrides).model.name_or_path
-    if request.dry_run:
-        return report
-    workspace = Workspace.open(request.workspace)
-    digest, report["adopted"] = adopt_checkpoint(
-        workspace, chosen, request.how, request.companions, base
-    )
-    write_recipe(recipe, digest, _recipe_fields(request, report, recipe))
-    return report
 
 
-def _name(request: AdoptRequest, folder: Path, chosen: Sighting) -> str:
-    name = request.name or (folder.parent.name if chosen.path == folder else folder.name)
-    return re.sub(r"[^\w.-]+", "-", f"{name}-step{chosen.step}").strip("-.")
-
-
-def _recipe_fields(request: AdoptRequest, report: dict[str, Any], recipe: Path) -> dict[str, Any]:
-    evaluates = request.recipe is not None or request.sets("data.rl_path")
+def _recipe_fields(
+    recipe: str | None, given: Mapping[str, str], report: Mapping[str, Any]
+) -> dict[str, Any]:
+    evaluates = recipe is not None or "data.rl_path" in given
     stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
-    fields: dict[str, Any] = {}
-    if request.recipe is not None:
-        # The adopted recipe lies elsewhere.
-        is_file = Path(request.recipe).expanduser().is_file()
-        include = str(find_recipe(request.recipe).resolve()) if is_file else request.recipe
-        fields["include"] = [include]
-    fields |= {
-        "description": f"Another trainer's checkpoint, adopted from {request.folder.name}.",
-        "workspace": report["workspace"],
-        "stages": stages,
-        "publish": {"repo_id": f"refiner/{recipe.stem}"},
+    fields: dict[str, Any] = {
+        **{"description": "", "workspace": report["workspace"], "stages": stages},
+        "publish": {"repo_id": f"refiner/{Path(report['recipe']).stem}"},
     }
-    if request.recipe is None:
-        fields["data"] = {"sft_path": None}
-        if not request.sets("model.name_or_path"):  # its own tokenizer, and no base to compare with
-            fields["model"] = {"name_or_path": report["adopted"]["model"]}
-            fields["evaluate"] = {"models": ["command"]}
-    else:
-        fields["evaluate"] = {"models": ["base", "command"]}
+    if recipe is not None:
+        # The adopted recipe lies elsewhere.
+        is_file = Path(recipe).expanduser().is_file()
+        include = str(find_recipe(recipe).resolve()) if is_file else recipe
+        return {"include": [include], **fields, "evaluate": {"models": ["base", "command"]}}
+    fields["data"] = {"sft_path": None}
+    if "model.name_or_path" not in given:  # its own tokenizer, and no base to compare with
+        fields["model"] = {"name_or_path": report["adopted"]["model"]}
+        fields["evaluate"] = {"models": ["command"]}
     return fields
 
 

@@ -55,16 +55,9 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     return replace(config, **{name: getattr(given, name) for name in names})
 
 
-class Report(NamedTuple):
-    """Report that `refiner disk` shows; ``json`` is the whole of it."""
-
-    rows: list[Row]
-    json: dict[str, Any]
-
-
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
-) -> Report:
+) -> tuple[list[Row], dict[str, Any]]:
     """Use of a workspace by run and kind, the room that is left, and what may go.
 
     Parameters
@@ -76,8 +69,8 @@ def disk_report(
 
     Returns
     -------
-    Report
-        ``rows``, and ``json``: what ``refiner disk --json`` prints.
+    list of Row, dict
+        Use by run and kind, and what ``refiner disk --json`` prints.
 
     Raises
     ------
@@ -120,7 +113,7 @@ def disk_report(
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
     }
-    return Report(rows, value)
+    return rows, value
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:

@@ -9,10 +9,10 @@ workspace. Prefect is imported inside functions, after the environment says whic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from infra.prefect_server import ServerInfo, usable_server
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -25,16 +25,9 @@ _LIMIT = 64
 _MOST_POOLS = 100
 
 
-class Proposed(NamedTuple):
-    """Served files: the recipe and the sweep that the forms propose, and nightly files."""
-
-    recipe: str | None = None
-    sweep: str | None = None
-    nightlies: tuple[str, ...] = ()
-
-
-def proposed(files: Sequence[str]) -> Proposed:
-    """Files by what they are.
+def _by_kind(files: Sequence[str]) -> dict[str, list[str]]:
+    """Files by what they are: at most one recipe and one sweep, which the forms propose, and
+    nightly files.
 
     Raises
     ------
@@ -52,8 +45,7 @@ def proposed(files: Sequence[str]) -> Proposed:
                 expected=f"one {kind} at most: it is what the form proposes",
                 fix=f"name one of them; any other {kind} can be typed into the form",
             )
-    recipe, sweep = (next(iter(found[kind]), None) for kind in ("recipe", "sweep"))
-    return Proposed(recipe, sweep, tuple(found["nightly"]))
+    return found
 
 
 def _kind_of(file: str) -> str:
@@ -112,8 +104,8 @@ def serve(
     RefinerError
         A file cannot be read or carried out, or no Prefect server can be used.
     """
-    what = proposed(files)
-    nightlies = _checked(what.nightlies, workspace, tell)
+    what = _by_kind(files)
+    nightlies = _checked(what["nightly"], workspace, tell)
     tell("Looking for a Prefect server; starting one takes some ten seconds.")
     info = usable_server()
     from prefect.exceptions import PrefectException
@@ -183,8 +175,8 @@ def deploy(
         A file cannot be read or carried out, no Prefect server can be used, or it has no such
         pool.
     """
-    what = proposed(files)
-    nightlies = _checked(what.nightlies, workspace, tell)
+    what = _by_kind(files)
+    nightlies = _checked(what["nightly"], workspace, tell)
     info = usable_server()
     _check_pool(pool)
     made = []
@@ -229,7 +221,7 @@ def _url(info: ServerInfo, deployment: Any) -> str:
 
 
 def _deployments(
-    what: Proposed, nightlies: Sequence[Nightly], workspace: str | None
+    what: Mapping[str, list[str]], nightlies: Sequence[Nightly], workspace: str | None
 ) -> list[tuple[Any, Nightly | None]]:
     """All of them, as Prefect wants them, and which of them is a nightly evaluation's."""
     from prefect.flows import EntrypointType
@@ -241,8 +233,8 @@ def _deployments(
     room = Path(workspace or "runs").expanduser().absolute()
     where = {"workspace": str(room), "folder": str(Path.cwd())}
     common: dict[str, Any] = {"tags": [NAME], "entrypoint_type": EntrypointType.MODULE_PATH}
-    named = {"recipe": what.recipe} if what.recipe else {}
-    of_sweep = {"sweep": what.sweep} if what.sweep else {}
+    named = dict(zip(["recipe"], what["recipe"], strict=False))
+    of_sweep = dict(zip(["sweep"], what["sweep"], strict=False))
     return [
         (pipeline.to_deployment(name=NAME, parameters={**where, **named}, **common), None),
         (sweep.to_deployment(name=NAME, parameters={**where, **of_sweep}, **common), None),

@@ -82,7 +82,7 @@ ALLOWANCE = 2.0
 
 
 @dataclass(frozen=True)
-class Scored:
+class _Scored:
     """Log-probabilities of all F targets, sample after sample, and the gradient of their mean as
     one vector; None where none was taken."""
 
@@ -124,7 +124,7 @@ def own_samples(order: Order) -> tuple[list[Sample], CertifiedCheck]:
         ids = completion.token_ids
         samples.append(Sample(request.prompt_ids, ids, (True,) * len(ids), len(said)))
         said += completion.logprobs
-    scored = Scored(torch.tensor(said), None)
+    scored = _Scored(torch.tensor(said), None)
     limits = EXACT if order.dtype == "float32" else COARSE
     name = f"sampling against one forward pass, {order.dtype}"
     return samples, _compared(name, scored, score_packs(loaded, samples), limits)
@@ -135,7 +135,7 @@ def kernel_check(
     kernel: str,
     dtype: str,
     samples: Sequence[Sample],
-    exact: Scored,
+    exact: _Scored,
     limits: Mapping[str, float],
 ) -> CertifiedCheck:
     """A kernel over packs, against padded rows under eager attention in float32."""
@@ -154,7 +154,7 @@ def kernel_check(
     return _compared(name, found, exact, limits)
 
 
-def gaps(found: Scored, exact: Scored) -> dict[str, float]:
+def gaps(found: _Scored, exact: _Scored) -> dict[str, float]:
     """Gaps by the names of :data:`EXACT`."""
     gap_F = (found.logprob_F - exact.logprob_F).abs()
     figures = {"gap_max": float(gap_F.max()), "gap_mean": float(gap_F.mean())}
@@ -165,7 +165,7 @@ def gaps(found: Scored, exact: Scored) -> dict[str, float]:
 
 
 def _compared(
-    name: str, found: Scored, exact: Scored, limits: Mapping[str, float]
+    name: str, found: _Scored, exact: _Scored, limits: Mapping[str, float]
 ) -> CertifiedCheck:
     figures = gaps(found, exact)
     off = [n for n, gap in figures.items() if not gap <= limits[n]]
@@ -174,7 +174,7 @@ def _compared(
     return check(name, not off, f"{tokens} tokens: {said}", **figures)
 
 
-def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
+def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     """Scores of these samples as training computes them."""
     packs = pack_samples(
         *(samples, 512), share_prompts=loaded.share_prompts, balance=loaded.balance
@@ -186,10 +186,10 @@ def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
         scores = token_scores(loaded.model, batch).logprob_T
         (scores.sum() / total).backward()
         logprob_F[batch.flat_T.cpu()] = scores.detach().float().cpu()
-    return Scored(logprob_F, _gradient(loaded.model))
+    return _Scored(logprob_F, _gradient(loaded.model))
 
 
-def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
+def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     """Each sample in a row of its own, through the model's plain forward pass."""
     model, device = loaded.model, loaded.device
     total = sum(len(s.response_ids) for s in samples)
@@ -208,7 +208,7 @@ def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> Scored:
         [picked[row, len(s.prompt_ids) - 1 : s.length - 1] for row, s in enumerate(samples)]
     )
     (flat.sum() / total).backward()
-    return Scored(flat.detach().cpu(), _gradient(model))
+    return _Scored(flat.detach().cpu(), _gradient(model))
 
 
 def _load(order: Order, kernel: str, dtype: str) -> Loaded:

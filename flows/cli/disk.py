@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,8 +22,9 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.disk import Reclaimed, Report
+    from flows.disk import Reclaimed
     from flows.tracking import Synced
+    from infra.disk.usage import Row
 
 #: By whether the copy is elsewhere than the weights here; None: they are not here.
 _HERE = {True: "too", False: "too, on the same quota", None: ""}
@@ -79,8 +80,8 @@ def disk_command(
         done = reclaim_disk(where, overrides, caches=caches, judgements=judgements, dry_run=dry_run)
         show(as_json, lambda: _reclaimed_json(done, dry_run), lambda: _reclaimed(done, dry_run))
     else:
-        report = disk_report(where, overrides)
-        show(as_json, lambda: report.json, lambda: _lines(report))
+        rows, value = disk_report(where, overrides)
+        show(as_json, lambda: value, lambda: _lines(rows, value))
         again.append("--dry-run")
     if not as_json and (dry_run or not reclaim):
         place = [] if where == RecipeConfig.workspace else [f"workspace={where}"]
@@ -124,10 +125,9 @@ def _reclaimed(done: Reclaimed, dry_run: bool) -> Iterator[str]:
     yield f"\n{gib(done.bytes)} reclaimed{left}. {done.status}."
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
     from infra.disk.keeper import gib
 
-    found = report.json
     room, inodes = found["room"], found["room"]["free_inodes"]
     more = "" if inodes is None else f"; room for {inodes:,} more files"
     yield f"{found['data']}: {found['status']}"
@@ -139,10 +139,10 @@ def _lines(report: Report) -> Iterator[str]:
     if found["pins"]:
         yield f"  pinned: {', '.join(found['pins'][:_SHOWN])}"
     yield ""
-    runs = list(dict.fromkeys(r.run for r in report.rows if r.run))
+    runs = list(dict.fromkeys(r.run for r in used if r.run))
     rows = [
         (row.run or "(no run)", row.kind, gib(row.size.bytes), f"{row.size.inodes:,}")
-        for row in report.rows
+        for row in used
         if row.run not in runs[_SHOWN:]
     ]
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))

@@ -23,13 +23,11 @@ from flows.cli.options import (
     show,
     split_workspace,
 )
-from infra.host.terminal import printable, raw
+from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from flows.reporting.writing import Written
     from flows.running.status import RunStatus, StageStatus
     from flows.sweeping.status import SweepStatus
@@ -82,7 +80,7 @@ def status_command(
     sweep, run = subject(workspace, word)
     watching = watch and not as_json
     look: Callable[[], Any]
-    page: Callable[..., Page]
+    page: Callable[..., _Page]
     if sweep is not None:
         look, page = watch_sweep(sweep, workspace.root).look, _sweep_page
     elif run is not None:
@@ -243,7 +241,7 @@ def _list_runs(workspace: Workspace, as_json: bool) -> None:
 # ---------------------------------------------------------------- again and again
 
 
-class Page(NamedTuple):
+class _Page(NamedTuple):
     """View of a status; ``following`` is for who looks once."""
 
     heading: str
@@ -259,18 +257,20 @@ class Page(NamedTuple):
         yield from ("", *self.below)
 
 
-def _watched(look: Callable[[], Any], page: Callable[[Any], Page], what: str) -> Any:
+def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -> Any:
     """Redraw, on a terminal, until nobody works on it any more; the last status. Ctrl-C ends the
     watching, not the work."""
     from rich.console import Console
     from rich.live import Live
 
-    drawn = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
+    from flows.running.console import drawn
+
+    screen = Live(console=Console(file=raw(sys.stdout)), auto_refresh=False, transient=True)
     try:
-        with drawn if sys.stdout.isatty() else contextlib.nullcontext() as live:
+        with screen if sys.stdout.isatty() else contextlib.nullcontext() as live:
             while (status := look()).orchestrator.works:
                 if live is not None:
-                    live.update(_drawn(page(status)), refresh=True)
+                    live.update(drawn(_cut(page(status))), refresh=True)
                 time.sleep(_REFRESH_S)
             return status
     except KeyboardInterrupt:
@@ -278,17 +278,15 @@ def _watched(look: Callable[[], Any], page: Callable[[Any], Page], what: str) ->
         return None
 
 
-def _drawn(shown: Page) -> Text:
-    from rich.text import Text
-
+def _cut(shown: _Page) -> list[str]:
+    """Lines of a page that is redrawn."""
     more = len(shown.rows) - _ROWS
     cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
     table = table_lines(shown.rows[:_ROWS], shown.header)
-    lines = "\n".join([shown.heading, *table, "", *cut, *shown.below])
-    return Text(printable(lines), no_wrap=True, overflow="ellipsis")
+    return [shown.heading, *table, "", *cut, *shown.below]
 
 
-def _run_page(status: RunStatus, workspace: Workspace) -> Page:
+def _run_page(status: RunStatus, workspace: Workspace) -> _Page:
     rows, where = [cells(stage) for stage in status.stages], f"workspace={workspace.root}"
     following = []
     if status.finished:
@@ -297,17 +295,17 @@ def _run_page(status: RunStatus, workspace: Workspace) -> Page:
         following = [command_line("status", status.run, "--watch", where)]
     heading = f"{status.run}: {command_line(*status.command[1:])}"
     below = [*closing_lines(status, workspace)]
-    return Page(heading, _HEADER, rows, below, following)
+    return _Page(heading, _HEADER, rows, below, following)
 
 
-def _sweep_page(status: SweepStatus, workspace: Workspace) -> Page:
+def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
     from flows.sweeping.status import status_lines, table_of
 
     (header, rows), record = table_of(status), status.record
     version = f", version {record.number}" if record.number > 1 else ""
     heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
     below = [*status_lines(status, workspace)]
-    return Page(heading, header, rows, below)
+    return _Page(heading, header, rows, below)
 
 
 # ---------------------------------------------------------------- reports

@@ -14,7 +14,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from flows.evaluations import evaluations_of
 from flows.notifying import messages as words
@@ -215,19 +215,10 @@ def hears_of(
 _TRIAL_WAIT_S = 5.0
 
 
-class SweepAtWork(Protocol):
-    """A sweep at work: :class:`flows.sweeping.admission.Admission` is one."""
-
-    held: str
-
-    def standing(self) -> Mapping[str, Any]:
-        """Every trial's ``state`` in a word, and the ``reason``."""
-
-
 class SweepWatching(Watching):
-    """Watches one sweep."""
+    """Watches one sweep, a :class:`flows.sweeping.admission.Admission`."""
 
-    def __init__(self, sweep: SweepAtWork, **common: Any) -> None:
+    def __init__(self, sweep: Any, **common: Any) -> None:
         super().__init__(**common)
         self._sweep = sweep
         self._told_held = self._told_trial = False

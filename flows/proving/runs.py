@@ -29,7 +29,7 @@ from flows.running.calls import (
     RunOutcome,
     make_recipe_plan,
     pin_code,
-    record_pinned_run,
+    record_run,
     work_on,
 )
 from flows.running.console import Console
@@ -96,9 +96,9 @@ def run_recipe_in(
     where = (f"workspace={workspace.root}", "data_root=null")
     plan = make_recipe_plan(asked.recipe, (*overrides, *where))
     make_router(plan.config.dispatch, workspace).check(plan.stages)
-    run = record_pinned_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned, {})
+    run = record_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned)
     workspace.write_run(run)
-    console = ProofConsole(name, tell)
+    console = _ProofConsole(name, tell)
     outcome = work_on(plan, workspace, run, Launch(False, True), console=console)
     _require_done(outcome, plan, console.stopping)
     return outcome
@@ -123,7 +123,7 @@ def _require_done(outcome: RunOutcome, plan: Plan, stopping: bool) -> None:
         raise error
 
 
-class ProofConsole(Console):
+class _ProofConsole(Console):
     """Says line by line how the stages of a proof go; knows whether somebody has pressed Ctrl-C."""
 
     stopping = False
@@ -177,7 +177,7 @@ _TAIL_BYTES = 1 << 16
 _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
 
-class Sight(NamedTuple):
+class _Sight(NamedTuple):
     """Word of a worker on itself: the step that it is in (from 1), and the phase."""
 
     attempt: int
@@ -186,7 +186,7 @@ class Sight(NamedTuple):
     worker: ProcessId
 
 
-class Interrupter:
+class _Interrupter:
     """Waits for each point in turn and hits the worker there, once per attempt.
 
     A phase that is over before it is seen is made up for: the worker is hit as soon after it as can
@@ -238,7 +238,7 @@ class Interrupter:
             time.sleep(_LOOK_S)
         return None
 
-    def _strike(self, point: Point, sight: Sight) -> Interruption | None:
+    def _strike(self, point: Point, sight: _Sight) -> Interruption | None:
         if not sight.worker.alive:
             return None
         if point.how == "stop":
@@ -252,7 +252,7 @@ class Interrupter:
             return None
         return Interruption(last.step, last.phase, point.how, sight.attempt)
 
-    def _look(self) -> Sight | None:
+    def _look(self) -> _Sight | None:
         numbers = self._paths.attempt_numbers()
         if not numbers:
             return None
@@ -263,7 +263,7 @@ class Interrupter:
         found = self._told(numbers[-1], paths)
         if found is None:
             return None
-        return Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
+        return _Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
 
     def _told(self, attempt: int, paths: AttemptPaths) -> tuple[int, str] | None:
         """The save that an attempt is at, or was at when it died; else what it says of itself:
@@ -486,7 +486,7 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
         tell(f"{name}: {interruption_line(found)}")
 
     def run(points: slice, *more: str, expect_end: bool = False) -> list[Interruption]:
-        interrupter = Interrupter(room.workspace, one.short.id, one.points[points], hit)
+        interrupter = _Interrupter(room.workspace, one.short.id, one.points[points], hit)
         with ThreadPoolExecutor(1, "interrupter") as pool:
             hits = pool.submit(interrupter.run)
             try:

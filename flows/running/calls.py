@@ -93,23 +93,7 @@ def record_run(
     """The record of a call on ``plan``, with the code as it is now, or was ``pinned``; ``more``
     goes into its provenance. It is not written yet."""
     pinned = pinned or pin_code(workspace)
-    run = record_pinned_run(plan, workspace, recipe, overrides, pinned, more)
-    if pinned.diff:
-        atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
-    return run
-
-
-def record_pinned_run(
-    plan: Plan,
-    workspace: Workspace,
-    recipe: str,
-    overrides: Sequence[str],
-    pinned: Pinned,
-    more: Mapping[str, object],
-) -> RunRecord:
-    """As :func:`record_run`, with code that was pinned before; to keep its ``diff`` is up to the
-    caller."""
-    return RunRecord(
+    run = RunRecord(
         version=RECORD_VERSION,
         run=workspace.new_run_id(plan.recipe),
         recipe=plan.recipe,
@@ -121,6 +105,9 @@ def record_pinned_run(
         started_at=now_text(),
         provenance={**pinned.provenance, "folder": str(Path.cwd()), "recipe": recipe, **more},
     )
+    if pinned.diff:
+        atomic.write_text(workspace.layout.run(run.run).diff, pinned.diff)
+    return run
 
 
 T = TypeVar("T")

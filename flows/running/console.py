@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from infra.host.terminal import printable, raw
 from infra.orchestrator.timeline import first_line, rough
 from refiner_core.contract.types import Progress, StageView
-from refiner_core.report.printing import clock
+from refiner_core.report.printing import clock, table_lines
 
 if TYPE_CHECKING:
-    from rich.console import Group
     from rich.live import Live
-    from rich.table import Table
+    from rich.text import Text
 
 
 def can_redraw(stream: TextIO) -> bool:
@@ -41,18 +40,6 @@ _LINE_EVERY_S = 10.0
 _AT_WORK_EVERY_S = 30.0
 _ROWS = 16
 _BAR_WIDTH = 16
-_STYLES = {
-    "waiting": "dim",
-    "queued": "dim cyan",
-    "paused": "yellow",
-    "running": "cyan",
-    "reattached": "cyan",
-    "skipped": "green",
-    "done": "green",
-    "failed": "bold red",
-    "interrupted": "yellow",
-    "blocked": "red",
-}
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
 _TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
@@ -239,44 +226,26 @@ class Console:
                 transient=self._trials is not None,
             )
             self._live.start()
-        self._live.update(self._shown(rows, title), refresh=True)
+        shown = [title] * bool(title) + self._table(rows[: _ROWS if title else None])
+        shown += [f"and {len(rows) - _ROWS} more"] * (bool(title) and len(rows) > _ROWS)
+        self._live.update(drawn(shown), refresh=True)
 
-    def _shown(self, rows: Sequence[StageView], title: str) -> Table | Group:
-        """A table of the stages; of a sweep the trials counted, and as many of those at work as
-        there is room for."""
-        if not title:
-            return self._table(rows)
-        from rich.console import Group
-        from rich.text import Text
-
-        parts: list[Text | Table] = [Text(title, style="bold")]
-        if rows:
-            parts.append(self._table(rows[:_ROWS]))
-        if len(rows) > _ROWS:
-            parts.append(Text(f"and {len(rows) - _ROWS} more", style="dim"))
-        return Group(*parts)
-
-    def _table(self, rows: Sequence[StageView]) -> Table:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False)
-        for title in ("stage", "state", "", "progress", "time"):
-            table.add_column(title, no_wrap=title != "progress", overflow="ellipsis")
-        now = self._clock()
+    def _table(self, rows: Sequence[StageView]) -> list[str]:
+        now, cells = self._clock(), []
         for view in rows:
-            style = _STYLES[view.state]
             seconds = view.seconds
             if view.state in _WORKING:
                 seconds = max(seconds, now - self._since.get(view.name, now))
-            table.add_row(
-                Text(printable(view.name)),
-                Text(view.state, style=style),
-                Text(bar(view), style=style),
-                Text(printable(detail(view))),
-                Text(clock(seconds) if seconds else ""),
-            )
-        return table
+            took = clock(seconds) if seconds else ""
+            cells.append((view.name, view.state, bar(view), took, detail(view)))
+        return [*table_lines(cells, ("stage", "state", "", "time", "progress"))] if cells else []
+
+
+def drawn(lines: Sequence[str]) -> Text:
+    """Lines as a terminal redraws them, each cut to its width."""
+    from rich.text import Text
+
+    return Text(printable("\n".join(lines)), no_wrap=True, overflow="ellipsis")
 
 
 def state_line(view: StageView) -> str:

@@ -125,7 +125,7 @@ def follow_log(
     """
     room = Workspace.read_only(workspace)
     stage_id, run_id, number = _attempt(room, stage, run, attempt)
-    return Follower(room, stage_id, run_id, tell).follow(1 if number is None else number)
+    return _Follower(room, stage_id, run_id, tell).follow(1 if number is None else number)
 
 
 def _attempt(
@@ -182,7 +182,7 @@ def _pieces(file: BinaryIO, decoder: codecs.IncrementalDecoder) -> Iterator[str]
         yield decoder.decode(data)
 
 
-class Follower:
+class _Follower:
     """Follows a stage's log from attempt to attempt until the stage ends. ``tell`` hears of which
     log something comes."""
 

@@ -38,7 +38,7 @@ class FetchFailed(RefinerError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class _Wanted:
     """One repository to fetch."""
 
     role: str
@@ -109,24 +109,24 @@ def local_model(config: ModelConfig) -> str:
         ) from error
 
 
-def _wanted(config: RecipeConfig, source: str) -> Wanted:
+def _wanted(config: RecipeConfig, source: str) -> _Wanted:
     """The repository that a source (``model``, ``data.rl@held-out-v1``) stands for."""
     role, protocol = without_protocol(source), protocol_name(source)
     if protocol:
         config = configs_under(config)[protocol]
     model, data = config.model, config.data
     if role == "model":
-        return Wanted(source, model.name_or_path, model.revision, "model")
+        return _Wanted(source, model.name_or_path, model.revision, "model")
     if role == "tokenizer":
-        return Wanted(source, str(model.tokenizer_name_or_path), "main", "model")
+        return _Wanted(source, str(model.tokenizer_name_or_path), "main", "model")
     if role == JUDGE_WEIGHTS:
-        return Wanted(source, config.judge.model, config.judge.revision or "main", "model")
+        return _Wanted(source, config.judge.model, config.judge.revision or "main", "model")
     which = role.removeprefix("data.")
     path, revision = getattr(data, f"{which}_path"), getattr(data, f"{which}_revision")
-    return Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
+    return _Wanted(source, path, revision, "dataset", getattr(data, f"{which}_split"))
 
 
-def _snapshot(wanted: Wanted) -> Path:
+def _snapshot(wanted: _Wanted) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -166,14 +166,14 @@ def _snapshot(wanted: Wanted) -> Path:
     return folder
 
 
-def _prepare_rows(wanted: Wanted) -> None:
+def _prepare_rows(wanted: _Wanted) -> None:
     """Rows are read through `datasets`, which keeps a cache of its own: fill that, too."""
     from datasets import load_dataset
 
     load_dataset(wanted.repo_id, split=wanted.split, revision=wanted.revision)
 
 
-def _described(wanted: Wanted, folder: Path) -> dict[str, Any]:
+def _described(wanted: _Wanted, folder: Path) -> dict[str, Any]:
     files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     size = sum(p.stat().st_size for p in files)
     return {

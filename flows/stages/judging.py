@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flows.stages.work import StageWork
 from infra.host.processes import node_address
@@ -195,18 +195,11 @@ _GIB = 2**30
 WAITING = "waits for the judge"
 
 
-class StageJudge(NamedTuple):
-    """A stage's judge, and the stage's IO, through which the judge's pauses are told too."""
-
-    judge: Judge
-    io: StageIO
-
-
 @contextlib.contextmanager
-def judge_for(work: StageWork) -> Iterator[StageJudge]:
-    """The judge of a stage. A server that refiner starts is kept as long as the block lasts, and
-    all that was judged is on the disk when it ends. A stage that asks none is given one that needs
-    no server.
+def judge_for(work: StageWork) -> Iterator[tuple[Judge, StageIO]]:
+    """The judge of a stage, and the stage's IO, through which the judge's pauses are told too. A
+    server that refiner starts is kept as long as the block lasts, and all that was judged is on the
+    disk when it ends. A stage that asks none is given a judge that needs no server.
 
     Raises
     ------
@@ -221,7 +214,7 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
     noted = _NotedIO(work.io)
     io = cast(StageIO, noted)
     if not asks_judge(work.config, work.spec.kind):
-        yield StageJudge(build_judge(JudgeConfig(), Surroundings()), io)
+        yield build_judge(JudgeConfig(), Surroundings()), io
         return
     with contextlib.ExitStack() as stack:
         endpoints = stack.enter_context(judge_endpoints(work))
@@ -237,7 +230,7 @@ def judge_for(work: StageWork) -> Iterator[StageJudge]:
         # answered before it keeps.
         if work.config.evaluate.occasion and work.spec.kind == "evaluate":
             judge = judge.fresh(work.stage_id) if isinstance(judge, FreshJudge) else judge
-        yield StageJudge(judge, io)
+        yield judge, io
 
 
 @contextlib.contextmanager

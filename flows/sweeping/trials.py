@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
-from flows.running.calls import Pinned, pin_code, record_pinned_run
+from flows.running.calls import Pinned, pin_code, record_run
 from infra.orchestrator.members import Member
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
@@ -185,7 +185,8 @@ class Trials:
     def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
         pinned = self._pinned = self._pinned or self.pin(self.workspace)
         more = {"sweep": {"name": self.sweep, "arm": trial.arm, "seed": trial.seed}}
-        run = record_pinned_run(plan, self.workspace, self.recipe, trial.overrides, pinned, more)
+        once = replace(pinned, diff="")  # all trials share one file of it
+        run = record_run(plan, self.workspace, self.recipe, trial.overrides, once, **more)
         if pinned.diff:
             self._keep_diff(run, pinned.diff)
         self.workspace.write_run(run)
