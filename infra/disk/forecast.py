@@ -20,7 +20,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -482,44 +482,30 @@ def fit(plans: Sequence[Plan], known: Knowledge, free_bytes: int, may_go: int = 
     """The cheapest change with which plans fit into ``free_bytes``, and ``may_go`` bytes where
     reclaiming is allowed; None: none does.
 
-    In order of what they cost: reclaim finished checkpoints, keep fewer checkpoints, one job at a
-    time, save only at the end. The identity of no stage changes.
+    In order of what they cost: reclaim finished checkpoints, keep one checkpoint, one job at a
+    time, save only at the end; then all of these together. The identity of no stage changes.
     """
-
-    def needed(changes: Mapping[str, int | bool]) -> int | None:
-        """Bytes that are needed with these changes; None where they are not there."""
+    steps = list(_changes(plans[0].config))
+    merged = {path: value for changes, _ in steps for path, value in changes.items()}
+    for changes, cost in ({}, ""), *steps, (merged, "; ".join(cost for _, cost in steps)):
         changed = [replace(p, config=replace_fields(p.config, changes)) for p in plans]
         found = forecast_disk(changed, known)
-        room = free_bytes + (may_go if found.reclaim else 0)
-        return found.needed_bytes if found.needed_bytes <= room else None
-
-    changes: dict[str, int | bool] = {}
-    costs: dict[str, str] = {}
-    ladder = _ladder(plans[0].config)
-    while (least := needed(changes)) is None:
-        if (step := next(ladder, None)) is None:
-            return None
-        path, value, cost = step
-        changes[path], costs[path] = value, cost
-    for path in tuple(changes):  # a later one may have made it needless
-        rest = {other: value for other, value in changes.items() if other != path}
-        if (without := needed(rest)) is not None:
-            changes, least = rest, without
-    overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
-    return Change(overrides, least, "; ".join(costs[path] for path in changes))
+        if found.needed_bytes <= free_bytes + (may_go if found.reclaim else 0):
+            overrides = tuple(f"{path}={str(value).lower()}" for path, value in changes.items())
+            return Change(overrides, found.needed_bytes, cost)
+    return None
 
 
-def _ladder(config: RecipeConfig) -> Iterator[tuple[str, int | bool, str]]:
-    """Fields with a value that takes less room, the cheapest first, and what that costs."""
-    if not config.disk.reclaim:
-        yield "disk.reclaim", True, "finished checkpoints are reclaimed"
+def _changes(config: RecipeConfig) -> Iterator[tuple[dict[str, int | bool], str]]:
+    """Fields with values that take less room, the cheapest first, and what that costs."""
     kinds = [kind for kind in STAGES if kind in config.stages]
-    for kind in kinds:
-        for keep in range(section_of(config, kind).keep - 1, 0, -1):
-            yield f"{kind}.keep", keep, f"{kind} keeps {keep}"
+    if not config.disk.reclaim:
+        yield {"disk.reclaim": True}, "finished checkpoints are reclaimed"
+    if keeping := [kind for kind in kinds if section_of(config, kind).keep > 1]:
+        yield {f"{kind}.keep": 1 for kind in keeping}, f"{', '.join(keeping)}: one is kept"
     if (most := config.dispatch.max_parallel) > 1 and config.dispatch.executor == "local":
-        yield "dispatch.max_parallel", 1, f"1 at a time instead of {most}"
-    for kind in kinds:
-        if section_of(config, kind).save_freq < (steps := _steps(kind, config)):
-            text = f"{kind} saves once, at the end: a failure loses all of it"
-            yield f"{kind}.save_freq", steps, text
+        yield {"dispatch.max_parallel": 1}, f"1 at a time instead of {most}"
+    steps = {kind: _steps(kind, config) for kind in kinds}
+    late = {f"{k}.save_freq": n for k, n in steps.items() if section_of(config, k).save_freq < n}
+    if late:
+        yield late, "saved once, at the end: a failure loses all of it"

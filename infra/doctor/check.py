@@ -33,7 +33,6 @@ from infra.store.atomic import TEMPORARY
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import kinds_of
-from refiner_core.contract.placement import STAGES, section_of
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
@@ -140,17 +139,12 @@ class Look:
     @property
     def gpus(self) -> int:
         """The most GPUs that a stage asks for on the machine that is looked at."""
-        if self.recipe and not self.stages and not self.on_slurm:
-            return self.most_gpus
         return max((s.resources.gpus for s in self.here(self.stages)), default=self.asked_gpus)
 
     @property
     def most_gpus(self) -> int:
         """The most GPUs that a stage of the recipe asks for, wherever it runs."""
-        if self.stages or not self.recipe:
-            return max((s.resources.gpus for s in self.stages), default=0)
-        named = [s for s in STAGES if s in self.config.stages]  # there is no plan
-        return max((section_of(self.config, s).resources.gpus for s in named), default=0)
+        return max((s.resources.gpus for s in self.stages), default=0)
 
     @property
     def rollout_servers(self) -> bool:

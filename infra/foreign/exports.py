@@ -12,7 +12,6 @@ import errno
 import fnmatch
 import os
 import shutil
-from collections.abc import Collection
 from io import BufferedReader
 from pathlib import Path
 
@@ -113,20 +112,12 @@ def make_model(source: Path, target: Path, companions: Path | None, *, within: P
     target.mkdir(parents=True, exist_ok=True)
     for name, path in sorted(model_files(source, companions, within=within).items()):
         link_or_copy(path, target / name)
-    return missing_files(target)
+    return missing_in(target)
 
 
 def missing_in(source: Path, companions: Path | None = None) -> list[str]:
     """Files that the model at ``source`` lacks to be loaded and published."""
-    return _lacking(model_files(source, companions))
-
-
-def missing_files(model: Path) -> list[str]:
-    """Files that a model folder lacks to be loaded and published."""
-    return _lacking([p.name for p in model.iterdir()] if model.is_dir() else [])
-
-
-def _lacking(names: Collection[str]) -> list[str]:
+    names = model_files(source, companions) if source.exists() else ()
     return [need for need in _NEEDED if not any(fnmatch.fnmatch(n, need) for n in names)]
 
 
@@ -138,7 +129,7 @@ def require_whole(model: Path, doing: str) -> None:
     StageFailed
         Names what is missing, and where it can come from.
     """
-    missing = missing_files(model)
+    missing = missing_in(model)
     if not missing:
         return
     there = ", ".join(sorted(p.name for p in model.iterdir())) if model.is_dir() else "nothing"

@@ -192,10 +192,6 @@ _END_S = 10.0
 _Values = TypeVarTuple("_Values")
 
 
-async def _nothing() -> None:
-    """Nothing is to be closed."""
-
-
 class LoopThread:
     """Starts at once. Its owner must not be reached from the callbacks, or is never collected.
 
@@ -214,9 +210,9 @@ class LoopThread:
     def __init__(
         self,
         name: str,
-        opened: Callable[[], None] = lambda: None,
-        closing: Callable[[], Awaitable[None]] = _nothing,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        opened: Callable[[], None],
+        closing: Callable[[], Awaitable[None]],
+        failed: Callable[[BaseException], None],
     ) -> None:
         self._opened, self._closing, self._failed = opened, closing, failed
         self._process = os.getpid()
@@ -239,18 +235,15 @@ class LoopThread:
                 raise RuntimeError("its event loop has ended")
             self._loop.call_soon_threadsafe(self._call, function, *values)
 
-    def end(self, *, wait: bool = True, timeout_s: float | None = _END_S) -> None:
-        """End the loop; nothing where that was done, or in a forked process.
-
-        Who collects garbage does not wait: it may be the loop's own thread.
-        """
+    def end(self, *, timeout_s: float | None = _END_S) -> None:
+        """End the loop; nothing where that was done, or in a forked process."""
         if os.getpid() != self._process:
             return
         with self._lock:
             if not self._over:
                 self._over = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
-        if wait and threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread:  # which may collect garbage
             self._thread.join(timeout_s)
 
     def _call(self, function: Callable[[Unpack[_Values]], None], *values: *_Values) -> None:

@@ -12,7 +12,6 @@ from refiner_core.contract.types import Judge
 from refiner_core.judges.calls import parse_judgement as parse_judgement
 from refiner_core.judges.lexical import LexicalJudge as LexicalJudge
 from refiner_core.judges.prompting import judge_prompts_digest as judge_prompts_digest
-from refiner_core.judges.prompting import render_prompt as render_prompt
 from refiner_core.judges.surroundings import Surroundings
 
 

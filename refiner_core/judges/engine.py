@@ -155,26 +155,18 @@ class _Tried(NamedTuple):
 
 def refused(server: Server, config: JudgeConfig) -> ConfigurationError:
     """A server refuses every call."""
-    status = server.refused
-    key = f"export {config.api_key_env}=… (judge.api_key_env names the variable)"
-    expected, fix = {
-        401: ("the key of that server", key),
-        403: ("a key that may use that server", key),
-        404: (
-            "an address that ends like http://HOST:PORT/v1, and a model that is served there",
-            f"judge.base_url, or judge.model ({config.model!r} now)",
-        ),
-    }.get(
-        status,
-        (
-            "an OpenAI-compatible server that takes all fields of the request",
-            "judge.base_url, judge.model, judge.max_tokens_field (newer OpenAI models take "
-            "max_completion_tokens), judge.temperature=null (not sent), judge.extra_body, or "
-            "judge.structured_output=auto (a schema only where it is taken)",
-        ),
-    )
+    key = f"{config.api_key_env} (judge.api_key_env names the variable)"
+    if server.refused in (401, 403):
+        expected, fix = "a key that may use that server", f"export the key as {key}"
+    else:
+        expected = "an OpenAI-compatible server that serves the model and takes all fields"
+        fix = (
+            f"judge.base_url (it ends like http://HOST:PORT/v1), judge.model ({config.model!r} "
+            "now), judge.max_tokens_field (newer OpenAI models take max_completion_tokens), "
+            "judge.temperature=null (not sent), judge.extra_body, or judge.structured_output=auto"
+        )
     return ConfigurationError(
-        f"The judge's server at {server.name} answers every call with HTTP {status}",
+        f"The judge's server at {server.name} answers every call with HTTP {server.refused}",
         expected=expected,
         fix=fix,
     )

@@ -117,29 +117,23 @@ def stem(word: str) -> str:
     return word[:-1] if word.endswith("e") and len(word) > _MIN_STEM else word
 
 
+#: Groups of rollouts share prompts and rubrics.
+_remembered = functools.lru_cache(maxsize=4096)
+
+
+@_remembered
 def content_words(text: str) -> frozenset[str]:
     """The stems of the words of ``text`` that are not stopwords."""
     return frozenset(stem(w) for w in _WORD.findall(text.casefold()) if w not in STOPWORDS)
 
 
+@_remembered
 def _criterion_words(description: str) -> frozenset[str]:
     words = content_words(description)
     return words - _INSTRUCTION_STEMS or words
 
 
 _INSTRUCTION_STEMS = frozenset(map(stem, INSTRUCTIONS))
-
-
-class _Texts:
-    """What was made of texts during one call (groups of rollouts share prompts and rubrics), and by
-    which standard they are judged."""
-
-    def __init__(self, standard: _Standard) -> None:
-        self.standard = standard
-        self.content = functools.cache(content_words)
-        self.criterion = functools.cache(_criterion_words)
-        self.answer = functools.cache(_answer_words)
-        self.phrases = functools.cache(_phrases)
 
 
 class LexicalJudge:
@@ -156,23 +150,24 @@ class LexicalJudge:
 
     def judge(self, requests: Sequence[JudgeRequest]) -> list[Judgement]:
         """One judgement per request, in order; identical requests are judged once."""
-        texts = _Texts(self.standard)
         known: dict[tuple[str, str, str], Judgement] = {}
         judgements = []
         for request in requests:
             key = (request.kind, request.text, request.reference)
             if key not in known:
-                known[key] = Judgement("scored", _SCORERS[request.kind](request, texts))
+                known[key] = Judgement("scored", _SCORERS[request.kind](request, self.standard))
             judgements.append(known[key])
         return judgements
 
 
+@_remembered
 def _answer_words(text: str) -> str:
     """Give what an answer says: inside ``<answer>``, tags away, lower case, single blanks."""
     inside = _ANSWER.search(text)
     return " ".join(strip_tags(inside[1] if inside else text).casefold().split())
 
 
+@_remembered
 def _phrases(description: str) -> tuple[str, ...]:
     found = (" ".join((a or b).casefold().split()) for a, b in _QUOTED.findall(description))
     return tuple(dict.fromkeys(phrase for phrase in found if phrase))
@@ -180,63 +175,55 @@ def _phrases(description: str) -> tuple[str, ...]:
 
 def contains_phrase(text: str, phrase: str) -> bool:
     """Say whether ``phrase`` stands in ``text`` as whole words (both normalised)."""
-    position = text.find(phrase)
-    while position >= 0:
-        end = position + len(phrase)
-        before = text[position - 1] if position else " "
-        after = text[end] if end < len(text) else " "
-        starts = not (_is_word(before) and _is_word(phrase[0]))
-        if starts and not (_is_word(after) and _is_word(phrase[-1])):
-            return True
-        position = text.find(phrase, position + 1)
-    return False
+    return _pattern(phrase).search(text) is not None
 
 
-def _is_word(character: str) -> bool:
-    return character.isalnum() or character == "_"
+@_remembered
+def _pattern(phrase: str) -> re.Pattern[str]:
+    begin, end = (r"\b" if re.match(r"\w", phrase[at]) else "" for at in (0, -1))
+    return re.compile(f"{begin}{re.escape(phrase)}{end}")
 
 
 def _share(wanted: frozenset[str], found: frozenset[str]) -> float:
     return len(wanted & found) / len(wanted) if wanted else 0.0
 
 
-def _rubric(request: JudgeRequest, texts: _Texts) -> float:
-    answer = texts.answer(request.text)
-    phrases, standard = texts.phrases(request.reference), texts.standard
+def _rubric(request: JudgeRequest, standard: _Standard) -> float:
+    answer = _answer_words(request.text)
+    phrases = _phrases(request.reference)
     words = frozenset(word for phrase in phrases for word in _WORD.findall(phrase))
     if words and not standard.whole_phrases:
         return _share(words, frozenset(_WORD.findall(answer)))
     if phrases:
         return sum(contains_phrase(answer, phrase) for phrase in phrases) / len(phrases)
-    share = _share(texts.criterion(request.reference), texts.content(answer))
+    share = _share(_criterion_words(request.reference), content_words(answer))
     return (
         1.0 if share >= standard.rubric_full else 0.5 if share >= standard.rubric_partial else 0.0
     )
 
 
-def _supported(request: JudgeRequest, texts: _Texts) -> float:
-    return _share(texts.content(request.text), texts.content(request.reference))
+def _supported(request: JudgeRequest) -> float:
+    return _share(content_words(request.text), content_words(request.reference))
 
 
-def _recall(request: JudgeRequest, texts: _Texts) -> float:
-    share = _supported(request, texts)
-    standard = texts.standard
+def _recall(request: JudgeRequest, standard: _Standard) -> float:
+    share = _supported(request)
     return 1.0 if share >= standard.recall_full else 0.5 if share > standard.recall_partial else 0.0
 
 
-def _precision(request: JudgeRequest, texts: _Texts) -> float:
-    return 1.0 if _supported(request, texts) > texts.standard.precision_relevant else 0.0
+def _precision(request: JudgeRequest, standard: _Standard) -> float:
+    return 1.0 if _supported(request) > standard.precision_relevant else 0.0
 
 
-def _needed(request: JudgeRequest, texts: _Texts) -> float:
+def _needed(request: JudgeRequest, standard: _Standard) -> float:
     words = _WORD.findall(request.text.casefold())
     if len(words) <= LEAD_WORDS:
         return 0.0
-    stated = len(texts.content(request.text)) >= NEEDED_CONTENT_WORDS
+    stated = len(content_words(request.text)) >= NEEDED_CONTENT_WORDS
     return 1.0 if stated or not FINITE_VERBS.isdisjoint(words) else 0.0
 
 
-_SCORERS: dict[str, Callable[[JudgeRequest, _Texts], float]] = {
+_SCORERS: dict[str, Callable[[JudgeRequest, _Standard], float]] = {
     "rubric": _rubric,
     "citation_recall": _recall,
     "citation_precision": _precision,

@@ -202,11 +202,6 @@ def hold_judge_prompts(prompt: str, form: str, digest: str) -> Iterator[JudgePro
         del _held[prompt, form]
 
 
-def render_prompt(version: str, request: JudgeRequest) -> list[Message]:
-    """The chat messages of one request. Errors as of :func:`load_judge_prompts`."""
-    return load_judge_prompts(version).render(request)
-
-
 @functools.lru_cache(maxsize=256)
 def fence(label: str, text: str, digits: int = _FENCE) -> str:
     """``text`` between tags that it cannot contain, and without tokens of chat templates."""

@@ -253,7 +253,7 @@ def test_the_cheapest_change_that_fits_is_proposed(workspace: Workspace) -> None
     assert change.overrides == ()
     change = fit([plan], known, as_it_is - 1)
     assert change is not None
-    assert change.overrides == ("grpo.keep=3",)
+    assert change.overrides == ("grpo.keep=1",)
     one = 4 * 10**9 * 14
     change = fit([plan], known, as_it_is - 3 * one)
     assert change is not None
