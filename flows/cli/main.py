@@ -177,14 +177,12 @@ def _open_what_is_closed() -> None:
 def _check_text(args: Sequence[str]) -> None:
     """Refuse what no record can hold: bytes that are no text."""
     for text in args:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
+        if (plain := text.encode(errors="replace").decode()) != text:
             raise ConfigurationError(
-                f"The argument {text.encode(errors='replace').decode()!r} is not UTF-8.",
+                f"The argument {plain!r} is not UTF-8.",
                 expected="text in UTF-8",
                 fix="rename the file, or set a UTF-8 locale (e.g. LC_ALL=C.UTF-8)",
-            ) from error
+            )
 
 
 def _usage_error(error: click.ClickException) -> str:

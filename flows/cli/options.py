@@ -22,7 +22,7 @@ from click.shell_completion import CompletionItem
 from flows.cli.aliases import FORMER, former_listing
 from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -188,6 +188,12 @@ def ask_leave(question: str, what: str, fix: str) -> None:
         raise ConfigurationError(what, expected="--yes, or a terminal to ask on", fix=fix)
     if not click.confirm(question, default=False, err=True):
         raise click.Abort
+
+
+def wrong_text(errors: int, warnings: int) -> str:
+    """``1 error and 2 warnings``; empty where there is neither."""
+    counts = [(errors, "error"), (warnings, "warning")]
+    return " and ".join(counted(n, word) for n, word in counts if n)
 
 
 def progress(what: str) -> Callable[[int, int], None]:

@@ -19,9 +19,10 @@ from flows.cli.options import (
     print_lines,
     say,
     show,
+    wrong_text,
 )
 from refiner_core.contract.records import picked, to_json
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
@@ -153,11 +154,9 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
             yield f"    {checked.name}:{finding.line}{place}{titled}: {finding.what}"
         if len(found) > len(shown):
             yield f"    ({len(found) - len(shown)} more: --all)"
-    counts = [(checked.errors, "error"), (checked.warnings, "warning")]
-    total = " and ".join(f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n)
-    size = f"{checked.rubrics:,} rubric{'s' * (checked.rubrics != 1)}"
+    total, size = wrong_text(checked.errors, checked.warnings), counted(checked.rubrics, "rubric")
     if checked.form == "rows":
-        size += f" in {checked.rows:,} row{'s' * (checked.rows != 1)}"
+        size += f" in {counted(checked.rows, 'row')}"
         if checked.rows_without:
             size += f" ({checked.rows_without:,} without: no judge term under `instance`)"
     accepted = f"; {len(checked.accepted)} accepted by its author" if checked.accepted else ""
