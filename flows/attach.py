@@ -41,7 +41,7 @@ _TRIES = 2
 _TRIED = "REFINER_ATTACH_TRIED"
 
 
-class Attach:
+class _Attach:
     """Shows one call.
 
     Parameters
@@ -150,4 +150,4 @@ def _answers(server: ServerInfo) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(Attach(int(sys.argv[1]), sys.argv[2], sys.argv[3]).run())
+    sys.exit(_Attach(int(sys.argv[1]), sys.argv[2], sys.argv[3]).run())

@@ -30,7 +30,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed, State
 
-from flows.flow_runs import ShownStage, Views, as_task, flow_run_state
+from flows.flow_runs import LAST_LINE_S, TERMINATION_S, ShownStage, Views, as_task, flow_run_state
 from flows.running import calls
 from flows.running.background import detach
 from flows.running.following import Follower, Node
@@ -44,11 +44,6 @@ from refiner_core.contract.plan import Plan, make_plan
 from refiner_core.contract.records import RunRecord, from_json, to_json
 from refiner_core.contract.services import is_service
 from refiner_core.contract.types import StageView
-
-#: A busy file system may show a process's end before its last line.
-_LAST_LINE_S = 5.0
-#: Prefect's runner kills 30 s after it has asked.
-_TERMINATION_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,7 @@ class _Followed(Views):
             self._gone_since = None
         else:
             self._gone_since = self._gone_since or time.monotonic()
-        if self._gone_since and time.monotonic() - self._gone_since > _LAST_LINE_S:
+        if self._gone_since and time.monotonic() - self._gone_since > LAST_LINE_S:
             return view, True
         state = flow_run_state(this_run.id)
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
@@ -246,7 +241,7 @@ class _Followed(Views):
 
     def wait_for_saves(self) -> None:
         """As long as the runner gives."""
-        until = time.monotonic() + _TERMINATION_S
+        until = time.monotonic() + TERMINATION_S
         while time.monotonic() < until and self._works():
             time.sleep(0.2)
 

@@ -75,9 +75,9 @@ _PROGRESS_S = 5.0
 #: Log lines of one stage that go to the server at a time: what is more is in the file.
 _MOST_LINES = 100
 #: Prefect's runner kills 30 s after it has asked.
-_TERMINATION_S = 20.0
+TERMINATION_S = 20.0
 #: A busy file system may show a process's end before its last line.
-_LAST_LINE_S = 5.0
+LAST_LINE_S = 5.0
 #: Longer than a sweep takes for its last report at most.
 _LAST_REPORT_S = 90.0
 #: A flow run's label: the process that follows the call, as :class:`ProcessId` writes it.
@@ -397,7 +397,7 @@ class _Follow:
                 gone_since = None
             elif gone_since is None:
                 gone_since = time.monotonic()
-            elif time.monotonic() - gone_since > _LAST_LINE_S:
+            elif time.monotonic() - gone_since > LAST_LINE_S:
                 if who.standing == "ended":
                     return ""
                 return f"The orchestrator ({who.where}) was killed, or its node was restarted."
@@ -432,7 +432,7 @@ class _Follow:
 
     def _wait_for_saves(self) -> None:
         """Before the runner kills this process: as long as it gives, then say what goes on."""
-        until = time.monotonic() + _TERMINATION_S
+        until = time.monotonic() + TERMINATION_S
         while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
             self._shared.views = self._follower.look()
             time.sleep(0.2)

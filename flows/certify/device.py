@@ -39,9 +39,7 @@ from flows.certify.work import (
     ON_CPU,
     SHAPES,
     STEPS,
-    EnoughSteps,
     Load,
-    MeasuringIO,
     Order,
     absent,
     check,
@@ -54,6 +52,7 @@ from flows.certify.work import (
     shape_of,
     write_rows,
 )
+from infra.attempt.stage_io import AttemptIO
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fingerprint import derive_seed
@@ -302,6 +301,21 @@ def timed(order: Order, act: Callable[[], object]) -> float:
 # ---------------------------------------------------------------- SFT
 
 
+class EnoughSteps(Exception):
+    """Ends a training that has been measured."""
+
+
+class _MeasuringIO(AttemptIO):
+    """The IO of an attempt that ends by :class:`EnoughSteps` after :data:`STEPS` steps and one to
+    warm up, before anything is saved: the state of a large model would fill a quota."""
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step; the last one that is wanted ends the training."""
+        super().log_metrics(step, metrics)
+        if step > STEPS:
+            raise EnoughSteps
+
+
 def _sft(
     order: Order, load: Load, model: Path, folder: Path, peak: float, of: str
 ) -> CertifiedCheck:
@@ -316,7 +330,7 @@ def _sft(
             data_dir=folder / "rows",
             model_ref=str(model),
             output_dir=place / "output",
-            io=open_io(place, MeasuringIO),
+            io=open_io(place, _MeasuringIO),
         )
     rows = metrics_of(place)[1:]
     per_s = statistics.median(row["tokens_per_second"] for row in rows)

@@ -54,7 +54,7 @@ from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.fields import typed
 from refiner_core.contract.placement import Placement
 from refiner_core.contract.proofs import CertifiedCheck
-from refiner_core.contract.types import Endpoint, GenerationRequest, SamplingParams
+from refiner_core.contract.types import Endpoint
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
@@ -188,7 +188,6 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
                 gap=gap,
             )
             yield _keyed(endpoint, way)
-            yield _sampling(rollouts.generator, way)
     except UnsupportedError as error:
         yield absent(f"vLLM, weights by {way}", error.what)
     except Exception as error:
@@ -223,19 +222,6 @@ def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
     except urllib.error.HTTPError as error:
         status = error.code
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
-
-
-def _sampling(generator: Any, way: str) -> CertifiedCheck:
-    requests = [GenerationRequest(tuple(range(20, 60 + i % 4)), i) for i in range(64)]
-    began = time.monotonic()
-    done = generator.generate(requests, SamplingParams(max_new_tokens=64))
-    tokens = sum(len(one.token_ids) for one in done)
-    per_s = tokens / (time.monotonic() - began)
-    return check(
-        *(f"sampling by vLLM ({way})", tokens > 0),
-        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
-        tokens_per_s=per_s,
-    )
 
 
 #: The tiny recipe, as little of it as hangs and dies.

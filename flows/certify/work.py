@@ -7,7 +7,6 @@ IO of an attempt, as a training stage has them. Nothing is fetched.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,21 +236,6 @@ def open_io(folder: Path, kind: type[AttemptIO] = AttemptIO) -> AttemptIO:
     """The IO of an attempt in a folder of its own, with the real store of checkpoints."""
     paths = StagePaths(folder / "control", folder / "data")
     return kind(paths, 1, CheckpointStore(paths.checkpoints, 1))
-
-
-class EnoughSteps(Exception):
-    """Ends a training that has been measured."""
-
-
-class MeasuringIO(AttemptIO):
-    """The IO of an attempt that ends by :class:`EnoughSteps` after :data:`STEPS` steps and one to
-    warm up, before anything is saved: the state of a large model would fill a quota."""
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step; the last one that is wanted ends the training."""
-        super().log_metrics(step, metrics)
-        if step > STEPS:
-            raise EnoughSteps
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:

@@ -53,12 +53,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "why": ("plan", "Follow a number to its protocol, samples, answers and judgements."),
     "rescore": ("judge", "Score stored rollouts of runs under another judge, rubrics, weights."),
     "judge": ("judge", "Ask a judge one question, measure it, see and end the servers of judges."),
-    "rubrics": ("sets", "List, show and check rubric sets."),
-    "protocols": ("sets", "List, show and check protocols: fixed ways of measuring."),
-    "environments": ("sets", "List, show, check and play what agents with tools work in."),
+    "rubrics": ("sets", "Show and check rubric sets."),
+    "protocols": ("sets", "Show and check protocols: fixed ways of measuring."),
+    "environments": ("sets", "Show, check and play what agents with tools work in."),
     "show": ("recipes", "Explain a configuration field: its mark, type, default and source."),
-    "recipes": ("recipes", "List the shipped recipes."),
-    "profiles": ("recipes", "List the shipped Slurm profiles."),
+    "list": ("recipes", "List what is shipped: recipes, profiles, rubrics, and more."),
     "serve": ("serve", "Carry out what is launched from Prefect: runs, sweeps, nights."),
     "deploy": ("serve", "Put the same deployments on a Prefect server, for a work pool."),
     "server": ("serve", "Show or stop the local Prefect server."),
@@ -76,7 +75,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def cli() -> None:
     """Post-training experiments from one recipe.
 
-    RECIPE is a shipped name (`refiner recipes`) or a YAML file; fields are overridden as
+    RECIPE is a shipped name (`refiner list recipes`) or a YAML file; fields are overridden as
     key=value, e.g. grpo.beta=0.01 workspace=/scratch/me/runs.
     """
 
@@ -178,14 +177,12 @@ def _open_what_is_closed() -> None:
 def _check_text(args: Sequence[str]) -> None:
     """Refuse what no record can hold: bytes that are no text."""
     for text in args:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
+        if (plain := text.encode(errors="replace").decode()) != text:
             raise ConfigurationError(
-                f"The argument {text.encode(errors='replace').decode()!r} is not UTF-8.",
+                f"The argument {plain!r} is not UTF-8.",
                 expected="text in UTF-8",
                 fix="rename the file, or set a UTF-8 locale (e.g. LC_ALL=C.UTF-8)",
-            ) from error
+            )
 
 
 def _usage_error(error: click.ClickException) -> str:

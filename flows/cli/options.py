@@ -19,9 +19,10 @@ from typing import Any, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
+from flows.cli.aliases import FORMER, former_listing
 from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -189,6 +190,12 @@ def ask_leave(question: str, what: str, fix: str) -> None:
         raise click.Abort
 
 
+def wrong_text(errors: int, warnings: int) -> str:
+    """``1 error and 2 warnings``; empty where there is neither."""
+    counts = [(errors, "error"), (warnings, "warning")]
+    return " and ".join(counted(n, word) for n, word in counts if n)
+
+
 def progress(what: str) -> Callable[[int, int], None]:
     """A teller of how much of how much is done: on a terminal, in a line that goes in the end."""
 
@@ -222,19 +229,7 @@ def show_listing(
 
 
 #: The JSON, rows, their header, and the commands that follow.
-Listing = tuple[Any, Sequence[Sequence[str]], Sequence[str], Sequence[str]]
-
-
-def listing(make: Callable[[], Listing]) -> Callable[[bool], None]:
-    """What a command does that shows a listing."""
-
-    @json_option
-    @functools.wraps(make)
-    def shown(as_json: bool) -> None:
-        value, rows, header, following = make()
-        show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
-
-    return shown
+Listing = tuple[dict[str, Any], Sequence[Sequence[str]], Sequence[str], Sequence[str]]
 
 
 #: Command -> (module below flows.cli, one line of help).
@@ -262,7 +257,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, its module imported."""
         if cmd_name not in self._table:
-            return None
+            kind = FORMER.get(cmd_name, "").removeprefix("list ")
+            return former_listing(kind, cmd_name) if kind else None
         module = importlib.import_module(f"flows.cli.{self._table[cmd_name][0]}")
         command: click.Command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         return command
@@ -275,7 +271,7 @@ class LazyGroup(click.Group):
         ConfigurationError
             There is none; names the nearest.
         """
-        if args and args[0] not in self._table and not args[0].startswith("-"):
+        if args and args[0] not in (*self._table, *FORMER) and not args[0].startswith("-"):
             from refiner_core.contract.fields import suggest
 
             raise ConfigurationError(

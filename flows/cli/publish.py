@@ -21,6 +21,7 @@ from flows.cli.options import (
     split_workspace,
     until_nobody_reads,
     working_options,
+    wrong_text,
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
 from infra.disk.keeper import gib
@@ -132,8 +133,7 @@ def _checked_lines(checked: Checked) -> Iterator[str]:
         fix = f" To mend it: {f.fix}." if f.fix else ""
         message = f.message if f.message.endswith((".", "…")) else f"{f.message}."
         yield f"{checked.name}:{f.line}: {f.rule}{kind}: {message}{fix}"
-    counts = [(checked.errors, "error"), (checked.warnings, "warning")]
-    found = " and ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n)
+    found = wrong_text(checked.errors, checked.warnings)
     compared = checked.has_evidence and all(f.rule != "evidence" for f in checked.findings)
     if not checked.errors and compared:
         good = "the card is what its evidence gives, number by number"

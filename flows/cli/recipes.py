@@ -1,4 +1,4 @@
-"""`refiner recipes`, `profiles`, `show`, `completion`: what is shipped, what a field is, and what a
+"""`refiner list`, `show`, `completion`: what is shipped, what a field is, and what a
 shell needs to complete both.
 """
 
@@ -13,7 +13,6 @@ from flows.cli.options import (
     Listing,
     command_line,
     json_option,
-    listing,
     print_json,
     say,
     show,
@@ -27,14 +26,8 @@ if TYPE_CHECKING:
     from refiner_core.contract.config import RecipeConfig
 
 
-@click.command("recipes")
-@listing
-def recipes_command() -> Listing:
-    """List the shipped recipes, with the GPUs that their largest stage asks for.
-
-    A recipe of your own is a YAML file: `include: NAME`, and the fields that differ
-    (`refiner init` writes one).
-    """
+def _recipes() -> Listing:
+    """With the GPUs that the largest stage of each asks for."""
     from flows.plans import list_recipes
 
     found = list_recipes()
@@ -50,18 +43,69 @@ def _gpus(config: RecipeConfig) -> str:
     return str(max((r.gpus * r.nodes for r in stages), default=0) or "none")
 
 
-@click.command("profiles")
-@listing
-def profiles_command() -> Listing:
-    """List the shipped Slurm profiles with what each is for.
-
-    A profile of your own is a YAML file: dispatch.executor=slurm dispatch.profile=FILE.
-    """
+def _profiles() -> Listing:
     from infra.slurm.profiles import list_profiles
 
     found = list_profiles()
     following = ("refiner plan RECIPE dispatch.executor=slurm dispatch.profile=NAME",)
     return {"profiles": found}, list(found.items()), ("name", "for"), following
+
+
+def _rubrics() -> Listing:
+    from flows.checking.sets import list_rubric_sets
+    from flows.cli.sets import set_json
+
+    def count(polarity: str) -> int:
+        return sum(r.polarity == polarity for r in one.rubrics)
+
+    sets, rows = list_rubric_sets(), []
+    for one in sets:
+        size = f"{count('positive')} + {count('negative')}"
+        rows.append((one.name, str(one.version), size, one.digest()[:12], one.description))
+    header = ("name", "version", "rubrics (+ -)", "digest", "for")
+    following = ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME")
+    return {"sets": [set_json(one) for one in sets]}, rows, header, following
+
+
+def _protocols() -> Listing:
+    from flows.checking.sets import list_protocols
+
+    found = list_protocols()
+    rows = [
+        (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
+        for k in found
+    ]
+    following = ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]")
+    value = {"protocols": [known.as_json() for known in found]}
+    return value, rows, ("name", "fingerprint", "fixes", "for"), following
+
+
+def _environments() -> Listing:
+    from flows.checking.sets import list_environments
+
+    known = dict(list_environments())
+    following = ("refiner environments show desk", "refiner plan tiny-tools")
+    return {"environments": known}, list(known.items()), ("name", "for"), following
+
+
+_LISTINGS = {
+    **{"recipes": _recipes, "profiles": _profiles, "rubrics": _rubrics},
+    **{"protocols": _protocols, "environments": _environments},
+}
+
+
+@click.command("list")
+@click.argument("kind", type=click.Choice(tuple(_LISTINGS)), metavar="KIND")
+@json_option
+def list_command(kind: str, as_json: bool) -> None:
+    """List what comes with refiner of KIND: recipes, profiles (of Slurm), rubrics, protocols,
+    environments.
+
+    A recipe of your own is a YAML file with `include: NAME` and the fields that differ (`refiner
+    init` writes one); a profile, a rubric set and a protocol of your own is a YAML file, too.
+    """
+    value, rows, header, following = _LISTINGS[kind]()
+    show_listing(as_json, lambda: {"version": 1, **value}, rows, header, following)
 
 
 @click.command("show")

@@ -56,7 +56,7 @@ def run_command(
     as_json: bool,
     launch: Launch,
 ) -> int:
-    """Carry out RECIPE: a shipped name (see `refiner recipes`) or a YAML file.
+    """Carry out RECIPE: a shipped name (see `refiner list recipes`) or a YAML file.
 
     What is done is skipped, what already runs is waited for, what was interrupted goes on from its
     last checkpoint. Ctrl-C, SIGTERM and closing the terminal (unless under nohup) ask the running

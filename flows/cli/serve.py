@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from flows.cli.aliases import former
 from flows.cli.options import (
     at_most_one,
     command_line,
@@ -212,15 +212,8 @@ def page_command(file: str, overrides: tuple[str, ...], out: str | None) -> int:
     return 0
 
 
-def _former(command: click.Command) -> click.Command:
-    """A command that has its place elsewhere now, with a warning that says where."""
-    former = copy.copy(command)
-    former.deprecated = f"It is `refiner {command.name}` now."
-    return former
-
-
-nightly_command.add_command(_former(serve_command))
-nightly_command.add_command(_former(deploy_command))
+nightly_command.add_command(former(serve_command))
+nightly_command.add_command(former(deploy_command))
 
 
 def _cell(value: object) -> str:

@@ -1,4 +1,4 @@
-"""`refiner rubrics`, `protocols` and `environments`: list, show, check, and play a task."""
+"""`refiner rubrics`, `protocols` and `environments`: show, check, and play a task."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from flows.cli.aliases import former_listing
 from flows.cli.options import (
-    Listing,
     command_line,
     json_option,
-    listing,
     overrides_argument,
     print_lines,
     say,
     show,
+    wrong_text,
 )
 from refiner_core.contract.records import picked, to_json
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
@@ -37,16 +37,17 @@ _WIDTH = 98
 
 
 def _group(name: str, text: str, epilog: str) -> click.Group:
-    """A group of commands whose first one, ``list``, is called where none is."""
-    text = f"{text}\n\nWithout a command, list them."
+    """A group of commands; without one it lists its kind, as it always did."""
+    listed = former_listing(name, "list")
 
     @click.group(name, invoke_without_command=True, epilog=epilog, help=text)
     @json_option
     @click.pass_context
     def group(context: click.Context, as_json: bool) -> None:
         if context.invoked_subcommand is None:
-            context.invoke(group.commands["list"], as_json=as_json)
+            context.invoke(listed, as_json=as_json)
 
+    group.add_command(listed)
     return group
 
 
@@ -58,34 +59,17 @@ def _filled(text: str, indent: str = "") -> str:
 
 rubrics_command = _group(
     "rubrics",
-    "List, show and check rubric sets.",
+    "Show and check rubric sets.",
     "A set of your own is one YAML file, named in reward.static_rubrics; begin with a copy "
     "of what `refiner rubrics show v3` names.",
 )
-
-
-@rubrics_command.command("list")
-@listing
-def list_rubrics() -> Listing:
-    """List the rubric sets that come with refiner."""
-    from flows.checking.sets import list_rubric_sets
-
-    sets = list_rubric_sets()
-    rows = [
-        (s.name, str(s.version), f"{_count(s, 'positive')} + {_count(s, 'negative')}",
-         s.digest()[:12], s.description)
-        for s in sets
-    ]  # fmt: skip
-    header = ("name", "version", "rubrics (+ -)", "digest", "for")
-    following = ("refiner rubrics show NAME", "refiner plan RECIPE reward.static_rubrics=NAME")
-    return {"sets": [_set_json(s) for s in sets]}, rows, header, following
 
 
 @rubrics_command.command("show")
 @click.argument("name", metavar="NAME")
 @json_option
 def show_rubrics(name: str, as_json: bool) -> None:
-    """Show the rubrics of a set: NAME is a shipped one (`refiner rubrics list`) or a YAML file."""
+    """Show the rubrics of a set: NAME is a shipped one (`refiner list rubrics`) or a YAML file."""
     from flows.checking.sets import show_rubric_set
 
     rubrics, path = show_rubric_set(name)
@@ -104,7 +88,7 @@ def show_rubrics(name: str, as_json: bool) -> None:
             yield f"\n{sign} {rubric.title}, weight {rubric.weight:g}{said}"
             yield _filled(rubric.description, "  ")
 
-    show(as_json, lambda: {"version": 1, "file": str(path), "set": _set_json(rubrics)}, lines)
+    show(as_json, lambda: {"version": 1, "file": str(path), "set": set_json(rubrics)}, lines)
 
 
 @rubrics_command.command("check")
@@ -132,11 +116,8 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
     return _WRONG if wrong else 0
 
 
-def _count(rubrics: RubricSet, polarity: str) -> int:
-    return sum(r.polarity == polarity for r in rubrics.rubrics)
-
-
-def _set_json(rubrics: RubricSet) -> dict[str, Any]:
+def set_json(rubrics: RubricSet) -> dict[str, Any]:
+    """A rubric set for scripts."""
     parts = zip(rubrics.rubrics, rubrics.origins, rubrics.accepted, strict=True)
     return {
         **picked(rubrics, "name", "version", "description", "source", "license"),
@@ -173,11 +154,9 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
             yield f"    {checked.name}:{finding.line}{place}{titled}: {finding.what}"
         if len(found) > len(shown):
             yield f"    ({len(found) - len(shown)} more: --all)"
-    counts = [(checked.errors, "error"), (checked.warnings, "warning")]
-    total = " and ".join(f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n)
-    size = f"{checked.rubrics:,} rubric{'s' * (checked.rubrics != 1)}"
+    total, size = wrong_text(checked.errors, checked.warnings), counted(checked.rubrics, "rubric")
     if checked.form == "rows":
-        size += f" in {checked.rows:,} row{'s' * (checked.rows != 1)}"
+        size += f" in {counted(checked.rows, 'row')}"
         if checked.rows_without:
             size += f" ({checked.rows_without:,} without: no judge term under `instance`)"
     accepted = f"; {len(checked.accepted)} accepted by its author" if checked.accepted else ""
@@ -188,33 +167,17 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
 
 protocols_command = _group(
     "protocols",
-    "List, show and check protocols: fixed ways of measuring, for models that differ in theirs.",
+    "Show and check protocols: fixed ways of measuring, for models that differ in theirs.",
     "A protocol of your own is one YAML file, named in evaluate.protocols; begin with a copy"
     " of what `refiner protocols show held-out-greedy-v1` names.",
 )
-
-
-@protocols_command.command("list")
-@listing
-def list_protocols_command() -> Listing:
-    """List the protocols that come with refiner."""
-    from flows.checking.sets import list_protocols
-
-    found = list_protocols()
-    rows = [
-        (k.protocol.name, k.fingerprint, ", ".join(k.protocol.sections), k.description)
-        for k in found
-    ]
-    following = ("refiner protocols show NAME", "refiner plan RECIPE evaluate.protocols=[NAME]")
-    value = {"protocols": [known.as_json() for known in found]}
-    return value, rows, ("name", "fingerprint", "fixes", "for"), following
 
 
 @protocols_command.command("show")
 @click.argument("name", metavar="NAME")
 @json_option
 def show_protocol_command(name: str, as_json: bool) -> None:
-    """Show what a protocol fixes: NAME is a shipped one (`refiner protocols list`) or a YAML file.
+    """Show what a protocol fixes: NAME is a shipped one (`refiner list protocols`) or a YAML file.
 
     The fingerprint covers what is fixed in effect, rubrics and prompts by their content: two files
     that measure alike have one, whatever they are called. Sections that are named are fixed whole;
@@ -280,21 +243,10 @@ def protocol_fields_command(as_json: bool) -> None:
 
 environments_command = _group(
     "environments",
-    "List, show and check what agents with tools work in; play a task by hand.",
+    "Show and check what agents with tools work in; play a task by hand.",
     "KEY=VALUE are fields of a recipe, e.g. environment.domains=[orders] or "
     "environment.tasks=FILE.jsonl. How to write one: refiner_core/environments/README.md.",
 )
-
-
-@environments_command.command("list")
-@listing
-def list_environments_command() -> Listing:
-    """List the environments that a recipe may name in environment.name."""
-    from flows.checking.sets import list_environments
-
-    known = dict(list_environments())
-    following = ("refiner environments show desk", "refiner plan tiny-tools")
-    return {"environments": known}, list(known.items()), ("name", "for"), following
 
 
 @environments_command.command("show")

@@ -115,24 +115,10 @@ def subject(workspace: Workspace, word: str | None) -> tuple[str | None, RunReco
     """
     from flows.running.status import find_run
     from flows.sweeping.status import newest_sweep, sweep_named
-    from infra.store.sweep_records import sweep_names
-    from refiner_core.contract.fields import suggest
 
     sweep = sweep_named(workspace, word) if word is not None else None
-    try:
-        run = find_run(workspace, word) if sweep is None else None
-    except ConfigurationError as error:
-        names = sweep_names(workspace)
-        if word is None or not (hint := suggest(word, names)):
-            raise
-        raise ConfigurationError(
-            f"{workspace.root} has no run and no sweep {word!r}.{hint}",
-            expected=f"one of: {', '.join([*names, *workspace.run_ids()][-5:])}",
-            fix="name one of these, or another workspace=DIR",
-        ) from error
-    if word is None:
-        sweep = newest_sweep(workspace, run)
-    return sweep, run
+    run = find_run(workspace, word) if sweep is None else None
+    return newest_sweep(workspace, run) if word is None else sweep, run
 
 
 def status_json(status: RunStatus, workspace: Workspace) -> dict[str, object]:

@@ -99,7 +99,6 @@ class Plans:
 
     asked: Asked
     config: RecipeConfig
-    workspace: Workspace
     stages: tuple[OneStage, ...]
     changed: dict[str, Any]
     given: frozenset[str]
@@ -151,7 +150,7 @@ def plan_proofs(asked: Asked) -> Plans:
     done = (s.id for s in short.stages if s.kind not in kinds)
     stages = tuple(_one(kind, asked, whole, short, overrides) for kind in kinds)
     given = frozenset(i for i in done if workspace.read_result(i) is not None)
-    return Plans(asked, whole.config, workspace, stages, changed, given)
+    return Plans(asked, whole.config, stages, changed, given)
 
 
 def _check(asked: Asked) -> None:

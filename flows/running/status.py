@@ -113,13 +113,13 @@ def find_run(
         hits = hits[-1:]
     if len(hits) == 1:
         return workspace.read_run(hits[0])
+    hint = suggest(wanted, [*known, *_swept(workspace)])
     if not known:
         raise ConfigurationError(
-            f"{workspace.root} has no run {wanted!r}: no run is recorded there.",
+            f"{workspace.root} has no run {wanted!r}: no run is recorded there.{hint}",
             expected="a workspace with runs",
             fix="name another one with workspace=DIR, or begin a run with `refiner run RECIPE`",
         )
-    hint = _hint_at_trial(workspace, wanted) or suggest(wanted, known)
     what = f"{workspace.root} has no run {wanted!r}.{hint}"
     if hits:
         what = f"{wanted!r} may mean {len(hits)} runs of {workspace.root}."
@@ -127,7 +127,8 @@ def find_run(
     raise ConfigurationError(
         what,
         expected=f"one of: {shown}",
-        fix="name one of these (`refiner status --all` lists them), or another workspace=DIR",
+        fix="name one of these (`refiner status --all` lists them; a trial is SWEEP:ARM/seedN), or "
+        "another workspace=DIR",
     )
 
 
@@ -182,17 +183,13 @@ def stage_id_of(workspace: Workspace, stage: str, run: RunRecord | None) -> str:
     return the_stage(run or required_run(workspace, None, f"a run with the stage {stage}"), stage)
 
 
-def _hint_at_trial(workspace: Workspace, wanted: str) -> str:
-    """Hint at how a trial is named, where a sweep or a trial without its sweep was; else empty."""
+def _swept(workspace: Workspace) -> Iterator[str]:
+    """Sweeps, and their trials as they may be named."""
     from infra.store.sweep_records import read_sweep, sweep_names
 
     for name in sweep_names(workspace):
-        trials = [t.name for t in read_sweep(workspace, name).trials]
-        if wanted == name:
-            return f" It is a sweep; a run of it is {name}:ARM/seedN, e.g. {name}:{trials[0]}."
-        if (trial := wanted.removeprefix(f"{name}/")) in trials:
-            return f" Did you mean the trial {name}:{trial}?"
-    return ""
+        yield name
+        yield from (f"{name}:{trial.name}" for trial in read_sweep(workspace, name).trials)
 
 
 def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:

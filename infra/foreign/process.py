@@ -275,40 +275,38 @@ class TrainerLog:
             self._waiting.popleft()
 
 
-@dataclass(frozen=True)
-class Ending:
-    """End of a trainer.
+def error_of(code: int, printed: Sequence[str], output: Path, oom_kills: int = 0) -> Exception:
+    """The error to raise; the message holds the trainer's own words.
 
-    ``code`` is that of a shell (128 + signal), ``lines`` are its last ones, ``oom_kills`` counts
-    what the kernel has killed for lack of memory while it ran.
+    Parameters
+    ----------
+    code
+        That of a shell (128 + signal).
+    printed
+        The trainer's last lines.
+    output
+        Where it wrote.
+    oom_kills
+        How many the kernel has killed for lack of memory while it ran.
     """
-
-    code: int
-    lines: Sequence[str]
-    output: Path
-    oom_kills: int = 0
-
-
-def error_of(ending: Ending) -> Exception:
-    """The error to raise; the message holds the trainer's own words."""
-    lines = [line.strip() for line in ending.lines if line.strip()][-_LINES:]
+    lines = [line.strip() for line in printed if line.strip()][-_LINES:]
     for line in reversed(lines):
         failure = class_of_text(line)
         if failure == "disk_full":
-            return no_space_error(ending.output, "the trainer was writing", OSError(line))
+            return no_space_error(output, "the trainer was writing", OSError(line))
         if failure == "out_of_memory":
             return MemoryError(f"The trainer ran out of memory: {line}")
         if failure is not None:  # of the GPU: whoever classifies goes by the text
-            return _failed(ending, line, lines)
+            return _failed(code, line, lines)
     # Writers say only that a write failed, and a full disk kills those of a mapped file: a probe
     # decides.
-    no_room = any(is_no_space(RuntimeError(line), ending.output) for line in lines[-_SHOWN:])
-    if ending.code == 128 + signal.SIGBUS:
-        no_room = not has_room(ending.output)
+    no_room = any(is_no_space(RuntimeError(line), output) for line in lines[-_SHOWN:])
+    if code == 128 + signal.SIGBUS:
+        no_room = not has_room(output)
     if no_room:
-        return no_space_error(ending.output, "the trainer was writing", OSError(_last(lines)))
-    if ending.oom_kills and ending.code in (128 + signal.SIGKILL, 1):
-        return MemoryError(f"The kernel killed {ending.oom_kills} processes for lack of memory")
+        return no_space_error(output, "the trainer was writing", OSError(_last(lines)))
+    if oom_kills and code in (128 + signal.SIGKILL, 1):
+        return MemoryError(f"The kernel killed {oom_kills} processes for lack of memory")
     for line in reversed(lines):
         if _NOT_FINITE.search(line):
             return NotFiniteError(
@@ -316,22 +314,22 @@ def error_of(ending: Ending) -> Exception:
                 expected="finite losses and gradients",
                 fix="lower its learning rate, or look at its data",
             )
-    if ending.code in CANNOT_START:
+    if code in CANNOT_START:
         return ConfigurationError(
-            f"The trainer could not be started (exit code {ending.code}): {_last(lines)}",
+            f"The trainer could not be started (exit code {code}): {_last(lines)}",
             expected="a command that can be run where the job runs",
             fix="correct command.run, or command.workdir",
         )
-    if ending.code > 128 and ending.code != 128 + signal.SIGINT:
-        name = f"signal {ending.code - 128}"
+    if code > 128 and code != 128 + signal.SIGINT:
+        name = f"signal {code - 128}"
         with contextlib.suppress(ValueError):
-            name = signal.Signals(ending.code - 128).name
+            name = signal.Signals(code - 128).name
         return KilledError(
             f"The trainer was ended by {name}; its last line: {_last(lines)}",
             fix="nothing, if that was an accident: the next attempt goes on from its last "
             "checkpoint",
         )
-    return _failed(ending, _last(lines), lines)
+    return _failed(code, _last(lines), lines)
 
 
 def kernel_oom_kills(root: Path = Path("/")) -> int:
@@ -368,10 +366,10 @@ def _counts_of_groups(root: Path) -> list[Path]:
     return found
 
 
-def _failed(ending: Ending, line: str, lines: Sequence[str]) -> ScriptFailed:
+def _failed(code: int, line: str, lines: Sequence[str]) -> ScriptFailed:
     tail = "\n".join(lines[-_SHOWN:])
     error = ScriptFailed(
-        f"The trainer ended with exit code {ending.code}: {line}",
+        f"The trainer ended with exit code {code}: {line}",
         expected="exit code 0",
         fix=f"look at its log (`refiner logs STAGE`). Its last lines:\n{tail}",
     )

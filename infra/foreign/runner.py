@@ -37,7 +37,6 @@ from infra.foreign.checkpoints import (
 from infra.foreign.process import (
     PHASE,
     Call,
-    Ending,
     Line,
     LineReader,
     TrainerLog,
@@ -175,7 +174,7 @@ def _to_its_end(at_work: _AtWork) -> list[ForeignCheckpoint]:
             fix="run the same command again",
         )
     if code != 0:
-        error = error_of(at_work.ending(code))
+        error = at_work.error(code)
         if all(c.damage for c in found):  # nothing else tells what a save takes
             at_work.io.checkpoints.lost_bytes = sum(size_of(c.path) for c in found)
         # Nobody writes now, and what is half-written takes the room that the outcome needs.
@@ -234,10 +233,10 @@ class _AtWork:
             total = steps_to_take(newest.path)
         return replace(told, done=max(told.done, newest.step), total=total)
 
-    def ending(self, code: int) -> Ending:
-        """Its end, for who says why."""
+    def error(self, code: int) -> Exception:
+        """Why it ended."""
         kills = kernel_oom_kills() - self._oom_before
-        return Ending(code, tuple(self._lines), self.job.call.output, kills)
+        return error_of(code, self._lines, self.job.call.output, kills)
 
     def flush_log(self) -> None:
         """Write what did not go in so far."""

@@ -2,7 +2,7 @@
 
 ::
 
-    put ─> memory ─> (at most 0.2 s, or 256 records) ─> a file of this process, in the workspace
+    put ─> memory ─> (at most 0.2 s) ─> a file of this process, in the workspace
     get <─ memory <─ (at most once a second) <─ files of all processes
 
 In: keys and scored judgements. Out: what is known of keys. A judgement that was put is on its way
@@ -224,7 +224,7 @@ def keep_small(new: Path, limit_bytes: int, complaints: Complaints) -> None:
             complaints.say("upkeep", "the store of judgements cannot be kept small: %s", error)
 
 
-_BATCH, _LONGEST_WAIT_S = 256, 0.2
+_LONGEST_WAIT_S = 0.2
 _LOOK_EVERY_S = 1.0
 _TRY_AGAIN_S = 30.0
 _SMALLEST_SEGMENT, _LARGEST_SEGMENT = 64 << 10, 64 << 20
@@ -265,7 +265,7 @@ class WorkspaceStore:
         # Always taken in this order. Only the last one is held while nothing slow happens.
         self._looking, self._writing = threading.RLock(), threading.RLock()
         self._lock = threading.Lock()
-        self._some, self._enough = threading.Event(), threading.Event()
+        self._ended = threading.Event()
 
     def __enter__(self) -> WorkspaceStore:
         return self
@@ -303,9 +303,6 @@ class WorkspaceStore:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="judgements", daemon=True)
                 self._thread.start()
-        self._some.set()
-        if len(self._waiting) >= _BATCH * RECORD_BYTES:
-            self._enough.set()
 
     def flush(self) -> None:
         """Have the disk take what was put so far; what it refuses is said in the log."""
@@ -332,8 +329,7 @@ class WorkspaceStore:
             was_closed, self._closed = self._closed, True
         if was_closed:
             return
-        self._some.set()
-        self._enough.set()
+        self._ended.set()
         if self._thread is not None:
             self._thread.join()
         with self._writing:
@@ -343,11 +339,7 @@ class WorkspaceStore:
     # ------------------------------------------------------------ writing
 
     def _work(self) -> None:
-        while not self._closed:
-            self._some.wait()
-            self._enough.wait(_LONGEST_WAIT_S)
-            self._some.clear()
-            self._enough.clear()
+        while not self._ended.wait(_LONGEST_WAIT_S):
             self._write()
 
     def _write(self, *, now: bool = False) -> bool:

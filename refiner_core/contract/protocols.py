@@ -167,7 +167,7 @@ def parse_protocol(text: str) -> ProtocolFile:
     if not isinstance(values, dict):
         raise ConfigurationError(
             f"`evaluate.protocols` has {text!r:.80}, which is no protocol that was read.",
-            expected="the name of a shipped protocol (`refiner protocols list`) or a YAML file, "
+            expected="the name of a shipped protocol (`refiner list protocols`) or a YAML file, "
             "given in a recipe or on the command line, where it is read",
             fix="name it there",
         )

@@ -37,7 +37,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("line", "wanted"),
     [
-        ("refiner pro", ["prove-resume", "protocols", "profiles"]),
+        ("refiner pro", ["prove-resume", "protocols"]),
         ("refiner judge se", ["servers"]),
         ("refiner plan ti", ["tiny-tools", "tiny-zero3", "tiny"]),
         ("refiner run tiny --no", ["--no-server"]),

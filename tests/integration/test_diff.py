@@ -225,7 +225,7 @@ def test_trials_are_named_by_sweep_arm_and_seed(
     for word, said in (
         ("kl:beta-0.1/seed2", "has not begun"),
         ("kl:beta-0.2/seed1", "Did you mean"),
-        ("kl", "It is a sweep; a run of it is kl:ARM/seedN"),
+        ("kl", "a trial is SWEEP:ARM/seedN"),
     ):
         assert main(["diff", word, run.run.run, where]) == 2
         assert said in capsys.readouterr().err

@@ -35,7 +35,6 @@ from infra.foreign.exports import (
 )
 from infra.foreign.process import (
     Call,
-    Ending,
     Line,
     LineReader,
     TrainerLog,
@@ -331,7 +330,7 @@ def test_the_default_pattern_reads_the_usual_lines() -> None:
 def test_an_end_is_of_the_class_that_its_last_words_say(
     tmp_path: Path, code: int, lines: list[str], failure: str
 ) -> None:
-    error = error_of(Ending(code, lines, tmp_path))
+    error = error_of(code, lines, tmp_path)
     outcome = classify(error, tmp_path)
     assert outcome.failure == failure
     assert lines[-1].split(": ")[-1][:20] in outcome.message or len(lines) > 1
@@ -339,12 +338,12 @@ def test_an_end_is_of_the_class_that_its_last_words_say(
 
 def test_what_was_said_long_before_the_end_is_not_why(tmp_path: Path) -> None:
     lines = ["warning: CUDA out of memory, retrying", *["step"] * 100, "KeyError: 'x'"]
-    assert isinstance(error_of(Ending(1, lines, tmp_path)), StageFailed)
+    assert isinstance(error_of(1, lines, tmp_path), StageFailed)
 
 
 def test_a_kill_while_the_kernel_ran_out_of_memory_is_that(tmp_path: Path) -> None:
-    assert isinstance(error_of(Ending(137, ["step 3"], tmp_path, oom_kills=1)), MemoryError)
-    assert classify(error_of(Ending(137, ["step 3"], tmp_path))).decision == "resume"
+    assert isinstance(error_of(137, ["step 3"], tmp_path, oom_kills=1), MemoryError)
+    assert classify(error_of(137, ["step 3"], tmp_path)).decision == "resume"
 
 
 # ---------------------------------------------------------------- the process

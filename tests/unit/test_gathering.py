@@ -41,9 +41,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RecordedSweep:
 def test_a_trial_is_hinted_at_by_whoever_forgets_its_sweep(made: RecordedSweep) -> None:
     workspace = Workspace.read_only(made.root)
     for word in ("base/seed1", "drawn/base/seed1"):
-        with pytest.raises(ConfigurationError, match="Did you mean the trial drawn:base/seed1"):
+        with pytest.raises(ConfigurationError, match="Did you mean 'drawn:base/seed1'"):
             find_run(workspace, word)
-    with pytest.raises(ConfigurationError, match=r"is a sweep; .*e.g. drawn:base/seed1"):
+    with pytest.raises(ConfigurationError, match="a trial is SWEEP:ARM/seedN"):
         find_run(workspace, "drawn")
 
 

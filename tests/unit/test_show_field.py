@@ -192,10 +192,11 @@ def test_what_there_is_is_listed_with_a_line_each(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
-    assert main([name]) == 0
+    words = [name] if name == "sweep" else ["list", name]
+    assert main(words) == 0
     plain = capsys.readouterr()
     assert "Next:" in plain.err
-    assert main([name, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     kind = {"rubrics": "sets", "sweep": "shipped"}.get(name, name)
     assert len(value[kind]) >= 3
@@ -206,14 +207,21 @@ def test_what_there_is_is_listed_with_a_line_each(
         assert max(map(len, lines)) <= 100
 
 
-def test_listing_with_and_without_the_word_list_is_the_same(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    "former", ["recipes", "profiles", "rubrics list", "protocols list", "environments list"]
+)
+def test_former_names_of_listings_say_what_they_are_now(
+    former: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("rubrics", "protocols", "environments"):
-        assert main([name]) == 0
-        plain = capsys.readouterr().out
-        assert main([name, "list"]) == 0
-        assert capsys.readouterr().out == plain
+    kind = former.split()[0]
+    assert main(["list", kind]) == 0
+    now = capsys.readouterr().out
+    assert main(former.split()) == 0
+    shown = capsys.readouterr()
+    assert (shown.out, f"`refiner list {kind}` now" in shown.err) == (now, True)
+    if former != kind:
+        assert main([kind]) == 0
+        assert capsys.readouterr().out == now
 
 
 def test_explaining_a_field_imports_nothing_heavy() -> None:

@@ -250,7 +250,7 @@ def test_following_goes_over_to_the_next_attempt_and_ends_with_the_stage(
 
 
 def test_profiles_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profiles", "--json"]) == 0
+    assert main(["list", "profiles", "--json"]) == 0
     assert "default" in json.loads(capsys.readouterr().out)["profiles"]
 
 

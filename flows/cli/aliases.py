@@ -1,0 +1,32 @@
+"""Former names of commands: they do what they did, and say on standard error what they are now."""
+
+from __future__ import annotations
+
+import copy
+from typing import cast
+
+import click
+
+#: Former command of `refiner` -> what it is now.
+FORMER = {"recipes": "list recipes", "profiles": "list profiles"}
+
+
+def former(command: click.Command) -> click.Command:
+    """A command that has its place at the top now, with a warning that says so."""
+    before = copy.copy(command)
+    before.deprecated = f"It is `refiner {command.name}` now."
+    return before
+
+
+def former_listing(kind: str, name: str) -> click.Command:
+    """A command of its own that lists one kind, as `refiner list` does now."""
+
+    @click.command(name, deprecated=f"It is `refiner list {kind}` now.")
+    @click.option("--json", "as_json", is_flag=True, help="print JSON on stdout")
+    @click.pass_context
+    def listed(context: click.Context, as_json: bool) -> None:
+        refiner = cast("click.Group", context.find_root().command)
+        now = cast("click.Command", refiner.get_command(context, "list"))
+        context.invoke(now, kind=kind, as_json=as_json)
+
+    return listed
