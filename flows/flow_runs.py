@@ -55,7 +55,7 @@ from flows.artifacts import (
     shortened,
 )
 from flows.running.background import Detached, detach_run
-from flows.running.following import Follower, Node, inputs_of, new_lines, sweep_follower
+from flows.running.following import Follower, Node, SweepFollower, inputs_of, new_lines
 from flows.running.showing import Launch
 from infra.host.processes import ProcessId, host_name
 from infra.orchestrator.timeline import Incident, run_incidents
@@ -237,7 +237,7 @@ class Call:
     room: Workspace
     name: str
     id: str
-    follower: Follower
+    follower: Follower | SweepFollower
 
     @property
     def noun(self) -> str:
@@ -278,7 +278,7 @@ class Call:
     def of_sweep(room: Workspace, name: str) -> Call:
         """The newest version of a recorded sweep."""
         record = read_sweep(room, name)
-        return Call(room, record.name, sweep_call(record.name), sweep_follower(room, record))
+        return Call(room, record.name, sweep_call(record.name), SweepFollower(room, record))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,16 @@
 """Follows what the orchestrator of a run or a sweep records. No Prefect import.
 
 In: a call's event log (append-only, one writer) and, of stages at work, their heartbeats. Out: the
-newest :class:`~refiner_core.contract.types.StageView` of each stage (of a sweep: of each trial),
-and what else has happened. Only new lines are read, so following costs no scan of the workspace. A
-``begin`` line says that another process has taken the call up: what stood before it is history.
+newest :class:`~refiner_core.contract.types.StageView` of each stage (of a large sweep: of each
+trial), and what else has happened. Only new lines are read, so following costs no scan of the
+workspace. A ``begin`` line says that another process has taken the call up: what stood before it
+is history.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +28,19 @@ TOLD = (
     *("outage", "back"),
     *("trial", "canary", "hold"),  # of a sweep
 )
+#: A sweep of more stages is shown by its trials.
+MOST_STAGES = 200
 _AT_WORK = ("running", "reattached")
 #: As the event log says it -> a view's state.
 _STATES: Mapping[str, ViewState] = {
     **{state: state for state in get_args(ViewState)},
     "held": "interrupted",  # of a trial
 }
+#: Of a stage that several trials share, the view that says most.
+_SAYS_MOST: tuple[ViewState, ...] = (
+    *("waiting", "blocked", "interrupted", "failed", "skipped"),
+    *("queued", "paused", "reattached", "running", "done"),
+)
 
 
 @dataclass(frozen=True)
@@ -158,9 +167,58 @@ class Follower:
                 continue
 
 
-def sweep_follower(workspace: Workspace, record: SweepRecord) -> Follower:
-    """The newest views of a sweep: of each trial, as its stages may be thousands."""
-    return Follower(workspace, sweep_call(record.name), {t.name: "" for t in record.trials})
+class SweepFollower:
+    """The newest views of a sweep: of each stage once, ``ARM/seed1/grpo``, those that trials share
+    by their own name; of one with more than ``most`` stages, of each trial."""
+
+    def __init__(self, workspace: Workspace, record: SweepRecord, most: int = MOST_STAGES) -> None:
+        self._workspace = workspace
+        self._trials = Follower(
+            workspace, sweep_call(record.name), {t.name: "" for t in record.trials}
+        )
+        self._stages = {t.name: t.stages for t in record.trials}
+        self._names = _stage_names(record)
+        self._followers: dict[tuple[str, str], Follower] = {}
+        self._by_stage = len(self._names) <= most
+        self.nodes = self._trials.nodes
+        if self._by_stage:
+            self.nodes = {name: Node(name, stage_id) for stage_id, name in self._names.items()}
+
+    def look(self) -> dict[str, StageView]:
+        """The views now."""
+        trials = self._trials.look()
+        if not self._by_stage:
+            return trials
+        views: dict[str, StageView] = {}
+        for trial, whole in trials.items():
+            for name, view in self._of_trial(trial, whole).items():
+                node = self._names[self._stages[trial][name]]
+                other, view = views.get(node), replace(view, name=node)
+                if other is None or _says(view) > _says(other):
+                    views[node] = view
+        return views
+
+    def news(self) -> list[Mapping[str, Any]]:
+        """Events of trials and the disk since the newest ``begin``, each once."""
+        return self._trials.news()
+
+    def _of_trial(self, trial: str, whole: StageView) -> Mapping[str, StageView]:
+        """The stages of a trial; what never came to be in one that is over is over too."""
+        stages, run = self._stages[trial], self._trials.runs.get(trial)
+        if whole.state == "waiting" or run is None:
+            views = {name: Node(name, stage_id).waiting for name, stage_id in stages.items()}
+        else:
+            key = (trial, run)
+            if key not in self._followers:
+                self._followers[key] = Follower(self._workspace, run, stages)
+            views = self._followers[key].look()
+        if not whole.terminal:
+            return views
+        done: ViewState = "skipped" if whole.state in ("done", "skipped") else "interrupted"
+        said = whole.message
+        return {
+            n: v if v.terminal else replace(v, state=done, message=said) for n, v in views.items()
+        }
 
 
 def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> list[str]:
@@ -174,6 +232,28 @@ def inputs_of(workspace: Workspace, nodes: Mapping[str, Node], name: str) -> lis
     wanted = {f for role, f in record.spec.input_fingerprints.items() if role not in at_step}
     of_stages = [node for node in nodes.values() if node.id]
     return [n.name for n in of_stages if any(f.startswith(n.fingerprint) for f in wanted)]
+
+
+def _says(view: StageView) -> int:
+    return _SAYS_MOST.index(view.state)
+
+
+def _stage_names(record: SweepRecord) -> dict[str, str]:
+    """Stage id -> its name among all stages of the sweep; with some of its fingerprint where
+    several that trials share go by one name."""
+    count = Counter(i for t in record.trials for i in t.stages.values())
+    first = {i: (t, name) for t in reversed(record.trials) for name, i in t.stages.items()}
+    alike = Counter(name for i, (_, name) in first.items() if count[i] > 1)
+    names = {}
+    for trial in record.trials:
+        for stage_id in trial.stages.values():
+            owner, name = first[stage_id]
+            if count[stage_id] == 1:
+                names[stage_id] = f"{owner.name}/{name}"
+            else:
+                more = f"-{stage_id.rpartition('-')[2][:6]}" if alike[name] > 1 else ""
+                names[stage_id] = f"{name}{more}"
+    return names
 
 
 def new_lines(path: Path, position: int) -> tuple[list[str], int]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flows.running.following import sweep_follower
+from flows.running.following import SweepFollower
 from flows.sweeping.launching import record_version
 from flows.sweeping.planning import make_sweep_plan
 from infra.prefect_server import server_status, stop_server
@@ -131,7 +131,7 @@ def following(folder: Path) -> dict[str, Any]:
     call, names = sweep_call(record.name), [t.name for t in plan.trials]
     events = room.layout.run(call).events
     events.parent.mkdir(parents=True, exist_ok=True)
-    follower = sweep_follower(room, record)
+    follower = SweepFollower(room, record)
     with events.open("a", encoding="utf-8") as log:
 
         def say(state: str, trials: list[str]) -> None:

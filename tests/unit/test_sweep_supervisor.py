@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.running.following import sweep_follower
+from flows.running.following import SweepFollower, inputs_of
 from flows.sweeping.forecasting import used_before
 from flows.sweeping.launching import record_version, suspend_sweep
 from flows.sweeping.status import SweepWatcher, status_lines
@@ -531,20 +531,30 @@ def test_anybody_can_read_how_trials_stand_and_what_they_took(workspace: Workspa
     assert found[bad].use.incidents == 1
 
 
-def test_who_follows_a_sweep_sees_every_trial_once_and_how_it_ended(workspace: Workspace) -> None:
+def follower(workspace: Workspace, plan: SweepPlan, most: int = 200) -> SweepFollower:
+    return SweepFollower(workspace, recorded(workspace, plan), most)
+
+
+def test_who_follows_a_sweep_sees_every_stage_once_and_how_it_ended(workspace: Workspace) -> None:
     plan = small_sweep()
     bad = plan.trials[1].name
     told = bench(workspace, plan, {**SCRIPT, f"{bad}/grpo": ("bad_configuration",)})
-    sees = sweep_follower(workspace, recorded(workspace, plan))
-    assert list(sees.nodes) == [t.name for t in plan.trials]
+    sees = follower(workspace, plan)
+    assert len(sees.nodes) == 1 + 2 + 4
     assert {view.state for view in sees.look().values()} == {"waiting"}
     told.run()
     views = sees.look()
     assert all(view.terminal for view in views.values())
-    assert views.pop(bad).state == "failed"
-    assert {view.state for view in views.values()} == {"done"}
+    assert views[f"{bad}/grpo"].state == "failed"
+    assert views["data"].state == "done"
+    assert inputs_of(workspace, sees.nodes, f"{bad}/grpo")
     states = {event["state"] for event in sees.news() if event["event"] == "trial"}
     assert {"done", "failed"} <= states
+
+
+def test_a_large_sweep_is_followed_by_its_trials(workspace: Workspace) -> None:
+    plan = small_sweep(seeds=(1, 2, 3))
+    assert list(follower(workspace, plan, most=8).nodes) == [t.name for t in plan.trials]
 
 
 # ---------------------------------------------------------------- what one trial does to others
