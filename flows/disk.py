@@ -55,9 +55,16 @@ def disk_config(workspace: Workspace, overrides: Sequence[str] = ()) -> DiskConf
     return replace(config, **{name: getattr(given, name) for name in names})
 
 
+class DiskReport(NamedTuple):
+    """Use of a workspace by run and kind, and what ``refiner disk --json`` prints."""
+
+    rows: list[Row]
+    json: dict[str, Any]
+
+
 def disk_report(
     workspace: str | Path = RecipeConfig.workspace, overrides: Sequence[str] = ()
-) -> tuple[list[Row], dict[str, Any]]:
+) -> DiskReport:
     """Use of a workspace by run and kind, the room that is left, and what may go.
 
     Parameters
@@ -69,8 +76,8 @@ def disk_report(
 
     Returns
     -------
-    list of Row, dict
-        Use by run and kind, and what ``refiner disk --json`` prints.
+    DiskReport
+        ``rows``, and ``json`` with the whole of it.
 
     Raises
     ------
@@ -113,7 +120,7 @@ def disk_report(
         "reclaimable": [candidate_json(c) for c in plan_reclaim(stock, None)],
         "caches": [{"path": str(i.path), "bytes": i.size.bytes} for i in stock.caches],
     }
-    return rows, value
+    return DiskReport(rows, value)
 
 
 def candidate_json(candidate: Candidate) -> dict[str, Any]:
