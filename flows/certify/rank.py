@@ -28,7 +28,7 @@ _ELEMENTS = {True: 1 << 26, False: 1 << 21}
 _ROUNDS = 5
 
 
-def _measure_as(rank: int) -> None:
+def measure_as(rank: int) -> None:
     """Train and measure as one rank."""
     order = json.loads(os.environ[ORDER])
     io = RemoteIO.from_environment() if rank == 0 else None
@@ -136,4 +136,4 @@ def _collectives(order: Order, ranks: Ranks) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_rank(_measure_as)
+    run_rank(measure_as)

@@ -86,7 +86,7 @@ for reward in (RewardConfig(), RewardConfig(brevity_weight=0.5)):
     (found,) = compute_rewards([said], reward, LexicalJudge())
     stored = {f"reward/{k}": v for k, v in found.components.items()}
     stored |= {"response_text": said.text, "reward": found.total, "step": 1, "status": found.status}
-    parts = {p.name: p.share for p in said_in_training(stored, reward).parts}
+    parts = {p["name"]: p["share"] for p in said_in_training(stored, reward)["parts"]}
     print(found.total, parts.get("brevity"), found.components["brevity"])
 """
 

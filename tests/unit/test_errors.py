@@ -57,6 +57,7 @@ PLAIN = {
     "flows/flow_runs.py": "what leaves a suspended flow run as it is, which Prefect catches",
     "flows/api.py": "a name of a module that is not there, as Python says it",
     "flows/reporting/samples.py": "caught where it is raised: the file is named",
+    "refiner_core/cards/public.py": "caught where it is raised: facts.proof is named",
     "refiner_core/rubrics/set_file.py": "pydantic's, which names the place in the file",
     "infra/ranks/bridge.py": "a name of a call that is not there, as Python says it",
     "infra/attempt/stage_io.py": "steps of our own loops",
