@@ -171,34 +171,3 @@ def load_model(ref: str, config: ModelConfig) -> Any:
             fix="fetch or export it again; it may have been cut short",
         )
     return model.eval()
-
-
-def load_architecture(ref: str, config: ModelConfig) -> Any:
-    """The model of ``ref`` without its weights (they are random numbers), for who has others.
-
-    It is not meant to run: ``model.attn_implementation``, which may need a GPU, is left aside.
-
-    Raises
-    ------
-    ConfigurationError
-        If its configuration cannot be found or read.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    source = _source(ref, config)
-    with _loading("model", ref):
-        architecture = AutoConfig.from_pretrained(**source)
-        model = AutoModelForCausalLM.from_config(
-            architecture,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation="eager",
-            trust_remote_code=False,
-        )
-    name = source.pop("pretrained_model_name_or_path")
-    del source["trust_remote_code"]  # a generation's configuration has no code
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(name, **source)
-    except OSError:  # not every model has one; transformers derives it from the architecture
-        model.generation_config = GenerationConfig.from_model_config(architecture)
-    return model.eval()

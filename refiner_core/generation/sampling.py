@@ -26,13 +26,6 @@ from refiner_core.contract.errors import StageFailed
 from refiner_core.contract.types import GenerationRequest, SamplingParams
 
 
-class Draw(NamedTuple):
-    """``tokens_N`` (int64) and ``logprobs_N`` (float32), on the device of the logits."""
-
-    tokens_N: Tensor
-    logprobs_N: Tensor
-
-
 def uniform_streams(seeds: Sequence[int], length: int) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1), shape [len(seeds), length]; row i depends on ``seeds[i]`` only."""
     streams = np.empty((len(seeds), length))
@@ -71,8 +64,8 @@ def _nucleus(logits_N_V: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(ordered).scatter_(-1, order, ordered)
 
 
-def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> Draw:
-    """One token per row of ``logits_N_V``.
+def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token per row of ``logits_N_V`` (int64), and its log-probability (float32).
 
     Parameters
     ----------
@@ -95,7 +88,7 @@ def draw(logits_N_V: Tensor, uniforms_N: Tensor, params: SamplingParams) -> Draw
         target = torch.minimum(uniforms_N * total, torch.nextafter(total, torch.zeros_like(total)))
         tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
         tokens = tokens.clamp_(max=logprobs.shape[-1] - 1)
-    return Draw(tokens, logprobs.gather(-1, tokens[:, None])[:, 0])
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
 def refuse_not_finite(

@@ -66,7 +66,7 @@ class Pass(NamedTuple):
     cache: Cache
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     """One model layer's keys and values, [R, H, C, D] each."""
 
     is_sliding = False
@@ -130,7 +130,7 @@ class SlotCache:
         #: Columns that hold numbers in every slot: what is masked is still multiplied, and must be
         #: finite. The rest is not even touched, so that it costs no memory of the machine.
         self._finite = 0
-        self._layers = [SlotLayer(self) for _ in range(layers)]
+        self._layers = [_SlotLayer(self) for _ in range(layers)]
         self._cache = Cache(layers=self._layers)
         self.now: _Pass
 

@@ -57,7 +57,7 @@ from refiner_core.generation.sampling import (
 )
 
 
-class SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
+class _SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
     """One model layer's keys and values, [P, H, C, D] each; ``used`` entries are filled."""
 
     is_sliding = False
@@ -93,7 +93,7 @@ class SharedPromptLayer(CacheLayerMixin):  # type: ignore[misc]
         return int(self.keys.shape[2])
 
 
-class SharedPromptCache:
+class _SharedPromptCache:
     """The layers, the mask, and how to shrink both to the samples that are still alive.
 
     Parameters
@@ -124,7 +124,7 @@ class SharedPromptCache:
         for pieces in prompts:
             keys = self._with_room(*(k for k, _ in pieces))
             values = self._with_room(*(v for _, v in pieces))
-            layers.append(SharedPromptLayer(keys, values, self.prompt_length))
+            layers.append(_SharedPromptLayer(keys, values, self.prompt_length))
             pieces.clear()
         self.cache = Cache(layers=layers)
         self._mask = self._full_mask()
@@ -371,7 +371,7 @@ class _Decoding:
             finish_reason="stop" if self.stopped_N[n] else "length",
         )
 
-    def _prefill(self) -> tuple[Tensor, SharedPromptCache]:
+    def _prefill(self) -> tuple[Tensor, _SharedPromptCache]:
         """Next-token logits [P, V] and cache of all prompts, some rows at a time."""
         lengths = torch.tensor([len(row.prompt_ids) for row in self.batch], device=self.device)
         longest = int(lengths.max())
@@ -396,9 +396,9 @@ class _Decoding:
             del out, layers
         capacity = min(FIRST_CAPACITY, self.params.max_new_tokens)
         samples = self.grid_P_G.shape[1]
-        return torch.cat(logits), SharedPromptCache(pieces, lengths, samples, capacity)
+        return torch.cat(logits), _SharedPromptCache(pieces, lengths, samples, capacity)
 
-    def _forward(self, cache: SharedPromptCache, step: int) -> Tensor:
+    def _forward(self, cache: _SharedPromptCache, step: int) -> Tensor:
         """Feed every sample's newest token; logits [P, G, V] of the next."""
         newest = self.tokens_N_T[np.maximum(self.grid_P_G, 0), step]
         positions = cache.prompt_lengths_P[:, None].expand(newest.shape) + step
@@ -423,8 +423,7 @@ class _Decoding:
         logits = logits_P_G_V[torch.from_numpy(rows), torch.from_numpy(columns)]
         uniforms = self.uniforms[live, min(step, self.uniforms.shape[1] - 1)]
         drawn = draw(logits, torch.from_numpy(uniforms).to(self.device), self.params)
-        tokens = drawn.tokens_N.cpu().numpy()
-        logprobs = drawn.logprobs_N.cpu().numpy()
+        tokens, logprobs = (values_N.cpu().numpy() for values_N in drawn)
         refuse_not_finite(logprobs, step)
         self.tokens_N_T[live, step] = tokens
         self.logprobs_N_T[live, step] = logprobs
@@ -446,7 +445,7 @@ class _Decoding:
         tails = self.tokens_N_T[live, first : step + 1].tolist()
         return np.array(with_stop_string(self.tokenizer, tails, strings))
 
-    def _shrink(self, cache: SharedPromptCache) -> None:
+    def _shrink(self, cache: _SharedPromptCache) -> None:
         """Drop finished samples where that makes the batch clearly smaller."""
         alive = self.grid_P_G >= 0
         rows = np.nonzero(alive.any(axis=1))[0]

@@ -308,14 +308,12 @@ class TurnDecoding:
         params = turns[0].request.params
         greedy = params.temperature == 0
         uniforms = [0.0 if greedy else turn.uniforms[len(turn.tokens)] for turn in turns]
-        drawn = draw(
+        tokens_N, logprobs_N = draw(
             logits, torch.tensor(uniforms, dtype=torch.float64, device=logits.device), params
         )
-        logprobs = drawn.logprobs_N.cpu().numpy()
+        logprobs = logprobs_N.cpu().numpy()
         refuse_not_finite(logprobs, np.array([len(turn.tokens) for turn in turns]))
-        for turn, token, logprob in zip(
-            turns, drawn.tokens_N.tolist(), logprobs.tolist(), strict=True
-        ):
+        for turn, token, logprob in zip(turns, tokens_N.tolist(), logprobs.tolist(), strict=True):
             turn.tokens.append(token)
             turn.logprobs.append(logprob)
 

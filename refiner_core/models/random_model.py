@@ -15,48 +15,34 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from refiner_core.models import tiny_tokenizer
 
+#: The shape where nobody says otherwise. ``head_dim`` 32 is the least that vLLM serves on CPU.
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": 1 << 15,
+}
 
-def make_random_model(
-    *,
-    hidden_size: int = 32,
-    num_hidden_layers: int = 2,
-    num_attention_heads: int = 2,
-    head_dim: int = 32,
-    intermediate_size: int = 64,
-    vocab_size: int | None = None,
-    num_key_value_heads: int | None = None,
-    max_position_embeddings: int = 1 << 15,
-    rope_theta: float = 1e6,
-    seed: int = 0,
-) -> Qwen3ForCausalLM:
+
+def make_random_model(*, seed: int = 0, **shape: Any) -> Qwen3ForCausalLM:
     """Make a Qwen3 model with random weights (float32, tied embeddings, evaluation mode).
 
     Parameters
     ----------
-    hidden_size, num_hidden_layers, num_attention_heads, head_dim, intermediate_size
-        The shape. ``head_dim`` 32 is the least that vLLM serves on CPU.
-    vocab_size
-        The size of the tokenizer's vocabulary by default.
-    num_key_value_heads
-        As many as attention heads by default.
-    max_position_embeddings
-        The window; positions are rotary, so the weights do not depend on it.
-    rope_theta
-        Base of the rotary frequencies.
     seed
         The same seed gives the same weights; the caller's random state is left as it was.
+    shape
+        Fields of the configuration beside :data:`SHAPE`. By default the vocabulary is the
+        tokenizer's, and there are as many key heads as attention heads.
     """
     tokenizer = tiny_tokenizer()
+    fields = {"vocab_size": len(tokenizer), **SHAPE, **shape}
+    fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     config = Qwen3Config(
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_hidden_layers,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads or num_attention_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate_size,
-        max_position_embeddings=max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        **fields,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

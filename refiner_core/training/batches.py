@@ -389,17 +389,11 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(derive_seed(seed, "torch"))
 
 
-@dataclass(frozen=True)
-class PromptBatch:
-    """Prompts of one GRPO step: indices into the prepared rows, and where they stand."""
-
-    epoch: int
-    cursor: int
-    indices: tuple[int, ...]
-
-
-def prompt_batch(seed: int, n_prompts: int, per_step: int, step: int) -> PromptBatch:
-    """The prompts of ``step`` (from 0): the next ``per_step`` of the epoch's shuffle.
+def prompt_batch(
+    seed: int, n_prompts: int, per_step: int, step: int
+) -> tuple[int, int, tuple[int, ...]]:
+    """The prompts of ``step`` (from 0), the next ``per_step`` of the epoch's shuffle: the epoch,
+    where they stand in it, and indices into the prepared rows.
 
     The tail of an epoch that is shorter than a step is left out; each epoch's shuffle leaves out
     others. A prompt is therefore never twice in a step.
@@ -418,7 +412,7 @@ def prompt_batch(seed: int, n_prompts: int, per_step: int, step: int) -> PromptB
     epoch, within = divmod(step, n_prompts // per_step)
     order = permutation(n_prompts, seed, "prompts", epoch)
     cursor = within * per_step
-    return PromptBatch(epoch, cursor, tuple(order[cursor : cursor + per_step]))
+    return epoch, cursor, tuple(order[cursor : cursor + per_step])
 
 
 @dataclass(frozen=True)

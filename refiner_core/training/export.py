@@ -10,13 +10,14 @@ GPU.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.types import Progress, StageIO
-from refiner_core.generation.load import load_architecture, load_tokenizer, set_threads
+from refiner_core.generation.load import load_model, load_tokenizer, set_threads
 from refiner_core.training.engines.protocol import PROGRESS
 from refiner_core.training.model import loading
 from refiner_core.training.model.loading import load_weights
@@ -45,7 +46,8 @@ def export_checkpoint(
             expected="a complete checkpoint of this version",
             fix="publish another step",
         ) from error
-    model = load_architecture(model_ref, config.model)
+    # It is not meant to run: an attention kernel, which may need a GPU, is left aside.
+    model = load_model(model_ref, replace(config.model, attn_implementation="eager"))
     load_weights(checkpoint, model)
     io.progress(Progress(1, 2, "exporting"))
     loading.export(model, load_tokenizer(model_ref, config.model), output_dir / "model")

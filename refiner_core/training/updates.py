@@ -49,15 +49,6 @@ def kl_estimates(
     return {"kl1": d, "kl2": d.square() / 2, "kl3": torch.expm1(-d) + d, "kl4": ratio_T * d}
 
 
-@dataclass(frozen=True)
-class PolicyTerms:
-    """Per-token parts of the clipped objective: loss, ratio, and whether the clip decided."""
-
-    loss_T: torch.Tensor
-    ratio_T: torch.Tensor
-    clipped_T: torch.Tensor
-
-
 def policy_terms(
     logprob_T: torch.Tensor,
     old_T: torch.Tensor,
@@ -65,8 +56,9 @@ def policy_terms(
     *,
     clip_lower: float,
     clip_higher: float,
-) -> PolicyTerms:
-    """max(-A r, -A clamp(r, 1 - lower, 1 + higher)), r = exp(logprob - old).
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """max(-A r, -A clamp(r, 1 - lower, 1 + higher)), r = exp(logprob - old); besides r, and whether
+    the clip decided.
 
     Schulman et al. 2017 (PPO), eq. 7, with the asymmetric clip of DAPO (Yu et al. 2025).
     """
@@ -74,7 +66,7 @@ def policy_terms(
     ratio = log_ratio.exp()
     plain = -advantage_T * ratio
     clipped = -advantage_T * ratio.clamp(1.0 - clip_lower, 1.0 + clip_higher)
-    return PolicyTerms(torch.maximum(plain, clipped), ratio, (clipped > plain).detach())
+    return torch.maximum(plain, clipped), ratio, (clipped > plain).detach()
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
@@ -112,7 +104,7 @@ def token_weights(
 KEPT_BYTES = 256 << 20
 
 
-class StepBatches:
+class _StepBatches:
     """Iterates over this rank's batches of ``per_pass`` packs; ``packs`` counts all ranks'."""
 
     def __init__(
@@ -225,7 +217,7 @@ class GrpoUpdate:
         return totals.metrics(len(train_samples), self.moved)
 
     def _buffers(
-        self, train_samples: Sequence[TrainSample], whole: StepBatches, tokens: int
+        self, train_samples: Sequence[TrainSample], whole: _StepBatches, tokens: int
     ) -> _Buffers:
         advantages = np.concatenate([_advantages(sample) for sample in train_samples])
         sampler = np.concatenate([np.array(s.sampler_logprobs) for s in train_samples])
@@ -253,7 +245,7 @@ class GrpoUpdate:
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _score(
-        self, scorer: Engine | FrozenModel, batches: StepBatches, tokens: int
+        self, scorer: Engine | FrozenModel, batches: _StepBatches, tokens: int
     ) -> torch.Tensor:
         """(F,) log-probabilities under ``scorer``; 0 where another rank has the tokens."""
         flat_F = torch.zeros(tokens, device=self.engine.device)
@@ -262,9 +254,11 @@ class GrpoUpdate:
             flat_F[batch.flat_T] = scores.logprob_T
         return flat_F
 
-    def _batches(self, samples: Sequence[Sample]) -> StepBatches:
+    def _batches(self, samples: Sequence[Sample]) -> _StepBatches:
         grpo = self.grpo
-        return StepBatches(self.engine, samples, grpo.pack_length, grpo.per_device_train_batch_size)
+        return _StepBatches(
+            self.engine, samples, grpo.pack_length, grpo.per_device_train_batch_size
+        )
 
     def _mini_batches(
         self, train_samples: Sequence[TrainSample], samples: Sequence[Sample], step: int, epoch: int
@@ -285,7 +279,7 @@ class GrpoUpdate:
     def _optimizer_step(
         self,
         samples: Sequence[Sample],
-        batches: StepBatches,
+        batches: _StepBatches,
         buffers: _Buffers,
         step: int,
         factor: float,
@@ -345,7 +339,7 @@ class GrpoUpdate:
             cap = grpo.truncated_importance_sampling_ratio_cap
             importance_T = importance_weights(old_T, sampler_T, cap)
             gap_T = (old_T - sampler_T).abs()
-        terms = policy_terms(
+        loss_T, ratio_T, clipped_T = policy_terms(
             logprob_T,
             old_T,
             buffers.advantage_F[at],
@@ -353,12 +347,12 @@ class GrpoUpdate:
             clip_higher=grpo.clip_higher,
         )
         weight_T = weight_F[at]
-        policy = (weight_T * importance_T * terms.loss_T).sum()
+        policy = (weight_T * importance_T * loss_T).sum()
         entropy = (weight_T * scores.entropy_T).sum()
         total = policy - grpo.entropy_coefficient * entropy
         sums.add("loss/policy_avg", policy)
         if buffers.reference_F is not None:
-            estimates = kl_estimates(logprob_T, buffers.reference_F[at], terms.ratio_T)
+            estimates = kl_estimates(logprob_T, buffers.reference_F[at], ratio_T)
             kl = grpo.beta * (weight_T * estimates[grpo.kl_estimator]).sum()
             total = total + kl
             sums.add("loss/kl_avg", kl)
@@ -367,8 +361,8 @@ class GrpoUpdate:
         self.engine.backward(total)
         sums.tokens += len(at)
         sums.add("policy/entropy_avg", scores.entropy_T)
-        sums.add("policy/clipfrac_avg", terms.clipped_T)
-        sums.add("val/ratio", terms.ratio_T)
+        sums.add("policy/clipfrac_avg", clipped_T)
+        sums.add("val/ratio", ratio_T)
         sums.add("val/importance_weight", importance_T)
         sums.add("val/sampler_logprob_gap", gap_T)
         sums.add("loss/total_avg", total)

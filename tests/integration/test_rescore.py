@@ -698,7 +698,7 @@ def test_rollouts_of_real_training_come_out_as_they_were_stored(tmp_path: Path) 
     def work(attempt: AttemptRun) -> dict[str, Any]:
         data = attempt.inputs["data"]
         prompts = load_prompts(data / "rl_train.parquet")
-        chosen = prompt_batch(attempt.config.seed, len(prompts), 3, 0).indices
+        chosen = prompt_batch(attempt.config.seed, len(prompts), 3, 0)[-1]
         return train_grpo(
             attempt.config,
             data_dir=data,

@@ -225,21 +225,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 16), LONGEST_S) * (0.5 + self.draw())",
         "backoff = min(FIRST_S * 2 ** min(failures - 1, 17), LONGEST_S) * (0.5 + self.draw())",
     ): "both are far beyond LONGEST_S",
-    (
-        "infra/hub/target.py",
-        'oid = hashlib.sha1(f"blob {file.bytes}\\0".encode(), usedforsecurity=False)',
-        'oid = hashlib.sha1(f"blob {file.bytes}\\0".encode(), usedforsecurity=True)',
-    ): "the same digest, where the system allows it",
-    (
-        "infra/hub/target.py",
-        "while chunk := stream.read(1 << 20):",
-        "while chunk := stream.read(2 << 20):",
-    ): "a digest does not depend on the pieces that it is given",
-    (
-        "infra/hub/target.py",
-        "while chunk := stream.read(1 << 20):",
-        "while chunk := stream.read(1 << 21):",
-    ): "a digest does not depend on the pieces that it is given",
 }
 
 LIMIT_S = 60.0

@@ -42,10 +42,9 @@ def test_what_draws_without_asking_draws_what_the_seed_says() -> None:
 def test_a_step_takes_the_next_prompts_and_an_epoch_leaves_out_its_tail() -> None:
     shuffles = [permutation(7, 3, "prompts", epoch) for epoch in range(2)]
     for step, (epoch, cursor) in enumerate([(0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4)]):
-        found = prompt_batch(3, 7, 2, step)
-        assert (found.epoch, found.cursor) == (epoch, cursor)
-        assert list(found.indices) == shuffles[epoch][cursor : cursor + 2]
-    assert prompt_batch(3, 2, 2, 5).epoch == 5, "as many prompts as a step takes are enough"
+        chosen = tuple(shuffles[epoch][cursor : cursor + 2])
+        assert prompt_batch(3, 7, 2, step) == (epoch, cursor, chosen)
+    assert prompt_batch(3, 2, 2, 5)[0] == 5, "as many prompts as a step takes are enough"
     with pytest.raises(DataError, match="There are 1 training prompts, and one step takes 2"):
         prompt_batch(3, 1, 2, 0)
 

@@ -18,7 +18,7 @@ from refiner_core.contract.config import ModelConfig
 from refiner_core.contract.errors import ConfigurationError, StageFailed, UnsupportedError
 from refiner_core.contract.types import Completion, GenerationRequest, SamplingParams
 from refiner_core.generation import transformers_backend
-from refiner_core.generation.load import load_architecture, load_model, load_tokenizer
+from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.sampling import draw, plan_batches, processed_logprobs, uniform_streams
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.models import tiny_model_dir
@@ -451,16 +451,6 @@ def test_a_saved_model_is_loaded_with_the_configured_type(model: Any, tmp_path: 
     assert not loaded.training
 
 
-def test_a_model_that_is_only_exported_needs_no_attention_kernel() -> None:
-    """The job that exports a checkpoint has no GPU, whatever the trainer computes attention with;
-    what it writes is the same."""
-    trainer = ModelConfig(attn_implementation="flash_attention_2")
-    exported = load_architecture("builtin:tiny", trainer)
-    trained = load_model("builtin:tiny", ModelConfig())
-    assert exported.config.to_dict() == trained.config.to_dict()
-    assert exported.state_dict().keys() == trained.state_dict().keys()
-
-
 def test_a_checkpoint_that_lacks_weights_is_refused(model: Any, tmp_path: Path) -> None:
     """transformers fills them with random numbers and only warns."""
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp" not in k}
@@ -509,7 +499,7 @@ def test_importing_the_loader_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_model, load_architecture])
+@pytest.mark.parametrize("load", [load_tokenizer, load_model])
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Any
 ) -> None:

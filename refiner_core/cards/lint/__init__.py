@@ -51,7 +51,7 @@ def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
     document = read_document(text)
     known = quantities(document)
     shares = list(impossible_shares(document, known))
-    impossible = [q for finding, q in shares if q is not None and finding.is_error]
+    impossible = [q for _, q in shares if q is not None]
     ours = {*document.headings} >= _OUR_SECTIONS
     if ours and not has_evidence:
         yield _NO_EVIDENCE

@@ -24,7 +24,6 @@ from refiner_core.cards.lint.markdown import (
 )
 from refiner_core.cards.lint.quantities import (
     Figure,
-    Metric,
     Quantity,
     agree,
     can_be_share,
@@ -222,40 +221,30 @@ def impossible_shares(
 ) -> Iterator[tuple[Finding, Quantity | None]]:
     """Findings, each with the number of a table that it is about."""
     repeats, uneven = repeats_in(document.text), uneven_in(document.text)
-    highest = max((q.metric.drawn or 1 for q in known), default=1)
     for q in known:
         if q.n is None or not q.metric.yes_no or q.figure.hedged or not 0 < q.n <= 10**7:
             continue
-        whole = scale(q.figure, fractions=q.fractions)
-        if not 0 <= q.figure.value <= whole:
+        whole, stated = scale(q.figure, fractions=q.fractions), _denominators(q, repeats)
+        if not stated or not 0 <= q.figure.value <= whole:
             continue
-        stated = _denominators(q.metric, q.n, repeats)
-        if stated is not None and uneven is not None:
+        if uneven is not None:
             stated.append(q.n * _common(q.metric.drawn or 1, uneven))
-        if can_be_share(q.figure, stated or _usual(q.metric, q.n, highest), whole):
-            continue
-        surely = stated is not None
-        yield (
-            Finding(
-                q.line,
-                "percentage-impossible",
-                _message(q, whole, surely),
-                _FIX,
-                "error" if surely else "warning",
-            ),
-            q,
-        )
+        if not can_be_share(q.figure, stated, whole):
+            where = f" (line {q.n_line})" if q.n_line and q.n_line != q.line else ""
+            nearest = nearest_shares(q.figure, q.n, whole)
+            what = f"{q.shown} is no share of n = {q.n}{where}: {nearest}"
+            yield Finding(q.line, "percentage-impossible", what, _FIX), q
     yield from ((finding, None) for finding in _in_prose(document, repeats))
 
 
-def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] | None:
-    """All that a share of ``n`` cases can be a fraction of; None where the card does not say how
-    often each case was tried and that is usual for the metric."""
-    k = metric.drawn
-    if metric.once:
+def _denominators(q: Quantity, repeats: frozenset[int]) -> list[int]:
+    """All that a share can be a fraction of; none where the card does not say how often each case
+    was tried and that is usual for the metric."""
+    n, k = q.n or 0, q.metric.drawn
+    if q.metric.once:
         return [n]
     if k is not None and not repeats:
-        return None
+        return []
     if k in (None, 1):
         return [n, *(n * r for r in repeats)]
     return [n, *(n * comb(r, k) for r in repeats if r > k)]
@@ -264,21 +253,6 @@ def _denominators(metric: Metric, n: int, repeats: frozenset[int]) -> list[int] 
 def _common(k: int, most: int) -> int:
     """Common denominator of all shares of cases with 1 to ``most`` tries, ``k`` of them drawn."""
     return lcm(*(comb(tries, k) for tries in range(k, most + 1)))
-
-
-def _usual(metric: Metric, n: int, highest: int) -> list[int]:
-    """As nobody says how often each case was tried: pass@k of k tries, and pass@1 of the same;
-    pass^k of as many as the largest k."""
-    if metric.every is not None:
-        return [n, n * comb(highest, metric.every)]
-    return [n, n * highest] if metric.k == 1 else [n]
-
-
-def _message(q: Quantity, whole: int, surely: bool) -> str:
-    assert q.n is not None
-    where = f" (line {q.n_line})" if q.n_line and q.n_line != q.line else ""
-    text = f"{q.shown} is no share of n = {q.n}{where}: {nearest_shares(q.figure, q.n, whole)}"
-    return text if surely else text + "; it does not say how often each was tried"
 
 
 def _in_prose(document: Document, repeats: frozenset[int]) -> Iterator[Finding]:

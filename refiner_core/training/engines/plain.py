@@ -85,10 +85,6 @@ class PlainEngine(Engine):
         with evaluating(self.model):
             yield self.model
 
-    def sizes(self) -> dict[str, int]:
-        """Names and numbers of elements of trained parameters."""
-        return {name: p.numel() for name, p in trainable(self.model).items()}
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all weights."""
         return shapes_of(model_tensors(self.model))

@@ -41,6 +41,7 @@ without errno, safetensors an error of its own): who gave the folder recognises 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from abc import ABC, abstractmethod
@@ -179,10 +180,6 @@ class Engine(ABC):
     # ------------------------------------------------------------ state
 
     @abstractmethod
-    def sizes(self) -> dict[str, int]:
-        """Names of the trained parameters, and how many numbers each has."""
-
-    @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and whole shapes of all that :meth:`weights` gives."""
 
@@ -210,7 +207,8 @@ class Engine(ABC):
         first = ranks.rank == 0
         head = {"format": FORMAT_VERSION, WRITTEN_BY: self._writer()}
         text = json.dumps({**head, **progress}, allow_nan=False)
-        mine = set(shares(self.sizes(), ranks.world)[ranks.rank])
+        sizes = {name: math.prod(shape) for name, shape in self.shapes().items()}
+        mine = set(shares(sizes, ranks.world)[ranks.rank])
         weights = {
             name: self._copied(f"weight.{name}", tensor)
             for name, tensor in self.weights(lambda _: first)
@@ -303,7 +301,9 @@ class Engine(ABC):
 
     def memory(self) -> dict[str, float]:
         """``memory/…`` metrics: the most of any rank so far, GiB."""
-        return most_of_all(self.ranks, loading.memory_metrics(self.device))
+        mine = loading.memory_metrics(self.device)
+        gathered = self.ranks.gather(mine) or []
+        return self.ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in mine})
 
     def _exported(self) -> dict[str, Any] | None:
         """Whole weights on rank 0; None: those of the model itself."""
@@ -370,12 +370,6 @@ def evaluating(model: Any) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def most_of_all(ranks: Ranks, values: Mapping[str, float]) -> dict[str, float]:
-    """The largest value of each name over all ranks."""
-    gathered = ranks.gather(dict(values)) or []
-    return ranks.broadcast({n: max((v[n] for v in gathered), default=0.0) for n in values})
 
 
 def shares(sizes: Mapping[str, int], world: int) -> list[list[str]]:

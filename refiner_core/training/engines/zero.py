@@ -288,10 +288,6 @@ class ZeroEngine(Engine):
         with gathered(parameters), _without_hooks(self._wrapped.module), evaluating(self.model):
             yield self.model
 
-    def sizes(self) -> dict[str, int]:
-        """Names and numbers of elements of trained parameters."""
-        return {name: _shape(p).numel() for name, p in trainable(self.model).items()}
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Names and whole shapes of all weights."""
         return {name: tuple(_shape(tensor)) for name, tensor in self._tensors().items()}

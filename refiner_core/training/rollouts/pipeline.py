@@ -359,9 +359,10 @@ class Pipeline:
             indices = self._draw(self.grpo.num_unique_prompts_rollout, flight)
         else:
             per_step = self.grpo.num_unique_prompts_rollout
-            chosen = prompt_batch(self.config.seed, len(self.prompts), per_step, step - 1)
-            self._position = (chosen.epoch, chosen.cursor + len(chosen.indices))
-            indices = chosen.indices
+            epoch, cursor, indices = prompt_batch(
+                self.config.seed, len(self.prompts), per_step, step - 1
+            )
+            self._position = (epoch, cursor + len(indices))
         self._sample(flight, indices, clock, beside=self.behind > 0)
         self.flights[step] = flight
         return flight
