@@ -23,7 +23,6 @@ from infra.disk.inventory import Hold, Stock, drop_idle
 from infra.disk.keeper import DiskKeeper
 from infra.disk.reaper import Candidate, may_go, plan_reclaim
 from infra.disk.usage import Row, by_run_and_kind
-from infra.judgements.segments import summarise
 from infra.store.checkpoints import pin, pins, reclaimed_text, unpin
 from infra.store.layout import Layout
 from infra.store.workspace import Workspace
@@ -86,6 +85,8 @@ def disk_report(
     WorkspaceError
         It is no workspace, or a record is damaged.
     """
+    from infra.judgements.segments import summarise
+
     room = Workspace.read_only(workspace)
     keeper = DiskKeeper(room, disk_config(room, overrides))
     stock = keeper.stock(caches=True)

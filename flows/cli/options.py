@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 import click
 from click.shell_completion import CompletionItem
 
-from flows.cli.aliases import FORMER, former_listing
 from infra.host.terminal import raw
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
@@ -257,6 +256,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, its module imported."""
         if cmd_name not in self._table:
+            from flows.cli.aliases import FORMER, former_listing
+
             kind = FORMER.get(cmd_name, "").removeprefix("list ")
             return former_listing(kind, cmd_name) if kind else None
         module = importlib.import_module(f"flows.cli.{self._table[cmd_name][0]}")
@@ -271,7 +272,7 @@ class LazyGroup(click.Group):
         ConfigurationError
             There is none; names the nearest.
         """
-        if args and args[0] not in (*self._table, *FORMER) and not args[0].startswith("-"):
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             from refiner_core.contract.fields import suggest
 
             raise ConfigurationError(

@@ -570,11 +570,11 @@ def test_importance_weights_shrink_what_the_sampler_overrated(run):
 
 def test_prompts_come_once_an_epoch_and_epochs_differ():
     steps = [prompt_batch(3, 7, 2, step) for step in range(6)]
-    assert [(batch.epoch, batch.cursor) for batch in steps] == [
+    assert [(epoch, cursor) for epoch, cursor, _ in steps] == [
         (0, 0), (0, 2), (0, 4), (1, 0), (1, 2), (1, 4),
     ]  # fmt: skip
-    first = [i for batch in steps[:3] for i in batch.indices]
-    second = [i for batch in steps[3:] for i in batch.indices]
+    first = [i for _, _, indices in steps[:3] for i in indices]
+    second = [i for _, _, indices in steps[3:] for i in indices]
     assert len(set(first)) == len(set(second)) == 6
     assert first != second
 
