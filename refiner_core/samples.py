@@ -70,7 +70,7 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
     return longest
 
 
-class Batch(NamedTuple, Generic[T]):
+class SampledBatch(NamedTuple, Generic[T]):
     """A batch that is sampled: its samples in order and, of answers, their rewards, on which the
     judge may still work."""
 
@@ -85,8 +85,8 @@ class Batch(NamedTuple, Generic[T]):
 
 def sample_batches(
     numbers: Iterable[int],
-    sample: Callable[[int], Batch[T]],
-    finish: Callable[[int, Batch[T]], None],
+    sample: Callable[[int], SampledBatch[T]],
+    finish: Callable[[int, SampledBatch[T]], None],
     should_stop: Callable[[], bool],
 ) -> bool:
     """Sample the batches of these numbers, and finish each; False if a stop was asked for.
@@ -94,7 +94,7 @@ def sample_batches(
     While a judge that streams ends a batch, the next one is sampled already. At a stop the batch
     that is sampled is finished.
     """
-    judging: list[tuple[int, Batch[T]]] = []
+    judging: list[tuple[int, SampledBatch[T]]] = []
     stopped = False
     for number in numbers:
         if stopped := should_stop():

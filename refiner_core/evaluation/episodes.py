@@ -57,7 +57,7 @@ from refiner_core.evaluation.protocol import episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.evaluation.run import Circumstances, Unit, asked, open_generator, units_of
 from refiner_core.generation.reporting import BatchReporter
-from refiner_core.samples import Batch, Wanted, sample_batches, sample_episodes
+from refiner_core.samples import SampledBatch, Wanted, sample_batches, sample_episodes
 
 _ROWS_FILE = "rows.json"
 #: Seconds between checkpoints of attempts that have finished within a unit.
@@ -191,7 +191,7 @@ class _Work:
         unit = self.units[number]
         return [one for one in unit.wanted if one.key not in self.rows[unit.key]]
 
-    def _make(self, number: int) -> Batch[dict[str, Any]]:
+    def _make(self, number: int) -> SampledBatch[dict[str, Any]]:
         """A unit's missing attempts; it is kept when all are there."""
         unit, made = self.units[number], _Rows()
         before, asked = self.done, sum(len(u.wanted) for u in self.units if u.key == unit.key)
@@ -213,9 +213,9 @@ class _Work:
             elif isinstance(error, EnvironmentOutage):
                 self._give_up_errors()
             raise
-        return Batch(tuple(made.values()))
+        return SampledBatch(tuple(made.values()))
 
-    def _keep(self, number: int, made: Batch[dict[str, Any]]) -> None:
+    def _keep(self, number: int, made: SampledBatch[dict[str, Any]]) -> None:
         unit = self.units[number]
         self.rows[unit.key] |= {_place(row): row for row in made.samples}
         if number + 1 < len(self.units):

@@ -55,8 +55,8 @@ from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.samples import (
-    Batch,
     JudgeMeter,
+    SampledBatch,
     Wanted,
     load_generator,
     sample_answers,
@@ -240,7 +240,7 @@ class _Sampler:
     judge: Judge
     reference_judge: Judge
 
-    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> Batch[_Answer]:
+    def begin(self, unit: Unit, known: Sequence[_Answer] | None) -> SampledBatch[_Answer]:
         """A unit whose answers are ``known`` of an earlier attempt, or sampled now."""
         judge = self.reference_judge if unit.decoding is None else self.judge
         rewards = RewardStream(self.config.reward, judge)
@@ -258,7 +258,7 @@ class _Sampler:
                 add(place, self._copied(wanted.prompt))
         else:
             self._sample(unit.wanted, unit.decoding, add)
-        return Batch(tuple(answers[i] for i in range(len(unit.wanted))), rewards)
+        return SampledBatch(tuple(answers[i] for i in range(len(unit.wanted))), rewards)
 
     def _sample(
         self,
@@ -304,7 +304,7 @@ class _Work:
         self.reporter.batch(len(self.units), "numbers")
         return self.rows
 
-    def _begin(self, number: int) -> Batch[_Answer]:
+    def _begin(self, number: int) -> SampledBatch[_Answer]:
         unit, known = self.units[number - 1], self.sampled.get(number)
         self.reporter.batch(self.done, unit.key)
         begun = self.sampler.begin(unit, known)
@@ -314,7 +314,7 @@ class _Work:
                 self._save()  # else it is judged within the moment, and kept then
         return begun
 
-    def _finish(self, number: int, begun: Batch[_Answer]) -> None:
+    def _finish(self, number: int, begun: SampledBatch[_Answer]) -> None:
         """Wait for a unit's judgements, and keep it: a row per sample, in order."""
         assert begun.rewards is not None, "answers have rewards"
         results = begun.rewards.results(self.reporter.judged)

@@ -53,7 +53,7 @@ from refiner_core.rejection.attempts import Attempt, Flaw
 from refiner_core.rewards import RewardStream, require_scored
 from refiner_core.rewards.combine import aggregate_rubrics, reward_terms, total_reward
 from refiner_core.rubrics import select_rubrics
-from refiner_core.samples import Batch, Wanted, sample_answers, sample_episodes
+from refiner_core.samples import SampledBatch, Wanted, sample_answers, sample_episodes
 
 
 class Lane:
@@ -119,7 +119,7 @@ class Lane:
     def scored(
         self,
         prompts: Sequence[PromptRow],
-        batch: Batch[Attempt],
+        batch: SampledBatch[Attempt],
         on_judged: Callable[[int, int], None],
     ) -> list[Attempt]:
         """Attempts with their scores; waits for the judge, and refuses where too many have none."""

@@ -62,7 +62,13 @@ from refiner_core.rejection.attempts import (
 )
 from refiner_core.rejection.lanes import Lane
 from refiner_core.rewards import RewardInput
-from refiner_core.samples import Batch, JudgeMeter, check_room, load_generator, sample_batches
+from refiner_core.samples import (
+    JudgeMeter,
+    SampledBatch,
+    check_room,
+    load_generator,
+    sample_batches,
+)
 
 #: Where a batch may be kept in parts, that is done about so often, seconds.
 KEEP_EVERY_S = 60.0
@@ -122,7 +128,7 @@ class Work:
         if not sample_batches(left, self._begin, self._finish, self.io.should_stop):
             self._stop()
 
-    def _begin(self, number: int) -> Batch[Attempt]:
+    def _begin(self, number: int) -> SampledBatch[Attempt]:
         """A batch that is sampled: by an earlier attempt of the stage, or now. A judge that streams
         begins with each attempt as it is finished."""
         self.reporter.batch(self.done, "sample")
@@ -160,7 +166,7 @@ class Work:
                     self._stop(len(attempts))
                 self._save()
             raise
-        begun = Batch(there(), rewards)
+        begun = SampledBatch(there(), rewards)
         tokens = sum(a.sampled_tokens for a in begun.samples)
         tokens -= sum(a.sampled_tokens for a in known)
         self._spent[number] = (tokens, time.perf_counter() - started)
@@ -169,7 +175,7 @@ class Work:
             self._save()
         return begun
 
-    def _finish(self, number: int, begun: Batch[Attempt]) -> None:
+    def _finish(self, number: int, begun: SampledBatch[Attempt]) -> None:
         """Wait for a batch's scores, choose, and keep it."""
         try:
             scored = self.lane.scored(self.batches[number - 1], begun, self.reporter.judged)
