@@ -31,7 +31,8 @@ def test_cancelled_in_the_middle_of_grpo_and_retried_it_ends_with_the_same_weigh
 ) -> None:
     profile = tmp_path / "profile.yaml"
     profile.write_text(json.dumps({"name": "test", "cpu_stages": "slurm"}))
-    common = [*SMALL, "stages=[data,sft,grpo]", "dispatch.poll_s=0.1"]
+    long = "grpo.num_training_steps=20"  # the cancel has to come before its end
+    common = [*SMALL, long, "stages=[data,sft,grpo]", "dispatch.poll_s=0.1"]
     straight = tmp_path / "straight"
     done = refiner("run", "tiny", f"workspace={straight}", "--no-server", *common)
     assert done.code == 0, done.stderr
