@@ -18,6 +18,8 @@ package imports nothing else: a name is looked up in its module when it is used.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import functools
 import importlib
 import inspect
 import sys
@@ -158,6 +160,37 @@ _MODULES = {
 }
 #: Former names: their successors take the workspace by its name.
 _FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
+#: Functions whose rows were objects, and are mappings now.
+_ROWS = ("diff_runs", "explain_number", "make_sweep_report", "report_of_run")
+
+
+class _Row(dict[str, Any]):
+    """A row whose fields were attributes: they still are, with a warning."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"this row has no {name!r}; it has {', '.join(self)}")
+        warnings.warn(f"row.{name} is row[{name!r}] now", DeprecationWarning, stacklevel=2)
+        return self[name]
+
+
+def _with_attributes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _Row({key: _with_attributes(each) for key, each in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_attributes, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **{n: _with_attributes(v) for n, v in fields.items()})
+    return value
+
+
+def _as_before(function: Any) -> Any:
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        return _with_attributes(function(*args, **options))
+
+    return called
 
 
 def __getattr__(name: str) -> Any:
@@ -169,6 +202,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, called = _MODULES[name]
     found = getattr(importlib.import_module(module), called)
+    found = _as_before(found) if name in _ROWS else found
     globals()[name] = found
     return found
 

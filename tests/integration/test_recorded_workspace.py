@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from flows import api
 from refiner_core.models import builtin_model_dir
 from tests.support import goldens
 from tests.support.command import Finished, refiner
@@ -50,6 +51,19 @@ def test_its_runs_are_listed_as_they_ended(place: Path) -> None:
     assert [(row["run"], row["state"]) for row in listed["runs"]] == [
         (row["run"], row["state"]) for row in FACTS["runs"]
     ]
+
+
+def test_rows_from_python_still_have_their_fields_as_attributes(place: Path) -> None:
+    report = api.report_of_run(FACTS["runs"][0]["run"], place / "runs")
+    with pytest.warns(DeprecationWarning, match=r"row.metric is row\['metric'\] now"):
+        assert report.numbers[0].metric == report.numbers[0]["metric"]
+    with pytest.raises(AttributeError, match=r"has no 'metrics'; it has .*metric"):
+        report.numbers[0].metrics  # noqa: B018
+    run = report.run
+    assert api.diff_runs(run, run, place / "runs").equal
+    (found, *_) = api.find_numbers([f"{report.numbers[0]['value']:.3f}"], place / "runs")
+    with pytest.warns(DeprecationWarning, match="row.agrees is"):
+        assert api.explain_number(found, place / "runs").agrees is not False
 
 
 def test_what_was_done_is_not_done_again(place: Path) -> None:
