@@ -66,7 +66,7 @@ def _one(folder: Path) -> tuple[float, float, int]:
     reached = max(line.step for line in read_metrics(first / "metrics.jsonl"))
     wait_until(lambda: _new_step(grpo, first), "a new step")
     back = time.monotonic() - killed
-    resumed = json.loads((grpo.attempts[-1] / "resumed.json").read_text())["step"]
+    resumed = _resumed(grpo.attempts[-1])
     refiner("cancel", f"workspace={workspace}")
     process.wait(60)
     return cold, back, reached - resumed
@@ -79,10 +79,15 @@ def _submitted(workspace: Path) -> bool:
 def _new_step(grpo: Stage, first: Path) -> bool:
     """Whether the second attempt has logged a step of its own, not one that it took over."""
     second = grpo.attempts[-1]
-    if second == first or not (second / "resumed.json").exists():
-        return False
-    resumed = json.loads((second / "resumed.json").read_text())["step"]
-    return max(grpo.steps(), default=0) > resumed
+    resumed = 0 if second == first else _resumed(second)
+    return 0 < resumed < max(grpo.steps(), default=0)
+
+
+def _resumed(attempt: Path) -> int:
+    """The step of the checkpoint that an attempt went on from; 0 while it has said nothing."""
+    started = attempt / "started.json"
+    told = json.loads(started.read_text()) if started.exists() else {}
+    return int((told.get("resumed") or {}).get("step", 0))
 
 
 if __name__ == "__main__":
