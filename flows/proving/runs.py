@@ -12,26 +12,18 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flows.proving.planning import Asked, OneStage, Plans, Point, interruption_line
-from flows.running.calls import (
-    Pinned,
-    RunOutcome,
-    make_recipe_plan,
-    pin_code,
-    record_run,
-    work_on,
-)
+from flows.proving.planning import OneStage, Plans, Point, interruption_line
+from flows.running.calls import Pinned, make_recipe_plan, pin_code, record_run, work_on
 from flows.running.console import Console
 from flows.running.showing import Launch
 from flows.stored import rollouts_by_step
@@ -46,43 +38,36 @@ from infra.store.provenance import host, keep_scratch, new_scratch, versions, wr
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.errors import Interrupted, StageFailed, WorkspaceError
-from refiner_core.contract.plan import Plan
 from refiner_core.contract.proofs import PROOF_VERSION, Comparison, Interruption, ResumeProof
 
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Room:
+class _Room(NamedTuple):
     """A workspace of a proof, and the code that its jobs run."""
 
     workspace: Workspace
     pinned: Pinned
 
-    @classmethod
-    def make(cls, folder: Path) -> Room:
-        """A fresh one, with the code as it is now."""
-        workspace = Workspace.open(folder)
-        return cls(workspace, pin_code(workspace))
 
-    def beside(self, name: str, stages: Iterable[str]) -> Room:
-        """Another one with the same code, judgements, and these finished stages.
+def _beside(straight: _Room, name: str, stages: Iterable[str]) -> _Room:
+    """A workspace with the same code, judgements, and these finished stages.
 
-        Judgements are shared so that it is training that is compared: a model that judges need not
-        say the same twice.
-        """
-        other = Workspace.open(self.workspace.root.parent / name)
-        for part in ("code", "judgements"):
-            source, target = getattr(self.workspace.layout, part), getattr(other.layout, part)
-            if source.is_dir():
-                link_tree(source, target)
-        share_stages(self.workspace, other, stages)
-        return Room(other, self.pinned)
+    Judgements are shared so that it is training that is compared: a model that judges need not
+    say the same twice.
+    """
+    other = Workspace.open(straight.workspace.root.parent / name)
+    for part in ("code", "judgements"):
+        source, target = getattr(straight.workspace.layout, part), getattr(other.layout, part)
+        if source.is_dir():
+            link_tree(source, target)
+    share_stages(straight.workspace, other, stages)
+    return _Room(other, straight.pinned)
 
 
-def run_recipe_in(
-    room: Room, asked: Asked, overrides: tuple[str, ...], *, name: str, tell: Tell
-) -> RunOutcome:
+def _run_recipe_in(
+    room: _Room, recipe: str, overrides: tuple[str, ...], *, name: str, tell: Tell
+) -> None:
     """Carry a recipe out in a workspace of a proof, to its end.
 
     Raises
@@ -93,26 +78,20 @@ def run_recipe_in(
         A stage failed, or was ended and not taken up again; names its log.
     """
     workspace = room.workspace
-    where = (f"workspace={workspace.root}", "data_root=null")
-    plan = make_recipe_plan(asked.recipe, (*overrides, *where))
+    words = (*overrides, f"workspace={workspace.root}", "data_root=null")
+    plan = make_recipe_plan(recipe, words)
     make_router(plan.config.dispatch, workspace).check(plan.stages)
-    run = record_run(plan, workspace, asked.recipe, (*overrides, *where), room.pinned)
+    run = record_run(plan, workspace, recipe, words, room.pinned)
     workspace.write_run(run)
     console = _ProofConsole(name, tell)
     outcome = work_on(plan, workspace, run, Launch(False, True), console=console)
-    _require_done(outcome, plan, console.stopping)
-    return outcome
-
-
-def _require_done(outcome: RunOutcome, plan: Plan, stopping: bool) -> None:
-    for view in outcome.views.values():
-        if view.terminal and view.state in ("done", "skipped"):
-            continue
-        if stopping:
-            raise Interrupted(
-                f"Stopped while proving {plan.recipe}; nothing was recorded",
-                fix="run the same command again; it begins anew",
-            )
+    undone = [v for v in outcome.views.values() if v.state not in ("done", "skipped")]
+    if undone and console.stopping:
+        raise Interrupted(
+            f"Stopped while proving {plan.recipe}; nothing was recorded",
+            fix="run the same command again; it begins anew",
+        )
+    for view in undone:
         error = StageFailed(
             f"The proof came to no end: {view.name} {view.state}"
             + (f" ({view.message.rstrip('.')})" if view.message else ""),
@@ -171,8 +150,6 @@ def link_tree(source: Path, target: Path, leave_out: tuple[str, ...] = ()) -> No
 
 
 _LOOK_S = 0.002
-#: More than a line of metrics has.
-_TAIL_BYTES = 1 << 16
 #: A save in progress: step and attempt.
 _SAVE = re.compile(re.escape(atomic.TEMPORARY) + r"step-(\d+)-a(\d+)")
 
@@ -274,7 +251,7 @@ class _Interrupter:
             if match and int(match.group(2)) == attempt:
                 return int(match.group(1)), "save"
         if self._kind == "sft":
-            step = last_logged(paths.metrics)
+            step = _last_logged(paths.metrics)
             return None if step is None else (step + 1, "update")
         progress = _read(paths.heartbeat).get("progress")
         if not progress:
@@ -299,14 +276,9 @@ def as_they_were(
     ]
 
 
-def last_logged(metrics: Path) -> int | None:
+def _last_logged(metrics: Path) -> int | None:
     """The step of the last whole line of a ``metrics.jsonl``; None where there is none yet."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return None
+    lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else None
 
 
@@ -319,7 +291,7 @@ def _read(path: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- the proof
 
 
-class Trained(NamedTuple):
+class _Trained(NamedTuple):
     """A finished training, as far as it is compared: step and numbers line by line, rollouts by
     step, the exported weights, and the last complete checkpoint, which is that of the last step."""
 
@@ -329,7 +301,7 @@ class Trained(NamedTuple):
     checkpoint: Path
 
 
-def read_trained(workspace: Workspace, stage_id: str) -> Trained:
+def _read_trained(workspace: Workspace, stage_id: str) -> _Trained:
     """Files of the attempt that finished; they tell the whole story.
 
     Raises
@@ -340,45 +312,34 @@ def read_trained(workspace: Workspace, stage_id: str) -> Trained:
     stage, result = workspace.layout.stage(stage_id), workspace.read_result(stage_id)
     checkpoint = CheckpointStore(stage.checkpoints, 0).latest()
     if result is None or checkpoint is None:
-        undone = f"{stage_id} of {workspace.root} is not done"
         raise WorkspaceError(
-            undone if result is None else f"{stage.checkpoints} has no complete checkpoint",
-            expected="a finished stage" if result is None else "that of the last step",
+            f"{stage_id} of {workspace.root} is not done, or has no complete checkpoint",
+            expected="a finished stage, with the checkpoint of its last step",
             fix="prove it again with `refiner prove-resume`; leave its workspace alone meanwhile",
         )
     paths = stage.attempt(result.attempt)
-    rollouts = rollouts_by_step(paths.rollouts)
-    return Trained(
+    return _Trained(
         trace=[(line.step, line.metrics) for line in read_metrics(paths.metrics)],
-        rollouts={step: read_rollouts(path) for step, path in rollouts.items()},
+        rollouts={n: read_rollouts(p) for n, p in rollouts_by_step(paths.rollouts).items()},
         model=stage.data / result.output_dir / "model",
         checkpoint=checkpoint.path,
     )
 
 
-def compare(straight: Trained, interrupted: Trained, *, same_layout: bool) -> list[Comparison]:
-    """All that can be compared of two trainings, in the order in which things come about. Needs
-    torch, which is imported when it is called.
+def _compare(straight: _Trained, hit: _Trained, *, same_layout: bool) -> list[Comparison]:
+    """All that can be compared of two trainings, in the order in which things come about.
 
-    Parameters
-    ----------
-    same_layout
-        Both ended on as many processes.
+    ``same_layout``: both ended on as many processes.
     """
-    from refiner_core.training.equality import (
-        compare_checkpoints,
-        compare_rollouts,
-        compare_traces,
-        compare_weights,
-    )
+    from refiner_core.training import equality  # brings torch
 
     moved = sum(numbers.get("learning_rate") or 0.0 for _, numbers in straight.trace)
-    found = [compare_traces(straight.trace, interrupted.trace)]
+    found = [equality.compare_traces(straight.trace, hit.trace)]
     if straight.rollouts:
-        found.append(compare_rollouts(straight.rollouts, interrupted.rollouts))
-    found.append(compare_weights(straight.model, interrupted.model, moved))
-    found += compare_checkpoints(
-        straight.checkpoint, interrupted.checkpoint, moved, same_layout=same_layout
+        found.append(equality.compare_rollouts(straight.rollouts, hit.rollouts))
+    found.append(equality.compare_weights(straight.model, hit.model, moved))
+    found += equality.compare_checkpoints(
+        straight.checkpoint, hit.checkpoint, moved, same_layout=same_layout
     )
     return [c for c in found if c.compared]
 
@@ -411,10 +372,11 @@ def prove_resume(
     scratch = new_scratch(workspace, "-".join(s.short.id for s in plans.stages))
     evidence = False
     try:
-        straight = Room.make(scratch / "straight")
-        share_stages(workspace, straight.workspace, plans.given)
+        fresh = Workspace.open(scratch / "straight")
+        straight = _Room(fresh, pin_code(fresh))
+        share_stages(workspace, fresh, plans.given)
         overrides = plans.stages[-1].overrides
-        run_recipe_in(straight, plans.asked, overrides, name="straight", tell=tell)
+        _run_recipe_in(straight, plans.asked.recipe, overrides, name="straight", tell=tell)
         proofs = []
         for one in plans.stages:
             proof = _prove(plans, one, straight, tell)
@@ -433,15 +395,15 @@ def prove_resume(
             atomic.remove_tree(scratch)
 
 
-def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumeProof:
+def _prove(plans: Plans, one: OneStage, straight: _Room, tell: Tell) -> ResumeProof:
     asked, began = plans.asked, time.monotonic()
     done = [i for i in straight.workspace.stage_ids() if i != one.short.id]
-    room = straight.beside(f"interrupted-{one.kind}", done)
+    room = _beside(straight, f"interrupted-{one.kind}", done)
     made = _interrupted(plans, one, room, tell)
     tell(f"comparing {one.kind}")
     same = one.resumed_on is None
-    undisturbed, hit = (read_trained(r.workspace, one.short.id) for r in (straight, room))
-    comparisons = compare(undisturbed, hit, same_layout=same)
+    undisturbed, hit = (_read_trained(r.workspace, one.short.id) for r in (straight, room))
+    comparisons = _compare(undisturbed, hit, same_layout=same)
     return ResumeProof(
         version=PROOF_VERSION,
         recipe=plans.config.recipe,
@@ -472,7 +434,7 @@ def _prove(plans: Plans, one: OneStage, straight: Room, tell: Tell) -> ResumePro
     )
 
 
-def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[Interruption]:
+def _interrupted(plans: Plans, one: OneStage, room: _Room, tell: Tell) -> list[Interruption]:
     """The stage once more, hit again and again.
 
     On another number of processes it is resumed by another call, as somebody would who has fewer
@@ -490,7 +452,8 @@ def _interrupted(plans: Plans, one: OneStage, room: Room, tell: Tell) -> list[In
         with ThreadPoolExecutor(1, "interrupter") as pool:
             hits = pool.submit(interrupter.run)
             try:
-                run_recipe_in(room, asked, (*overrides, *more), name=name, tell=tell)
+                words = (*overrides, *more)
+                _run_recipe_in(room, asked.recipe, words, name=name, tell=tell)
             except StageFailed:
                 if not (expect_end and interrupter.made):
                     raise
