@@ -10,7 +10,7 @@ In: a recipe (or none), and how much time there is. Out: a
                         ranks      plain against ZeRO, all_reduce           (torchrun: rank.main)
                         speed      SFT, GRPO update, memory                 (one device)
                         servers    vLLM: every way of weight transfer
-                        faults     a planted NaN and out-of-memory; kill -9 and resume
+                        faults     kill -9 and resume
 
 A part says what it has found check by check, so that one that hangs or takes the GPU down loses
 nothing of what was found before it, and none of the parts behind it.

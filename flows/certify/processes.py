@@ -10,33 +10,26 @@ Servers, where an environment has vLLM: the start, every way of weight transfer,
 routes. Weights are changed between two transfers, and a fixed prompt is scored on both sides: what
 a server has has to be the new weights, not those before.
 
-Faults: a loss that is not finite, memory that runs out, a worker that is killed with SIGKILL and
-goes on; each has to be named rightly, and none may cost what was saved. NaN and memory end a real
-training in this process, and the error is classified as a worker would. The kill is a real run,
-with an orchestrator and a worker of its own.
+Faults: a worker that is killed with SIGKILL and goes on, as a real run, with an orchestrator and a
+worker of its own.
 """
 
 from __future__ import annotations
 
 import math
-import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import torch
-from safetensors.torch import load_file, save_file
 
-from flows.certify.rank import SHORT_SFT, train
-from flows.certify.work import Order, absent, check, open_io, random_model, recipe, write_rows
+from flows.certify.rank import train
+from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
 from flows.proving.planning import plan_resume_proofs
 from flows.proving.runs import prove_resume
-from infra.jobs.failures import classify
 from infra.ranks.launch import RanksJob, run_ranks
 from infra.rollouts import servers as opening
 from refiner_core.contract.config import RecipeConfig
@@ -47,7 +40,6 @@ from refiner_core.contract.types import Endpoint
 from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.vllm.admin import Admin, make_canary, tolerance_of
 from refiner_core.training.ranks import Ranks
-from refiner_core.training.sft import train_sft
 
 #: Largest relative difference of a loss or norm to that of one process in plain torch: sums over
 #: packs and ranks are taken in another order, and bfloat16 weights round what follows.
@@ -198,90 +190,11 @@ def _keyed(endpoint: Endpoint, way: str) -> CertifiedCheck:
     return check(name, status in (401, 403), f"{_CONTROL} without the key: HTTP {status}")
 
 
-#: The tiny recipe, as little of it as hangs and dies.
-SMALL = (
-    "seed=0",
-    "data.synthetic_sft_rows=200",
-    "data.synthetic_rl_rows=40",
-    "sft.pack_length=512",
-)
-_GIB = 2**30
-_FAULT_LENGTHS = [40, 60, 80, 100] * 8
-
-
 def fault_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
-    """Planted faults, the quick ones first."""
-    write_rows(folder / "rows", _FAULT_LENGTHS)
-    yield _not_finite(order, folder)
-    yield _out_of_memory(order, folder)
-    yield _killed(order, folder)
-
-
-def _named(name: str, wanted: str, act: Callable[[], object]) -> CertifiedCheck:
-    try:
-        act()
-    except Exception as error:
-        found = classify(error)
-        return check(
-            *(name, wanted in (found.failure, type(error).__name__)),
-            f"planted, and named {found.failure}: {str(error).splitlines()[0][:160]}",
-        )
-    return check(name, False, f"planted, and the training ended as if nothing were: not {wanted}")
-
-
-# ---------------------------------------------------------------- in this process
-
-
-def _not_finite(order: Order, folder: Path) -> CertifiedCheck:
-    small = replace(order, model="tiny", checkpointing=False)
-    model = random_model(small, folder / "nan-model")
-    weights = load_file(model / "model.safetensors")
-    name = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
-    weights[name][0, 0] = float("nan")
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return _named(
-        *("planted loss that is not finite", "NotFiniteError"),
-        lambda: _train(small, folder / "nan", folder / "rows", str(model)),
-    )
-
-
-def _out_of_memory(order: Order, folder: Path) -> CertifiedCheck:
-    """Packs of many rows on a device that has next to nothing left."""
-    small = replace(order, model="tiny", checkpointing=False)
-    model = random_model(small, folder / "model")
-    rows = write_rows(folder / "long-rows", [2048] * 32)
-
-    def act() -> None:
-        _train(small, folder / "oom", rows, str(model), pack=1 << 16)
-
-    name = "planted out-of-memory"
-    if order.gpus:
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, _GIB / 2 / total))
-        try:
-            return _named(name, "gpu_out_of_memory", act)
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    used = psutil.Process().memory_info().vms
-    resource.setrlimit(resource.RLIMIT_AS, (used + _GIB // 2, limits[1]))
-    try:
-        return _named(name, "out_of_memory", act)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def _train(order: Order, place: Path, rows: Path, model: str, pack: int = 256) -> None:
-    config = recipe(order, sft={**SHORT_SFT, "pack_length": pack})
-    train_sft(
-        config, data_dir=rows, model_ref=model, output_dir=place / "output", io=open_io(place)
-    )
-
-
-def _killed(order: Order, folder: Path) -> CertifiedCheck:
     """`refiner prove-resume` of SFT, once killed."""
     overrides = (
-        *SMALL,
+        *("seed=0", "data.synthetic_sft_rows=200", "data.synthetic_rl_rows=40"),
+        "sft.pack_length=512",
         f"workspace={folder / 'killed'}",
         f"sft.resources.gpus={min(order.gpus, 1)}",
         f"model.dtype={order.dtype}",
@@ -291,7 +204,7 @@ def _killed(order: Order, folder: Path) -> CertifiedCheck:
     [proof] = prove_resume(plan_resume_proofs("tiny", overrides, **asked))
     largest = max((c.largest or 0.0 for c in proof.comparisons), default=0.0)
     differing = [c.quantity for c in proof.comparisons if c.differing]
-    return check(
+    yield check(
         *("kill -9 and resume", proof.verdict != "diverged"),
         f"{proof.verdict}; {len(proof.comparisons)} quantities compared"
         + (f", {', '.join(differing)} differ by {largest:.2g} at most" if differing else "")

@@ -6,7 +6,6 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -273,12 +272,11 @@ def notify_test(words: tuple[str, ...], as_json: bool) -> int:
     recipe = at_most_one(names, "recipe", " for tiny") or "tiny"
     config = notify_settings(recipe, overrides)
     tried = try_channels(config, started=lambda name: say(f"{name}: sending …"))
-    worked = not any(t.why for t in tried)
-    channels = [{**asdict(t), "delivered": not t.why} for t in tried]
-    rows = [(t.channel, f"{t.seconds:.1f} s", t.why or "has taken it") for t in tried]
+    worked = all(t["delivered"] for t in tried)
+    rows = [(t["channel"], f"{t['seconds']:.1f} s", t["why"] or "has taken it") for t in tried]
     show(
         as_json,
-        lambda: {"version": 1, "recipe": config.recipe, "channels": channels},
+        lambda: {"version": 1, "recipe": config.recipe, "channels": tried},
         lambda: table_lines(rows, ("channel", "took", "what came of it")),
     )
     following = ["run"] if worked else ["notify", "test"]

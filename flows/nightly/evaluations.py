@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from flows.nightly.checkpoints import Resolved, evaluations_in, night_overrides
 from flows.running.calls import pin_code, record_run
@@ -46,30 +46,42 @@ class At:
     tell: Tell
 
 
-class _Job(NamedTuple):
-    """One checkpoint of one night, to be evaluated."""
+def carry_out(
+    at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]
+) -> dict[str, tuple[str, Mapping[str, StageView]]]:
+    """Work on a recorded call for each plan, to its end; one that was begun in this night and not
+    finished goes on. The call and its last views, by checkpoint.
 
-    found: Resolved
-    plan: Plan
-    run: RunRecord
-
-
-def begin_jobs(at: At, night: str, wanted: Sequence[tuple[Resolved, Plan]]) -> list[_Job]:
-    """A recorded call for each plan; one that was begun in this night and not finished goes on."""
-    pinned, jobs = None, []
+    Raises
+    ------
+    KeyboardInterrupt
+        A second Ctrl-C, a while later: what runs goes on by itself.
+    """
+    pinned, members, workspace = None, list[Member](), at.workspace
     for found, plan in wanted:
         name = found.checkpoint.name
         run = _begun(at, night, name, plan)
         if run is None:
-            pinned = pinned or pin_code(at.workspace)
+            pinned = pinned or pin_code(workspace)
             words = night_overrides(at.nightly, found, night)
             which = {"name": at.nightly.name, "night": night, "checkpoint": name}
-            recipe = at.nightly.recipe
-            run = record_run(plan, at.workspace, recipe, words, pinned, nightly=which)
-            at.workspace.write_run(run)
+            run = record_run(plan, workspace, at.nightly.recipe, words, pinned, nightly=which)
+            workspace.write_run(run)
             at.records.note_run(night, name, run.run, found.digest)
-        jobs.append(_Job(found, plan, run))
-    return jobs
+        members.append(Member(plan, run, workspace, name))
+    if not members:
+        return {}
+    for member in members:
+        member.take_up()
+
+    def tell(member: Member) -> None:
+        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in ended_badly(member.views()))
+        at.tell(f"{member.name}: {bad or 'evaluated'}")
+
+    config = members[0].plan.config
+    router = make_router(config.dispatch, workspace)
+    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
+    return {member.name: (member.run.run, member.views()) for member in members}
 
 
 def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
@@ -79,30 +91,6 @@ def _begun(at: At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
         if dict(run.stages) == wanted and not orchestrator_of(at.workspace, run.run).works:
             return run
     return None
-
-
-def carry_out(at: At, jobs: Sequence[_Job]) -> dict[str, Mapping[str, StageView]]:
-    """Work on all calls to their end; views by checkpoint.
-
-    Raises
-    ------
-    KeyboardInterrupt
-        A second Ctrl-C, a while later: what runs goes on by itself.
-    """
-    if not jobs:
-        return {}
-    config, workspace = jobs[0].plan.config, at.workspace
-    members = [Member(j.plan, j.run, workspace, j.found.checkpoint.name) for j in jobs]
-    for member in members:
-        member.take_up()
-
-    def tell(member: Member) -> None:
-        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in ended_badly(member.views()))
-        at.tell(f"{member.name}: {bad or 'evaluated'}")
-
-    router = make_router(config.dispatch, workspace)
-    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
-    return {member.name: member.views() for member in members}
 
 
 def ended_badly(views: Mapping[str, StageView]) -> list[StageView]:

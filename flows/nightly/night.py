@@ -20,7 +20,6 @@ from flows.nightly.checkpoints import NothingYet, Resolved, is_done, night_plan,
 from flows.nightly.evaluations import (
     At,
     Tell,
-    begin_jobs,
     carry_out,
     ended_badly,
     harvest,
@@ -356,12 +355,11 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
             code = error.exit_code
             entries[checkpoint.name] = _Entry(checkpoint.name, "failed", str(error), exit_code=code)
     wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
-    jobs = begin_jobs(at, night, wanted)
-    views = carry_out(at, jobs)
-    runs = {job.found.checkpoint.name: job.run.run for job in jobs}
+    worked = carry_out(at, night, wanted)
     known = at.records.rows()
     for name, (found, plan) in plans.items():
-        run, noted = runs.get(name, ""), at.records.runs_of(night, name)
+        run, views = worked.get(name, ("", {}))
+        noted = at.records.runs_of(night, name)
         any_run = run or (str(noted[-1]["run"]) if noted else "")  # or another process's
         # The canary's stage is this night's.
         ours = any_run or found.checkpoint == at.nightly.canary
@@ -369,7 +367,7 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
         if is_done(plan, at.workspace):
             entries[name] = _Entry(name, "measured" if run else "kept", run=run)
             continue
-        bad = ended_badly(views.get(name, {}))
+        bad = ended_badly(views)
         why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
         code = next((v.exit_code for v in bad if v.exit_code), 1)
         entries[name] = _Entry(name, "failed", why, run, code)

@@ -33,7 +33,6 @@ from infra.jobs.dispatch import make_router
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.checkpoints import CheckpointStore
-from infra.store.layout import AttemptPaths
 from infra.store.provenance import host, keep_scratch, new_scratch, versions, write_proof
 from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace, now_text
@@ -189,31 +188,20 @@ class _Interrupter:
 
     def run(self) -> list[Interruption]:
         """All points; gives what came about."""
-        for point in self._points:
-            if (found := self._hit(point)) is None:
-                break
-            self.made.append(found)
-            self._on_hit(found)
+        waiting, after = list(self._points), 0
+        while waiting and not self._left.wait(_LOOK_S) and not self._paths.result.exists():
+            point, sight = waiting[0], self._look()
+            if sight is None or sight.attempt <= after or sight.step < point.step:
+                continue
+            if sight.step == point.step and sight.phase != point.phase:
+                continue
+            time.sleep(point.delay_s)
+            after = sight.attempt  # also where it was over just before
+            if (found := self._strike(point, sight)) is not None:
+                self.made.append(found)
+                self._on_hit(found)
+                del waiting[0]
         return self.made
-
-    # ------------------------------------------------------------ one point
-
-    def _hit(self, point: Point) -> Interruption | None:
-        """None: the stage was done before."""
-        after = self.made[-1].attempt if self.made else 0
-        while not self._left.is_set() and not self._paths.result.exists():
-            sight = self._look()
-            if (
-                sight is not None
-                and sight.attempt > after
-                and (sight.step > point.step or sight[1:3] == (point.step, point.phase))
-            ):
-                time.sleep(point.delay_s)
-                if (found := self._strike(point, sight)) is not None:
-                    return found
-                after = sight.attempt  # it was over just before
-            time.sleep(_LOOK_S)
-        return None
 
     def _strike(self, point: Point, sight: _Sight) -> Interruption | None:
         if not sight.worker.alive:
@@ -230,34 +218,27 @@ class _Interrupter:
         return Interruption(last.step, last.phase, point.how, sight.attempt)
 
     def _look(self) -> _Sight | None:
-        numbers = self._paths.attempt_numbers()
-        if not numbers:
+        """The save that the last attempt is at, or was at when it died; else what it says of
+        itself: GRPO tells each of its phases at once, SFT has but one, and logs each step."""
+        number = max(self._paths.attempt_numbers(), default=0)
+        paths, there = self._paths.attempt(number), self._paths.checkpoints
+        process = _read(paths.started).get("process")
+        if not process:
             return None
-        paths = self._paths.attempt(numbers[-1])
-        started = _read(paths.started)
-        if not started.get("process"):
-            return None
-        found = self._told(numbers[-1], paths)
-        if found is None:
-            return None
-        return _Sight(numbers[-1], *found, ProcessId.parse(str(started["process"])))
-
-    def _told(self, attempt: int, paths: AttemptPaths) -> tuple[int, str] | None:
-        """The save that an attempt is at, or was at when it died; else what it says of itself:
-        GRPO tells each of its phases at once, SFT has but one, and logs each step."""
-        there = self._paths.checkpoints
+        worker = ProcessId.parse(str(process))
         for path in there.iterdir() if there.is_dir() else ():
             match = _SAVE.fullmatch(path.name)
-            if match and int(match.group(2)) == attempt:
-                return int(match.group(1)), "save"
+            if match and int(match.group(2)) == number:
+                return _Sight(number, int(match.group(1)), "save", worker)
         if self._kind == "sft":
-            step = _last_logged(paths.metrics)
-            return None if step is None else (step + 1, "update")
+            lines = paths.metrics.read_bytes().split(b"\n")[:-1] if paths.metrics.exists() else ()
+            step = int(json.loads(lines[-1])["step"]) if lines else None
+            return None if step is None else _Sight(number, step + 1, "update", worker)
         progress = _read(paths.heartbeat).get("progress")
         if not progress:
             return None
-        phase = str(progress["phase"])
-        return int(progress["done"]) + 1, "between steps" if phase == "train" else phase
+        phase = "between steps" if progress["phase"] == "train" else str(progress["phase"])
+        return _Sight(number, int(progress["done"]) + 1, phase, worker)
 
 
 def as_they_were(
@@ -274,12 +255,6 @@ def as_they_were(
         for i in made
         if i.attempt != record.result.attempt
     ]
-
-
-def _last_logged(metrics: Path) -> int | None:
-    """The step of the last whole line of a ``metrics.jsonl``; None where there is none yet."""
-    lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else None
 
 
 def _read(path: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import logging
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,25 +230,20 @@ def older(found: list[ForeignCheckpoint], keep: int) -> list[ForeignCheckpoint]:
     return [c for c in found if complete and c.step < complete[0].step]
 
 
-def remove_unfinished(found: list[ForeignCheckpoint]) -> int:
-    """Delete what no trainer can go on from; returns how many. Call it while none writes."""
-    return _remove(
-        {c.path: f"unfinished checkpoint {c.path}: {c.damage}" for c in unfinished(found)}
-    )
-
-
-def remove_older(found: list[ForeignCheckpoint], keep: int) -> int:
-    """Delete what is older than ``keep`` complete checkpoints (at least 1); returns how many."""
-    return _remove({c.path: f"checkpoint {c.path} to make room" for c in older(found, keep)})
-
-
-def _remove(gone: Mapping[Path, str]) -> int:
-    for path, named in gone.items():
-        log.warning("deleting %s", named)
-        atomic.remove_tree(path)
+def remove(gone: Sequence[ForeignCheckpoint]) -> int:
+    """Delete checkpoints, unfinished ones while none writes; returns how many."""
+    for checkpoint in gone:
+        why = f"unfinished: {checkpoint.damage}" if checkpoint.damage else "to make room"
+        log.warning("deleting checkpoint %s, %s", checkpoint.path, why)
+        atomic.remove_tree(checkpoint.path)
     if gone:  # some file systems give room back with the next commit only
-        sync_file_system(next(iter(gone)).parent)
+        sync_file_system(gone[0].path.parent)
     return len(gone)
+
+
+def largest_of(found: Sequence[ForeignCheckpoint]) -> int:
+    """Bytes of the largest complete one; 0 where none is."""
+    return max((size_of(c.path) for c in found if not c.damage), default=0)
 
 
 def size_of(path: Path) -> int:

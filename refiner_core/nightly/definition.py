@@ -205,8 +205,6 @@ class Row:
 
 #: So many occasions are looked at for two in one night.
 _LOOKED_AT = 400
-#: Nobody means a line that has no occasion within so many days.
-_LONGEST_GAP = timedelta(days=370)
 
 
 class Schedule:
@@ -220,7 +218,7 @@ class Schedule:
     Raises
     ------
     ConfigurationError
-        One of them cannot be read, or the line has two occasions in one night, or hardly any.
+        One of them cannot be read, or the line has two occasions in one night.
     """
 
     def __init__(self, cron: str, timezone: str) -> None:
@@ -277,8 +275,6 @@ class Schedule:
                 raise self._refusal(
                     f"has two occasions in one night ({one:%H:%M} and {other:%H:%M})"
                 )
-            if other - one > _LONGEST_GAP:
-                raise self._refusal("leaves more than a year between two nights")
 
     def _refusal(self, why: str) -> ConfigurationError:
         return ConfigurationError(
@@ -321,12 +317,7 @@ _OURS = (
     "evaluate.occasion",
 )
 #: Without them there is no night.
-_NEEDED = {
-    "schedule": 'schedule: "0 3 * * *"',
-    "recipe": "recipe: tiny",
-    "checkpoints": "checkpoints: [{name: latest, newest: {recipe: tiny}}]",
-    "canary": "canary: {name: canary, folder: PATH, digest: SHA256}",
-}
+_NEEDED = ("schedule", "recipe", "checkpoints", "canary")
 _EXPECTED = {
     **{"str": "text (quote it)", "int": "a whole number", "float": "a number"},
     **{"tuple": "a list", "dict": "a mapping of `key: value`"},
@@ -358,15 +349,14 @@ def parse_nightly(text: str, *, stem: str, origin: str, folder: str) -> Nightly:
     if given.pop("catch_up", None) is not None:
         warn_former("catch_up", "a night that has passed is not evaluated any more")
     values = {key: value for key, value in given.items() if value is not None}
-    for key, example in _NEEDED.items():
-        if not values.get(key):
-            raise ConfigurationError(
-                f"{origin} has no `{key}`.",
-                expected="a schedule, a recipe, checkpoints to evaluate and a canary: one frozen "
-                "checkpoint, without which a change of the judge or of machines looks like one of "
-                "a model",
-                fix=f"add `{example}`",
-            )
+    if missing := [key for key in _NEEDED if not values.get(key)]:
+        raise ConfigurationError(
+            f"{origin} has no `{missing[0]}`.",
+            expected="a schedule, a recipe, checkpoints to evaluate and a canary: one frozen "
+            "checkpoint, without which a change of the judge or of machines looks like one of a "
+            "model",
+            fix="add it, as `refiner nightly check tiny-nightly`'s file has it",
+        )
     checkpoints = values["checkpoints"]
     if isinstance(checkpoints, list):
         values["checkpoints"] = [
