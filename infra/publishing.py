@@ -330,29 +330,23 @@ class _Bringing:
                     for file in sorted(wanted, key=lambda f: f.name == EVIDENCE):
                         atomic.write_bytes(place / file.name, bytes_of(file))
                 else:
-                    self._swap(place, before, wanted, donors)
+                    self._swap(place, before, donors)
             self.changed |= {f.name for f in wanted}
         return all_files(publication, before)
 
-    def _swap(
-        self,
-        place: Path,
-        before: Lying | None,
-        wanted: Sequence[FileToPublish],
-        donors: Sequence[Path],
-    ) -> None:
+    def _swap(self, place: Path, before: Lying | None, donors: Sequence[Path]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = {f.name for f in wanted}
+        ours = {**{donor: lying_at(donor) for donor in donors}, place: before}
+        there = {f.sha256: at / f.path for at, held in ours.items() if held for f in held.files}
         temporary = atomic.temporary_name(place)
         try:
             temporary.mkdir()
             for number, file in enumerate(self.publication.files):
                 self._check_stop()
-                at = temporary / file.name
+                at, known = temporary / file.name, there.get(file.sha256)
                 at.parent.mkdir(parents=True, exist_ok=True)
-                if file.name not in fresh and _linked(place / file.name, at):
-                    continue
-                if not any(_given(donor, file, at) for donor in donors):
+                whole = known and known.is_file() and known.stat().st_size == file.bytes
+                if not (known and whole and _linked(known, at)):
                     self._copy(file, at)
                 done = Progress(number + 1, len(self.publication.files), f"wrote {file.name}")
                 self.progress(done)
@@ -374,18 +368,29 @@ class _Bringing:
                 digest.update(chunk)
                 writing.write(chunk)
         if digest.hexdigest() != file.sha256:
-            raise StageFailed(
-                f"{file.source} is not what its stage has left, so it is not published.",
-                expected=f"SHA-256 {file.sha256[:12]}…, not {digest.hexdigest()[:12]}…",
-                fix="run the recipe again; a stage whose output is damaged is made again",
-            )
+            raise replaced(file, "has other content")
 
     def _check_stop(self) -> None:
         if self.should_stop():
-            raise Interrupted(
-                "Publishing was stopped on request; what was published is as it was.",
-                fix="run the same command again",
-            )
+            raise stopped()
+
+
+def stopped() -> Interrupted:
+    """A stop was asked for while something was on its way."""
+    return Interrupted(
+        "Publishing was stopped on request.",
+        fix="run the same command again; what was sent already is not sent again",
+    )
+
+
+def replaced(file: FileToPublish, why: str) -> StageFailed:
+    """The error for a source that is no longer what its stage has left."""
+    return StageFailed(
+        f"{file.source or file.name} {why}, so it is not published: it was another file when its "
+        "stage ended.",
+        expected="the output as the stage has left it",
+        fix="run the recipe again; a stage whose output is damaged is made again",
+    )
 
 
 def _known(place: Path) -> Lying | None:
@@ -416,16 +421,6 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
     if file.described in before.files:
         return True
     return file.source is None and path.read_bytes() == file.content
-
-
-def _given(donor: Path, file: FileToPublish, to: Path) -> bool:
-    """Link a file from another folder of ours that has it."""
-    lying = lying_at(donor)
-    named = next((f.path for f in lying.files if f.sha256 == file.sha256), None) if lying else None
-    if named is None:
-        return False
-    path = donor / named
-    return path.is_file() and path.stat().st_size == file.bytes and _linked(path, to)
 
 
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:

@@ -107,7 +107,7 @@ class Watching(Hears):
     def _watch_pauses(self, sights: Mapping[str, Sight]) -> None:
         now = self._clock() - self._began
         for pause in self._pauses.look(sights, now, quiet=self._sender.quiet):
-            self._tell(words.paused(self.topic, pause))
+            self._tell(words.paused(self.topic, *pause))
 
     def _why_stopped(self) -> str:
         asked = self._workspace.cancel_asked(self.topic.call)

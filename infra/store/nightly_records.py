@@ -191,11 +191,6 @@ class NightlyRecords(RecordFiles):
         return self.create(path, value, "recording a nightly evaluation")
 
 
-def nightly_names(workspace: Workspace) -> list[str]:
-    """Names of the nightly evaluations that a workspace remembers."""
-    return [p.name for p in _sorted(workspace.layout.nightly, "[!.]*")]
-
-
 def _sorted(folder: Path, pattern: str) -> Sequence[Path]:
     try:
         return sorted(folder.glob(pattern))

@@ -182,7 +182,7 @@ def test_a_source_that_has_changed_since_its_stage_is_not_published(
     source = wanted.files[0].source
     assert source is not None
     source.write_bytes(source.read_bytes()[::-1])
-    with pytest.raises(StageFailed, match=r"model\.safetensors is not what its stage has left"):
+    with pytest.raises(StageFailed, match=r"model\.safetensors has other content"):
         FolderTarget(root, FINAL).publish(wanted)
     assert not (root / REPO).exists()
     assert names(root / "me") == set(), "no half of it lies around"
