@@ -207,13 +207,11 @@ def _of_slot(typed: _Typed, slot: str, incomplete: str) -> Iterator[Candidate]:
 
 
 def _answers(option: click.Parameter, incomplete: str) -> Iterator[str]:
-    """Of a question of `refiner init`."""
-    from flows.starting.questions import QUESTIONS, Asked, Surroundings
+    """Of a flag of `refiner init`."""
+    from flows.starting.flags import FLAGS
 
-    for question in QUESTIONS:
-        if f"--{question.name}" in option.opts:
-            yield from question.words(Asked({}, Surroundings(), Path.cwd()))
-            yield from files(incomplete)
+    yield from FLAGS[option.opts[0].removeprefix("--")].words
+    yield from files(incomplete)
 
 
 # ---------------------------------------------------------------- what there is
