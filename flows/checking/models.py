@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,21 +63,10 @@ class ModelFiles:
     @property
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
-        for path, begin, header in self._headers():
-            ends = [v["data_offsets"][1] for v in header.values()]
-            if ends and path.stat().st_size < begin + max(ends):
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path.stat().st_size < _length(path, _state_of(path)):
                 return path.name
         return None
-
-    @property
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors in safetensors files, by name."""
-        tensors = (item for *_, header in self._headers() for item in header.items())
-        return {name: tuple(v["shape"]) for name, v in tensors}
-
-    def _headers(self) -> Iterator[tuple[Path, int, Mapping[str, Any]]]:
-        for path in sorted(self.folder.glob("*.safetensors")):
-            yield path, *_header(path, _state_of(path))
 
     @property
     def has_weights(self) -> bool:
@@ -90,20 +79,6 @@ class ModelFiles:
         path = self.folder / "tokenizer.json"
         highest = _highest_id(path, _state_of(path))
         return highest if highest is not None and highest >= words else None
-
-    def knows_token(self, text: str) -> bool:
-        """True if a token stands in ``tokenizer.json``; True where that cannot be read."""
-        added = self.json("tokenizer_config.json").get("added_tokens_decoder")
-        if isinstance(added, dict) and any(
-            isinstance(token, dict) and token.get("content") == text for token in added.values()
-        ):
-            return True
-        try:
-            data = (self.folder / "tokenizer.json").read_bytes()
-        except OSError:
-            return True
-        forms = {json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)}
-        return any(form.encode() in data for form in forms)
 
 
 def model_files(ref: str, revision: str) -> ModelFiles | None:
@@ -156,12 +131,13 @@ def _json(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _header(path: Path, state: tuple[int, int]) -> tuple[int, Mapping[str, Any]]:
-    """Where the data of a safetensors file begins, and its header; empty where it has none."""
+def _length(path: Path, state: tuple[int, int]) -> int:
+    """Length that a safetensors file has by its header; 0 where it has none."""
     try:
-        return safetensors_header(path)
+        begin, header = safetensors_header(path)
+        return begin + max((v["data_offsets"][1] for v in header.values()), default=0)
     except (OSError, ValueError):
-        return 0, {}
+        return 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -181,18 +157,12 @@ _READERS = {"data", *STAGES, "evaluate"}
 _TRAINERS = set(STAGES)
 #: Layers that carry a state from token to token, across the border between packed sequences.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
-#: Models whose config.json does not name such layers.
-_RECURRENT_MODELS = {
-    *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba"),
-    *("falcon_h1", "zamba", "zamba2", "lfm2", "lfm2_moe"),
-}
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
 )
 #: Tokenizer classes that have no end-of-text token unless one is named.
 _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
@@ -250,24 +220,14 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
             fix="copy the tokenizer's files there, or set model.tokenizer_name_or_path",
         )
     settings = files.json("tokenizer_config.json")
-    end = _text(settings.get("eos_token"))
-    if end is None and files.whole:
-        others = files.json("special_tokens_map.json")
-        named = "eos_token" in settings and not others.get("eos_token")
-        bare = not others.get("eos_token") and settings.get("tokenizer_class") in _WITHOUT_DEFAULTS
-        if named or bare:
-            raise ConfigurationError(
-                f"The tokenizer in {files.folder} ({field}) has no end-of-text token "
-                "(`eos_token`): a model would never learn to stop.",
-                expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
-                fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
-            )
-    if end is not None and not files.knows_token(end):
+    named = settings.get("eos_token") or files.json("special_tokens_map.json").get("eos_token")
+    bare = settings.get("tokenizer_class") in _WITHOUT_DEFAULTS or "eos_token" in settings
+    if files.whole and not named and bare:
         raise ConfigurationError(
-            f"The end-of-text token {end!r} of the tokenizer in {files.folder} ({field}) is not in "
-            "its vocabulary; it would be added behind the model's last embedding.",
-            expected="an `eos_token` that tokenizer.json has",
-            fix="correct `eos_token` in tokenizer_config.json",
+            f"The tokenizer in {files.folder} ({field}) has no end-of-text token (`eos_token`): a "
+            "model would never learn to stop.",
+            expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
+            fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
         )
 
 
@@ -286,12 +246,6 @@ def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
             fix="set model.chat_template to a template's text (ChatML, say), or "
             "model.tokenizer_name_or_path to a chat model",
         )
-
-
-def _text(token: Any) -> str | None:
-    """A special token, which stands in files as text or as a mapping."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) and value else None
 
 
 def _tokenizer_field(config: RecipeConfig) -> str:
@@ -325,33 +279,6 @@ def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
             "its header names more.",
             expected="a complete checkpoint",
             fix="fetch or export it again",
-        )
-    _check_head(model)
-
-
-def _check_head(model: ModelFiles) -> None:
-    """Embeddings are as many as the configuration says, and logits come from somewhere."""
-    shapes, words = model.weights, model.text_config.get("vocab_size")
-    rows = [s[0] for n, s in shapes.items() if n.endswith(_EMBEDDINGS) and len(s) == 2]
-    if len(rows) != 1 or not isinstance(words, int):
-        return
-    if rows[0] != words:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has embeddings of {rows[0]:,} tokens, and its "
-            f"config.json says vocab_size {words:,}.",
-            expected="weights and configuration of one model",
-            fix=f"set vocab_size to {rows[0]} in config.json if the weights are right, or export "
-            "it again",
-        )
-    untied = model.json("config.json").get("tie_word_embeddings") is False
-    plain = all(n.startswith(("model.", "lm_head.")) for n in shapes)
-    if untied and plain and model.whole and "lm_head.weight" not in shapes:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has no lm_head.weight, and its config.json says "
-            "tie_word_embeddings false: its output head would be random numbers.",
-            expected="an output head, or tie_word_embeddings true where it is the embedding",
-            fix="export it again, or set tie_word_embeddings to true in config.json if it was "
-            "trained so",
         )
 
 
@@ -407,8 +334,6 @@ def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
     text = model.text_config
     found = text.get("layer_types") or text.get("layers_block_type")
     kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
-    if text.get("model_type") in _RECURRENT_MODELS:
-        kinds = kinds | {str(text["model_type"])}
     if kinds:
         raise UnsupportedError(
             f"{model.folder} (model.name_or_path) has layers of kind {', '.join(sorted(kinds))}, "

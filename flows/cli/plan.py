@@ -43,7 +43,7 @@ def plan_command(
 
     Changes nothing, and needs neither network nor GPU.
     """
-    from flows.checking.resources import memory_json, planning_notes, time_json, time_notes
+    from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.plans import forecast, plan_json
     from flows.running.calls import make_recipe_plan
@@ -55,11 +55,10 @@ def plan_command(
     room, change = disk_of_plan(plan, fit=with_fit)
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
-        value |= {"memory": memory_json(plan), "time": time_json(plan)}
-        value |= {"notes": [*planning_notes(plan), *time_notes(plan)]}
+        value |= {"memory": memory_json(plan), "time": [], "notes": planning_notes(plan)}
         if with_fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
-            value["disk"]["save_freq"] = {}  # nothing is proposed any more
+            value["disk"]["save_freq"] = {}  # as of `time`, nothing is said any more
         print_json(value)
         return
     _show_disk(room, stages=with_disk or with_fit)
@@ -117,12 +116,12 @@ def _disk_json(room: PlannedRoom) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
     to do next."""
-    from flows.checking.resources import planning_notes, time_notes
+    from flows.checking.resources import planning_notes
 
     show_made_plan(plan, as_json)
     if as_json:
         return
-    for note in (*planning_notes(plan), *time_notes(plan)):
+    for note in planning_notes(plan):
         click.echo(f"\nnote: {note}")
     command = command_line("run", recipe, *overrides)
     explain = command_line("explain", plan.stages[-1].name, recipe, *overrides)
@@ -209,8 +208,8 @@ def diff_command(
     The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
     not bitwise the same, or is not all there yet.
     """
-    from flows.diffing.document import as_json as document
     from flows.diffing.document import diff_runs, difference_lines, next_commands
+    from refiner_core.contract.records import to_json
 
     where, names = split_workspace(words)
     if len(names) != 2:
@@ -220,10 +219,10 @@ def diff_command(
             fix="name two; `refiner status --all` lists runs",
         )
     found = diff_runs(names[0], names[1], where, other=other)
-    show(as_json, lambda: document(found), lambda: difference_lines(found))
+    show(as_json, lambda: to_json(found), lambda: difference_lines(found))
     if not as_json and (commands := next_commands(found)):
         say_next(*commands, gap=True)
-    return 1 if exit_code and found.equal is not True else 0
+    return 1 if exit_code and found["equal"] is not True else 0
 
 
 @click.command("why", context_settings={"ignore_unknown_options": True})

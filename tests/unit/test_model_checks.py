@@ -119,12 +119,6 @@ def in_pickles(folder: Path) -> None:
         ),
         (tokenizer(eos_token=...), {}, ConfigurationError, r"no end-of-text token"),
         (
-            tokenizer(eos_token="</turn>"),
-            {},
-            ConfigurationError,
-            r"'</turn>' .* is not in its vocabulary",
-        ),
-        (
             gone("tokenizer.json"),
             {},
             ConfigurationError,
@@ -137,18 +131,6 @@ def in_pickles(folder: Path) -> None:
             {},
             ConfigurationError,
             r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
-        ),
-        (
-            config(vocab_size=900),
-            {},
-            ConfigurationError,
-            r"embeddings of 835 tokens.*vocab_size 900.*set vocab_size to 835",
-        ),
-        (
-            config(tie_word_embeddings=False),
-            {},
-            ConfigurationError,
-            r"no lm_head\.weight.*tie_word_embeddings false.*random numbers",
         ),
         (
             config(max_position_embeddings=300),
@@ -168,7 +150,6 @@ def in_pickles(folder: Path) -> None:
             UnsupportedError,
             r"layers of kind linear_attention.*runs on from one packed sequence",
         ),
-        (config(model_type="mamba2"), {}, UnsupportedError, "layers of kind mamba2"),
         (
             config(final_logit_softcapping=30.0),
             {},
@@ -231,14 +212,6 @@ def test_embeddings_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
     folder = copied(tmp_path / "model")
     config(vocab_size=1024)(folder)
     weights(folder, {"model.embed_tokens.weight": (1024, 128)})
-    check_model_files(recipe(folder))
-
-
-def test_an_untied_model_has_a_head(tmp_path: Path) -> None:
-    folder = copied(tmp_path / "model")
-    config(tie_word_embeddings=False)(folder)
-    names = {"model.embed_tokens.weight": (WORDS, 128), "lm_head.weight": (WORDS, 128)}
-    weights(folder, names)
     check_model_files(recipe(folder))
 
 
@@ -340,11 +313,6 @@ def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, damaged: st
     folder = copied(tmp_path / "model")
     (folder / damaged).unlink()
     (folder / damaged).write_bytes(b"\xff{<|im_end|>")
-    if damaged == "tokenizer.json":
-        edited(folder, "tokenizer_config.json", eos_token="<|im_end|>", added_tokens_decoder={})
-        with pytest.raises(ConfigurationError):  # its end token is not in it
-            check_model_files(recipe(folder))
-        return
     assert model_files(str(folder), "main") is not None
     check_model_files(recipe(folder))
 
