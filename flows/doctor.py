@@ -260,7 +260,7 @@ def _key(judge: JudgeConfig) -> Finding:
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judges import KINDS, ask_examples
+    from flows.judges import KINDS, ask_in_turn, examples
     from infra.store.workspace import Workspace
 
     words = map(shown_address, _as_overrides(judge))
@@ -269,7 +269,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         workspace = Workspace.read_only(look.workspace)
         # An environment asks about assertions, and no more.
         kinds = KINDS[:1] if look.config.environment.name else KINDS
-        asked = ask_examples(workspace, judge, kinds)
+        asked = ask_in_turn(workspace, judge, examples(kinds))
     except RefinerError as error:
         return found(doubtful(look.recipe), error.what, mend, error.fix)
     what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"

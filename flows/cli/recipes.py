@@ -165,7 +165,7 @@ def show_command(
     if len(facts) > 1:
         with_value = ("value", "source") if found else ("default",)
         header = ("field", "mark", *with_value, "what it is")
-        rows = field_rows([one.path for one in facts], found)
+        rows = field_rows(facts, found)
         show_listing(as_json, value, rows, header, [again(facts[0].path)])
         return
     path = facts[0].path

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flows.running.status import find_run
 from infra.store.stage_records import EVIDENCE
@@ -35,39 +36,28 @@ _DECODINGS = ("greedy", "sampled")
 Kind = Literal["evaluation", "training", "fact"]
 
 
-@dataclass(frozen=True)
-class Query:
+class Query(NamedTuple):
     """Question for a number: a number as it was printed, names, a training step."""
 
-    number: str | None = None
+    number: str = ""
     names: tuple[str, ...] = ()
     step: int | None = None
 
     @property
     def decimals(self) -> int:
         """Digits after the point of the number."""
-        text = (self.number or "").rstrip("% ").lower()
-        return len(text.partition("e")[0].partition(".")[2])
+        return len(self.number.rstrip("% ").lower().partition("e")[0].partition(".")[2])
 
     def means(self, value: float) -> bool:
         """Yes for a value that is printed as the number."""
-        if self.number is None:
+        if not self.number:
             return True
         asked = float(self.number.rstrip("% "))
         if self.number.endswith("%"):
             value *= 100.0
-        if "e" in self.number.lower():
-            return f"{value:.{self.decimals}e}" == f"{asked:.{self.decimals}e}"
-        said = f"{value:.{self.decimals}f}"
-        return said == f"{asked:.{self.decimals}f}" or (asked == 0.0 == float(said))
-
-    def part_of(self, figure: Figure) -> str | None:
-        """What of a number is meant (``value``, or an end of its interval); None for nothing."""
-        if self.step is not None and self.step != figure.step:
-            return None
-        parts = {"value": figure.value} | {k: figure.entry.get(k) for k in ("low", "high")}
-        known = ((k, finite(value)) for k, value in parts.items())
-        return next((k for k, value in known if value is not None and self.means(value)), None)
+        form = f".{self.decimals}{'e' if 'e' in self.number.lower() else 'f'}"
+        said = f"{value:{form}}"
+        return said == f"{asked:{form}}" or (asked == 0.0 == float(said))
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ def parse_query(words: Sequence[str]) -> Query:
             "greedy`, `scores step5`",
             fix="ask for one number at a time",
         )
-    return Query(numbers[0] if numbers else None, names, int(steps[0]) if steps else None)
+    return Query("".join(numbers), names, int(steps[0]) if steps else None)
 
 
 def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
@@ -176,10 +166,8 @@ def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
     others: set[str] = set()
     for run in map(workspace.read_run, workspace.run_ids()):
         night = run.provenance.get("nightly")
-        if night is None:
-            others.update(run.stages.values())
-        else:
-            found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"]))
+        found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"])) if night else {}
+        others.update(() if night else run.stages.values())
     return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
 
 
@@ -239,7 +227,7 @@ def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
     for name, report in facts.reports.items():
         stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
         found += (_point(name, *point, stage_id) for point in _points(report))
-    if query.number is not None:
+    if query.number:
         for shown in card_numbers(facts):
             path, where = shown.fact, shown.record or ""
             if not path.startswith("evaluations.") and "curve" not in path:
@@ -255,12 +243,21 @@ def _stage_of(record: str) -> str:
     return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
 
 
+def _part_meant(figure: Figure, query: Query) -> str | None:
+    """What of a number is meant (``value``, or an end of its interval); None for nothing."""
+    if query.step is not None and query.step != figure.step:
+        return None
+    parts = {"value": figure.value} | {k: figure.entry.get(k) for k in ("low", "high")}
+    known = ((k, finite(value)) for k, value in parts.items())
+    return next((k for k, value in known if value is not None and query.means(value)), None)
+
+
 def _asked_for(figures: Iterable[Figure], query: Query) -> list[Figure]:
     """Those that are meant, each once: values before ends of intervals, and where names alone are
     given that no protocol file has, the recipe's own protocol."""
     found: dict[tuple[Any, ...], Figure] = {}
     for figure in figures:
-        part = query.part_of(figure)
+        part = _part_meant(figure, query)
         if part is not None and all(name in figure.names for name in query.names):
             # All evaluations repeat the floor; attempts at a training repeat steps.
             value = None if figure.kind == "training" else figure.value
@@ -271,7 +268,7 @@ def _asked_for(figures: Iterable[Figure], query: Query) -> list[Figure]:
         found.values(),
         key=lambda f: (model_order(f.model), f.metric, f.decoding, f.under, f.step or 0),
     )
-    if query.number is None and not any(f.under in query.names for f in hits if f.under):
+    if not query.number and not any(f.under in query.names for f in hits if f.under):
         hits = [f for f in hits if not f.under] or hits
     return [f for f in hits if f.matched == "value"] or hits
 
@@ -289,29 +286,23 @@ def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
 def _nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
     """Error where no number is meant; ``others`` are those that there are."""
     known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
-    for name in (n for n in query.names if n not in known):
-        return ConfigurationError(
-            f"Nothing in {where} is called {name!r}.{suggest(name, known)}",
-            expected="a number as it is printed, or a metric, a model, a decoding: "
-            + ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS),
-            fix="name one of these",
-        )
-    if query.number is None or not others:
-        step = "" if query.step is None else f"step{query.step}"
-        asked = " ".join(filter(None, (query.number, *query.names, step)))
-        return ConfigurationError(
-            f"{where} has no number that is {asked!r}.",
-            expected="the number of a finished evaluation, or of a training",
-            fix="name another run or workspace=DIR (`refiner status --all` lists runs)",
-        )
-    wanted = float(query.number.rstrip("% "))
-    near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
-    said = "; ".join(f"{f.value:.{max(3, query.decimals)}f} ({' '.join(f.words)})" for f in near)
+    unknown = next((n for n in query.names if n not in known), "")
+    words = ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS)
+    expected = f"a number as it is printed, or a metric, a model, a decoding: {words}"
+    fix = "name one of these, another run or workspace=DIR (`refiner status --all` lists runs)"
+    if query.number and others and not unknown:
+        wanted = float(query.number.rstrip("% "))
+        near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
+        digits = max(3, query.decimals)
+        said = "; ".join(f"{f.value:.{digits}f} ({' '.join(f.words)})" for f in near)
+        expected = f"one that is recorded; the nearest are {said}"
+        fix = "give it with the digits that you see, or by its names: "
+        fix += f"`refiner why {' '.join(near[0].words)}`"
+    step = "" if query.step is None else f"step{query.step}"
+    asked = " ".join(filter(None, (query.number, *query.names, step)))
+    hint = suggest(unknown, known) if unknown else ""
     return ConfigurationError(
-        f"No number in {where} is printed as {query.number}.",
-        expected=f"one that is recorded; the nearest are {said}",
-        fix="give it with the digits that you see, or by its names: "
-        f"`refiner why {' '.join(near[0].words)}`",
+        f"{where} has no number that is {asked!r}.{hint}", expected=expected, fix=fix
     )
 
 
@@ -343,24 +334,20 @@ def find_numbers(
     ConfigurationError
         None fits; says what there is.
     """
-    if card is not None:
-        evidence = _evidence(Path(card))
-        where = f"the evidence of {card}"
-        return _found(parse_query(words), where, lambda query: figures_of_card(query, evidence))
     room = Workspace.read_only(workspace)
-    run, names = _run_of(room, words)
-    query = parse_query(names)
-    newest = [] if run is None else list(run.stages.values())
-    if found := figures_of_stages(query, room, newest):
-        return found
-    named = run is not None and len(names) < len(words)
-    ids = newest if named else room.stage_ids()
-    where = f"run {run.run}" if run is not None and named else str(room.root)
-    return _found(query, where, lambda query: figures_of_stages(query, room, ids))
-
-
-def _found(query: Query, where: str, look: Callable[[Query], list[Figure]]) -> list[Figure]:
-    """The numbers that are meant; says what there is where there are none."""
+    look: Callable[[Query], list[Figure]]
+    if card is not None:
+        evidence, where = _evidence(Path(card)), f"the evidence of {card}"
+        query, look = parse_query(words), partial(figures_of_card, evidence=evidence)
+    else:
+        run, names = _run_of(room, words)
+        query, newest = parse_query(names), list(run.stages.values()) if run else []
+        if found := figures_of_stages(query, room, newest):
+            return found
+        named = run is not None and len(names) < len(words)
+        where = f"run {run.run}" if run is not None and named else str(room.root)
+        ids = newest if named else room.stage_ids()
+        look = partial(figures_of_stages, workspace=room, stage_ids=ids)
     if found := look(query):
         return found
     raise _nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
