@@ -20,7 +20,7 @@ from typing import Any
 from infra.foreign.checkpoints import safetensors_header
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
-from refiner_core.contract.kinds import KINDS, kinds_of
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import STAGES
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
@@ -168,10 +168,8 @@ _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrained
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
     """All that decides what :func:`check_model_files` says: trials that agree are checked once."""
     stages = frozenset(config.only or config.stages) & frozenset(config.stages)
-    grpo, longest = config.grpo, config.data.max_prompt_token_length
-    lengths = (longest, grpo.response_length)
-    sampling = tuple((s.generation_backend, s.resources.gpus) for s in (grpo, config.sample))
-    return config.model, stages, lengths, sampling
+    lengths = (config.data.max_prompt_token_length, config.grpo.response_length)
+    return config.model, stages, lengths, config.grpo.max_token_length, config.environment.name
 
 
 def check_model_files(config: RecipeConfig) -> None:
@@ -182,7 +180,7 @@ def check_model_files(config: RecipeConfig) -> None:
     ConfigurationError
         Files are missing or cut short, or their sizes do not fit the recipe or each other.
     UnsupportedError
-        The model's layers cannot be trained in packs, or not be sampled from here.
+        The model's layers cannot be trained in packs.
     """
     stages = set(config.only or config.stages) & set(config.stages)
     if not stages & _READERS:
@@ -202,9 +200,6 @@ def check_model_files(config: RecipeConfig) -> None:
         _check_window(config, model)
     if stages & _TRAINERS:
         _check_layers(config, model)
-    for kind in kinds_of(stages):
-        if kind.samples_with:
-            _check_sampling(config, model, kind.samples_with)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -352,22 +347,3 @@ def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
             expected="a plain output head",
             fix="set model.name_or_path to a model with one (Qwen3, Llama, Mistral …)",
         )
-
-
-def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> None:
-    """The backend of a section can decode such layers, and heads of that width."""
-    text, sampler = model.text_config, getattr(config, section)
-    longest = config.data.max_prompt_token_length + config.grpo.response_length
-    if sampler.generation_backend == "transformers":
-        window = text.get("sliding_window")
-        if not text.get("use_sliding_window", True):
-            window = None
-        if isinstance(window, int) and longest > window:
-            raise UnsupportedError(
-                f"{model.folder} (model.name_or_path) attends to the last {window:,} tokens only "
-                f"(sliding_window), and a prompt with its response may have {longest:,} "
-                "(data.max_prompt_token_length + grpo.response_length): the transformers backend "
-                "cannot decode that.",
-                expected=f"{section}.generation_backend=vllm, or lengths within that window",
-                fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
-            )

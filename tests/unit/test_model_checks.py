@@ -157,12 +157,6 @@ def in_pickles(folder: Path) -> None:
             r"final_logit_softcapping \(30\.0\)",
         ),
         (config(logits_scaling=8.0), {}, UnsupportedError, r"scale of logits \(8\.0\)"),
-        (
-            config(sliding_window=128, use_sliding_window=True),
-            {},
-            UnsupportedError,
-            r"last 128 tokens only .* may have 304 .*generation_backend=vllm",
-        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
@@ -180,9 +174,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     ("edit", "fields"),
     [
         (None, {}),
-        (config(sliding_window=304, use_sliding_window=True), {}),  # a window that holds everything
-        (config(sliding_window=128), {}),  # Qwen names one that it does not use
-        (config(sliding_window=128, use_sliding_window=True), {"grpo__generation_backend": "vllm"}),
         (config(max_position_embeddings=304), {}),
         (
             config(max_position_embeddings=300, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
