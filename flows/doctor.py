@@ -11,7 +11,6 @@ forecast of the disk, and its judge.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -237,7 +236,6 @@ def _judge(look: Look) -> Iterator[Finding]:
         yield fine(f"{judge.model}: word overlap, needs no server")
         return
     if judge.base_url or judge.base_urls:
-        yield _key(judge)
         yield _answer(look, judge)
     elif serves(judge):
         served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
@@ -249,14 +247,6 @@ def _judge(look: Look) -> Iterator[Finding]:
             f"{look.command('run')} judge.base_url=http://HOST:8000/v1",
             "rubrics and citations are scored by it",
         )
-
-
-def _key(judge: JudgeConfig) -> Finding:
-    name = judge.api_key_env
-    if os.environ.get(name):
-        return fine(f"{name} is set", name="key")
-    what, why = "not set: the server is asked without a key", "only where the server asks for one"
-    return found("missing", f"{name} is {what}", f"export {name}=KEY", why, name="key")
 
 
 def _answer(look: Look, judge: JudgeConfig) -> Finding:

@@ -71,7 +71,7 @@ def report_command(
     """
     from flows.judges import measure_judge, write_report
     from infra.store.workspace import Workspace
-    from refiner_core.judge_report.build import report_json
+    from refiner_core.judge_report.build import markdown, report_json
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
@@ -92,7 +92,7 @@ def report_command(
         write_report(made.report, folder)
     kept = None if folder is None else str(folder)
     value = {**report_json(made.report), "id": made.name, "folder": kept}
-    show(as_json, lambda: value, lambda: _report_lines(made.report))
+    show(as_json, lambda: value, markdown(made.report).splitlines)
     if as_json:
         return
     if folder is None:
@@ -102,17 +102,6 @@ def report_command(
     if not against:
         words = (*words, "--against", "judge.model=OTHER")
         say_next(command_line("judge", "report", *words))
-
-
-def _report_lines(report: Any) -> Iterator[str]:
-    from refiner_core.judge_report.build import about, sections
-
-    yield from about(report)
-    for section in sections(report):
-        yield f"\n{section.title}"
-        if section.rows:
-            yield from table_lines(section.rows, section.header)
-        yield from section.words
 
 
 @judge_command.command(

@@ -124,26 +124,19 @@ def output_folder(out: str | Path) -> Path:
     from infra.store.atomic import no_space_guard
 
     folder = Path(out).expanduser().absolute()
-    refused = ConfigurationError(
-        f"The results cannot be written to {folder}",
-        expected="a folder, or a path where one can be made",
-        fix="name another one with --out DIR",
-    )
     with no_space_guard(folder, "making the folder for the results"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise refused from error
     if not os.access(folder, os.W_OK):
-        raise refused
+        raise ConfigurationError(
+            f"The results cannot be written to {folder}",
+            expected="a folder, or a path where one can be made",
+            fix="name another one with --out DIR",
+        )
     return folder
-
-
-def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
-    """Print a plain table on stdout."""
-    print_lines(table_lines(rows, header))
 
 
 def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -15,7 +15,7 @@ from flows.cli.options import (
     json_option,
     overrides_argument,
     print_json,
-    print_table,
+    print_lines,
     recipe_argument,
     say_next,
     show,
@@ -23,6 +23,7 @@ from flows.cli.options import (
 )
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
@@ -85,7 +86,7 @@ def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
         if judged := found.judgements:
             rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
         click.echo("")
-        print_table(rows, ("stage", "at most", "in the end", "files", "by"))
+        print_lines(table_lines(rows, ("stage", "at most", "in the end", "files", "by")))
     if stages or not room.fits:
         verdict = "fits" if room.fits else "does not fit"
         more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
@@ -142,7 +143,7 @@ def show_made_plan(plan: Plan, as_json: bool) -> None:
         (f.stage.name, f.stage.fingerprint[:12], f.action, _resources(f.stage.resources), f.reason)
         for f in forecasts
     ]
-    print_table(rows, ("stage", "fingerprint", "action", "resources", "why"))
+    print_lines(table_lines(rows, ("stage", "fingerprint", "action", "resources", "why")))
 
 
 def _resources(asked: Resources) -> str:
@@ -202,8 +203,8 @@ def diff_command(
     """Compare two runs: configuration, rows, code, judge, environment, training, numbers.
 
     A and B are runs (ids, or parts of them that no other has), trials (SWEEP:ARM/seedN), or single
-    stages (RUN:STAGE, a stage's id, with #N one of its attempts). With two executions of one recipe
-    in two workspaces it finds the first step and sample in which they part.
+    stages (RUN:STAGE, a stage's id). With two executions of one recipe in two workspaces it finds
+    the first step and sample in which they part.
 
     The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
     not bitwise the same, or is not all there yet.
@@ -245,9 +246,10 @@ def why_command(
         counted_samples,
         explain_number,
         explanation_lines,
+        find_numbers,
         sample_name,
+        words_apart,
     )
-    from flows.why.figures import find_numbers, words_apart
 
     where, rest = split_workspace(words)
     figures = find_numbers(rest, where, card=card)
