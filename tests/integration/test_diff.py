@@ -205,7 +205,7 @@ def test_single_stages_are_compared_by_name(tmp_path: Path) -> None:
     assert [s["stage"] for s in found["stages"]] == ["grpo"]
     by_id = find_side(one.workspace, one.stage("grpo").id)
     named = find_side(one.workspace, f"{one.run.run}:grpo")
-    assert diff_sides(by_id, named)["training"][0]["step"] is None
+    assert diff_sides(by_id, named)["stages"][0]["relation"] == "same"
 
 
 def test_trials_are_named_by_sweep_arm_and_seed(
