@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,27 +88,18 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
         return None  # whoever resolves sources says it
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
         return ModelFiles(Path(resolved), whole=True)
-    repository = _hub_cache() / f"models--{resolved.replace('/', '--')}"
+    from huggingface_hub import try_to_load_from_cache
+
     try:
-        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        commit = revision
-    folder = repository / "snapshots" / commit
-    if not (folder / "config.json").is_file():
+        found = try_to_load_from_cache(resolved, "config.json", revision=revision)
+    except ValueError:
+        return None  # no name of a repository; whoever resolves sources says it
+    if not isinstance(found, str):
         return None
-    files = ModelFiles(folder, whole=False)
-    on_their_way = next((repository / "blobs").glob("*.incomplete"), None) is not None
-    whole = not on_their_way and files.has_weights and not files.missing_shards
-    return ModelFiles(folder, whole)
-
-
-def _hub_cache() -> Path:
-    """Folder where the Hub client keeps snapshots, by its own rules."""
-    if path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(path).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = os.environ.get("HF_HOME") or f"{home}/huggingface"
-    return Path(root).expanduser() / "hub"
+    files = ModelFiles(Path(found).parent, whole=False)
+    blobs = files.folder.parents[1] / "blobs"
+    on_their_way = next(blobs.glob("*.incomplete"), None) is not None
+    return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
 
 
 def _state_of(path: Path) -> tuple[int, int]:

@@ -262,9 +262,7 @@ def cached(home: Path, complete: bool) -> Path:
 def test_a_model_in_the_hubs_cache_is_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     wanted = recipe("somebody/model")
     check_model_files(wanted)  # nothing is here yet: nothing is said
     folder = cached(tmp_path, complete=True)
@@ -278,7 +276,7 @@ def test_a_model_in_the_hubs_cache_is_checked_too(
 def test_of_an_unfinished_download_only_what_is_there_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = cached(tmp_path, complete=False)
     gone("model.safetensors", "tokenizer.json", "tokenizer_config.json")(folder)
     wanted = recipe("somebody/model")
