@@ -35,8 +35,7 @@ from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.store.provenance import read_certificate
 from infra.tracking import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
@@ -85,11 +84,7 @@ def examine(
     """
     for area in only:
         if area not in AREAS:
-            raise ConfigurationError(
-                f"There is no area {area!r}.{suggest(area, AREAS)}",
-                expected="one of: " + ", ".join(AREAS),
-                fix="see `refiner doctor --help`",
-            )
+            raise no_such("There is no area", area, AREAS)
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)

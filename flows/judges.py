@@ -25,8 +25,7 @@ from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.records import picked
@@ -398,12 +397,7 @@ def stop_judge_servers(
     room = Workspace.read_only(workspace)
     found = services_of(room, service)
     if service is not None and not found:
-        names = [one.id for one in services_of(room)]
-        raise ConfigurationError(
-            f"{workspace} has no server {service!r}.{suggest(service, names)}",
-            expected=f"one of: {', '.join(names) or '(none was ever started)'}",
-            fix="see `refiner judge servers`",
-        )
+        raise no_such(f"{workspace} has no server", service, [one.id for one in services_of(room)])
     wanted = [one for one in found if one.state in (*RUNNING, "killed")]
     if service is None:
         wanted = [one for one in wanted if not one.leases]

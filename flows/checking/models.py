@@ -243,27 +243,19 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 
 def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
     """All files are there, as long as they should be, and of the configuration's shape."""
-    missing = model.missing_shards if model.whole else []
+    missing, why = model.missing_shards if model.whole else [], ""
     if missing:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) lacks {len(missing)} of the weight files that "
-            f"its index names, {missing[0]} first.",
-            expected="a complete checkpoint",
-            fix="fetch or export it again; it may have been cut short",
-        )
-    if model.whole and not model.has_weights:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has a configuration, but no weights.",
-            expected="*.safetensors beside config.json",
-            fix="fetch or export it again, or correct model.name_or_path",
-        )
-    if (name := model.cut_short) is not None:
+        why = f"lacks {len(missing)} of the weight files that its index names, {missing[0]} first"
+    elif model.whole and not model.has_weights:
+        why = "has a configuration, but no weights"
+    elif (name := model.cut_short) is not None:
         size = (model.folder / name).stat().st_size
+        why = f"has {name} that is cut short: it has {size:,} bytes, and its header names more"
+    if why:
         raise ConfigurationError(
-            f"{model.folder / name} (model.name_or_path) is cut short: it has {size:,} bytes, and "
-            "its header names more.",
-            expected="a complete checkpoint",
-            fix="fetch or export it again",
+            f"{model.folder} (model.name_or_path) {why}.",
+            expected="a complete checkpoint: *.safetensors beside config.json",
+            fix="fetch or export it again, or correct model.name_or_path",
         )
 
 
@@ -319,21 +311,19 @@ def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
     text = model.text_config
     found = text.get("layer_types") or text.get("layers_block_type")
     kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
-    if kinds:
-        raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has layers of kind {', '.join(sorted(kinds))}, "
-            "whose state runs on from one packed sequence into the next.",
-            expected="layers of full or sliding attention, which can be kept apart",
-            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
-        )
     cap = text.get("final_logit_softcapping")
     scale = text.get("logits_scaling", text.get("logit_scale"))
-    if cap or (isinstance(scale, int | float) and scale != 1):
+    why = ""
+    if kinds:
+        why = f"layers of kind {', '.join(sorted(kinds))}, whose state runs on from one packed "
+        why += "sequence into the next"
+    elif cap or (isinstance(scale, int | float) and scale != 1):
         name = "final_logit_softcapping" if cap else "a scale of logits"
+        why = f"{name} ({cap or scale}): its logits are more than output head times hidden state, "
+        why += "from which log-probabilities are taken in chunks"
+    if why:
         raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has {name} ({cap or scale}): its logits are more "
-            "than output head times hidden state, from which log-probabilities are taken in "
-            "chunks.",
-            expected="a plain output head",
-            fix="set model.name_or_path to a model with one (Qwen3, Llama, Mistral …)",
+            f"{model.folder} (model.name_or_path) has {why}.",
+            expected="layers of full or sliding attention, and a plain output head",
+            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
         )

@@ -20,7 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from infra.host.terminal import raw
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -266,14 +266,9 @@ class LazyGroup(click.Group):
             There is none; names the nearest.
         """
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            from refiner_core.contract.fields import suggest
-
-            raise ConfigurationError(
-                f"There is no command `{ctx.command_path} {args[0]}`."
-                f"{suggest(args[0], self._table)}",
-                expected="one of: " + ", ".join(self._table),
-                fix=f"see `{ctx.command_path} --help`",
-            )
+            path, known = ctx.command_path, self._table
+            fix = f"see `{path} --help`"
+            raise no_such(f"`{path}` has no command", args[0], known, fix)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

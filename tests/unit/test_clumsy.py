@@ -70,7 +70,7 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "plan tiny publish.which=best evaluate.decoding=[sampled]",
         2,
-        ("`publish.best_decoding` is greedy", "publish.best_decoding=sampled"),
+        ("`publish.best_decoding` is 'greedy'", "one of: sampled"),
     ),
     ("plan tiny-tools environment.shaping.weights=[foo=1]", 2, ("'foo'", "action", "bookings")),
     (
