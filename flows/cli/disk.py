@@ -11,13 +11,13 @@ import click
 from flows.cli.options import (
     command_line,
     json_option,
+    misuse,
     progress,
     say_next,
     show,
     split_workspace,
 )
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
@@ -55,17 +55,9 @@ def disk_command(
     overrides = [w for w in rest if w.startswith("disk.") and "=" in w]
     verbs = [w for w in rest if w not in overrides]
     if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
-        raise ConfigurationError(
-            f"`refiner disk` does not know {shlex.join(verbs)!r}.",
-            expected="nothing, `pin STAGE` or `unpin STAGE`",
-            fix="see `refiner disk --help`",
-        )
+        raise misuse(f"`refiner disk` does not know {shlex.join(verbs)!r}.")
     if (dry_run or caches or judgements) and not reclaim:
-        raise ConfigurationError(
-            "--dry-run, --caches and --judgements say how to reclaim.",
-            expected="--reclaim with them",
-            fix="add it",
-        )
+        raise misuse("--dry-run, --caches and --judgements say how to reclaim: add --reclaim.")
     again = ["--reclaim", *["--caches"] * caches, *["--judgements"] * judgements]
     if verbs:
         kept = verbs[0] == "pin"

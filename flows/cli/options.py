@@ -152,25 +152,23 @@ def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names, and ``key=value``."""
-    return [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    """Names, which may be paths of files with such a sign in them, and ``key=value``."""
+    overrides = [
+        w for w in words if "=" in w and "/" not in w.partition("=")[0] and not Path(w).is_file()
+    ]
+    return [w for w in words if w not in overrides], overrides
+
+
+def misuse(what: str) -> click.UsageError:
+    """Refusal of words that do not go together: with it is said how the command is called."""
+    return click.UsageError(what, click.get_current_context())
 
 
 def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | None:
-    """The run or other ``noun`` that a command was given, if it was.
-
-    Raises
-    ------
-    ConfigurationError
-        It was given several.
-    """
+    """The run or other ``noun`` that a command was given, if it was; several are refused."""
     if len(names) > 1:
-        command = click.get_current_context().command_path
-        raise ConfigurationError(
-            f"`{command}` was given {len(names)} {noun}s: {' '.join(names)}.",
-            expected=f"one {noun}, or none{default}",
-            fix="call it for one after another",
-        )
+        given = f"{len(names)} {noun}s: {' '.join(names)}"
+        raise misuse(f"It was given {given}. It takes one {noun}, or none{default}.")
     return names[0] if names else None
 
 

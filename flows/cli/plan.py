@@ -13,6 +13,7 @@ import click
 from flows.cli.options import (
     command_line,
     json_option,
+    misuse,
     overrides_argument,
     print_json,
     print_lines,
@@ -21,7 +22,6 @@ from flows.cli.options import (
     show,
     split_workspace,
 )
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
@@ -214,11 +214,7 @@ def diff_command(
 
     where, names = split_workspace(words)
     if len(names) != 2:
-        raise ConfigurationError(
-            f"`refiner diff` compares two, and was given {len(names)}.",
-            expected="two runs, trials (SWEEP:ARM/seedN) or stages (RUN:STAGE)",
-            fix="name two; `refiner status --all` lists runs",
-        )
+        raise misuse(f"It compares two, and was given {len(names)}; see `refiner status --all`.")
     found = diff_runs(names[0], names[1], where, other=other)
     show(as_json, lambda: to_json(found), lambda: difference_lines(found))
     if not as_json and (commands := next_commands(found)):

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,18 @@ from flows.cli.options import (
     ask_leave,
     at_most_one,
     json_option,
+    misuse,
     overrides_argument,
     print_json,
     recipe_argument,
     say,
     say_next,
     show,
+    split_overrides,
     split_workspace,
     until_nobody_reads,
     working_options,
 )
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import measured, table_lines
 
@@ -182,11 +182,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
 
     where, rest = split_workspace(words)
     if not rest:
-        raise ConfigurationError(
-            "`refiner logs` was given no stage.",
-            expected="STAGE, such as grpo, and perhaps RUN and workspace=DIR",
-            fix="name one; `refiner status` shows the stages of the newest run",
-        )
+        raise misuse("It was given no STAGE; `refiner status` shows those of the newest run.")
     stage, *runs = rest
     run = runs[0] if runs else None
     if follow:
@@ -327,11 +323,11 @@ def sweep_command(
     )
     from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
 
-    names = [word for word in words if not _is_override(word)]
-    overrides = [word for word in words if _is_override(word)]
+    names, overrides = split_overrides(words)
     if not names:
         where, rest = split_workspace(overrides)
-        _refuse_without_one(rest, dry_run or yes or rescore is not None or detach is not None)
+        if rest or dry_run or yes or rescore is not None or detach is not None:
+            raise misuse("No sweep is named; `refiner sweep` alone lists them.")
         _list(where, as_json)
         return 0
     at_most_one(names, "sweep")
@@ -398,23 +394,6 @@ def _leave_sweep_to(
 
     left = detach_sweep(name, workspace.root, where=where, launch=launch)
     return say_left(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
-
-
-def _is_override(word: str) -> bool:
-    """True if it is ``key=value``, not the path of a file with such a sign in it."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key and not Path(word).is_file()
-
-
-def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
-    """A list of sweeps is no answer to somebody who wants one to be carried out."""
-    if overrides or to_do:
-        given = f": {' '.join(overrides)} changes one" if overrides else ""
-        raise ConfigurationError(
-            f"No sweep is named{given}.",
-            expected="a shipped sweep's name or the path of a YAML file",
-            fix="name it: refiner sweep SWEEP (`refiner sweep` alone lists them)",
-        )
 
 
 def _list(where: str, as_json: bool) -> None:

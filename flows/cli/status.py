@@ -15,6 +15,7 @@ from flows.cli.options import (
     at_most_one,
     command_line,
     json_option,
+    misuse,
     output_folder,
     print_json,
     say,
@@ -325,11 +326,7 @@ def report_command(
             fix="name another one with workspace=DIR",
         )
     if to_wandb and not sweep:
-        raise ConfigurationError(
-            f"{name} is a run, and --wandb is for the tables of a sweep.",
-            expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
-            fix="leave out --wandb; `refiner track sync` sends what was logged offline",
-        )
+        raise misuse(f"{name} is a run, and --wandb is for the tables of a sweep; leave it out.")
     folder = output_folder(out or workspace.layout.reports / name)
     make: Callable[[], Written[Any]] = partial(
         report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s

@@ -456,4 +456,4 @@ def test_what_is_not_there_is_said_with_what_is(
     assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
     assert "refiner run RECIPE" in capsys.readouterr().err
     assert main(["report", finished.run.run, at, "--wandb"]) == 2
-    assert "leave out --wandb" in capsys.readouterr().err
+    assert "--wandb is for the tables of a sweep" in capsys.readouterr().err
