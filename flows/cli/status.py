@@ -24,7 +24,6 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import raw
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
@@ -311,6 +310,7 @@ def report_command(
     """
     from flows.reporting.run.report import report_run
     from flows.reporting.writing import log_report, report_sweep
+    from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
     from refiner_core.report.sweep.document import TEXT
@@ -318,13 +318,8 @@ def report_command(
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
     sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
-    name = sweep or (run.run if run is not None else "")
-    if not name:
-        raise ConfigurationError(
-            f"{workspace.root} has no runs and no sweeps.",
-            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
-            fix="name another one with workspace=DIR",
-        )
+    what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
+    name = sweep or (run or required_run(workspace, None, what)).run
     if to_wandb and not sweep:
         raise misuse(f"{name} is a run, and --wandb is for the tables of a sweep; leave it out.")
     folder = output_folder(out or workspace.layout.reports / name)
