@@ -50,7 +50,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.artifacts import (
     artifact_key,
     artifacts_of,
-    incidents_markdown,
     inert,
     markdown_table,
     shortened,
@@ -474,7 +473,8 @@ class _Follow:
         if found and found != self._incidents:
             self._incidents = found
             title = f"What went wrong in {self._call.name}, and what it cost"
-            self._put(incidents_markdown(found), "incidents", title)
+            text = "\n".join(f"- {incident.line}" for incident in found)
+            self._put(text, "incidents", title)
 
     def _wait_for_report(self) -> None:
         """The last one is made after the last trial, by whoever works on the sweep."""

@@ -24,8 +24,8 @@ from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import Setting, load_recipe, settings
 from refiner_core.contract.protocols import configs_under
 from refiner_core.contract.records import picked, to_json
+from refiner_core.report.printing import folded
 
-_WIDTH = 98
 _LABEL = 10
 _OR_NULL = " or null"
 
@@ -104,13 +104,11 @@ def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
     if not facts.always_there:
         before = f"runs from before it existed had {value_text(facts.legacy)}; with that value "
         said += [("before", f"{before}their fingerprints hold")]
-    lines = [facts.path, *_filled("  ", facts.doc), ""]
-    blocks = [said, *([_in_recipe(facts, found)] if found is not None else [])]
-    for number, block in enumerate(blocks):
-        lines += [""] * (number > 0)
-        for label, text in block:
-            lines += _filled(f"  {label:<{_LABEL}}", text)
-    return lines
+    lines = [facts.path, folded(facts.doc, "  "), ""]
+    lines += [folded(text, f"  {label:<{_LABEL}}") for label, text in said]
+    if found is not None:
+        lines += ["", *(folded(t, f"  {label:<{_LABEL}}") for label, t in _in_recipe(facts, found))]
+    return "\n".join(lines).split("\n")
 
 
 def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[tuple[str, str]]:
@@ -176,14 +174,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, str):
         return value if value and value.isprintable() else json.dumps(value)
     return json.dumps(value)
-
-
-def _filled(head: str, text: str) -> list[str]:
-    """``text`` behind its head, folded."""
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
 
 
 class ExplainedFields(NamedTuple):

@@ -38,7 +38,7 @@ from refiner_core.evaluation.metrics import METRICS, load_samples, of_tasks
 from refiner_core.evaluation.results import RESULTS_FILE, recompute
 from refiner_core.evaluation.statistics import Estimate
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import measured
+from refiner_core.report.printing import folded, measured
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
 _STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
@@ -633,7 +633,7 @@ def explanation_lines(figure: Figure, found: Mapping[str, Any]) -> Iterator[str]
         sample_name=sample_name,
         answer=_answer_lines(found["sample"]["answer"]) if found["sample"] else (),
         in_words=_in_words,
-        wrapped=_wrapped,
+        wrapped=lambda head, text: folded(text, head),
     )
     yield from text.splitlines()
 
@@ -655,11 +655,3 @@ def _in_words(value: Any) -> str:
     text = str(value)
     digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     return f"{text[:12]}… (SHA-256)" if digest else text
-
-
-def _wrapped(head: str, text: str) -> str:
-    rest = " " * len(head)
-    lines = textwrap.fill(
-        text, WIDTH, initial_indent=head, subsequent_indent=rest, break_long_words=False
-    )
-    return lines or head.rstrip()
