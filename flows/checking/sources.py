@@ -76,20 +76,17 @@ def _check_best(config: RecipeConfig) -> None:
     metric, decoding = config.publish.best_metric, config.publish.best_decoding
     known = metrics_of(config)
     if not has_metric(config, metric) or _of_no_domain(config, metric):
-        raise ConfigurationError(
-            f"`publish.best_metric` is {metric!r}, which no evaluation of this recipe gives."
-            f"{suggest(base_of(metric), known)}",
-            expected="one of: " + ", ".join(known),
-            fix="correct publish.best_metric",
-        )
-    if decoding not in config.evaluate.decoding:
-        raise ConfigurationError(
-            f"`publish.best_decoding` is {decoding}, and the recipe evaluates with "
-            f"{', '.join(config.evaluate.decoding)} decoding alone.",
-            expected="a decoding of evaluate.decoding",
-            fix=f"set publish.best_decoding={config.evaluate.decoding[0]}, or add {decoding} to "
-            "evaluate.decoding",
-        )
+        what, name, offered = "metric", metric, known
+        hint = suggest(base_of(metric), known)
+    elif decoding not in config.evaluate.decoding:
+        what, name, offered, hint = "decoding", decoding, config.evaluate.decoding, ""
+    else:
+        return
+    raise ConfigurationError(
+        f"`publish.best_{what}` is {name!r}, which no evaluation of this recipe gives.{hint}",
+        expected="one of: " + ", ".join(offered),
+        fix=f"correct publish.best_{what}, or evaluate what it names",
+    )
 
 
 def _of_no_domain(config: RecipeConfig, metric: str) -> bool:

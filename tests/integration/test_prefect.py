@@ -113,8 +113,8 @@ def test_each_stage_that_began_is_a_task_run_after_those_that_it_is_made_from(
     assert all(run["tags"] == [] for run in runs.values()), "a tag costs a concurrency slot"
     sft, grpo = (call.plan.by_name[n].title for n in ("sft", "grpo"))
     assert (sft, grpo) in prefect.edges(flow_run["id"])
-    skipped = prefect.artifacts(flow_run["id"])[f"{call.run}-skipped"]["data"]
-    assert "data" in skipped
+    said = prefect.artifacts(flow_run["id"])[f"{call.run}-stages"]["data"]
+    assert "| data | skipped |" in said
 
 
 def test_states_say_how_each_stage_ended(

@@ -38,7 +38,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TYPED: list[tuple[str, int, tuple[str, ...]]] = [
-    ("paln tiny", 2, ("`refiner paln`", "Did you mean 'plan'?", "`refiner --help`")),
+    (
+        "paln tiny",
+        2,
+        ("`refiner` has no command 'paln'", "Did you mean 'plan'?", "`refiner --help`"),
+    ),
     ("plan tinny", 2, ("Did you mean 'tiny'?",)),
     ("plan", 2, ("'RECIPE'", "Expected refiner plan [OPTIONS] RECIPE", "`refiner plan --help`")),
     ("plan tiny --jsn", 2, ("'--json'", "`refiner plan --help`")),
@@ -70,7 +74,7 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "plan tiny publish.which=best evaluate.decoding=[sampled]",
         2,
-        ("`publish.best_decoding` is greedy", "publish.best_decoding=sampled"),
+        ("`publish.best_decoding` is 'greedy'", "one of: sampled"),
     ),
     ("plan tiny-tools environment.shaping.weights=[foo=1]", 2, ("'foo'", "action", "bookings")),
     (

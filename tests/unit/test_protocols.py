@@ -19,7 +19,7 @@ from flows.cards.reproduction import recipe_text, said_again, stands_for
 from flows.checking.sources import protocol_sources, resolve_sources
 from flows.running.calls import make_recipe_plan
 from flows.stages.fetch import _wanted
-from flows.why.figures import Figure, figures_of_stages, parse_query
+from flows.why.explanation import Figure, figures_of_stages, parse_query
 from infra.disk.forecast import evaluation_samples
 from infra.store.workspace import Workspace
 from refiner_core.cards.public import public_protocol

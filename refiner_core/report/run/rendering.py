@@ -68,12 +68,10 @@ def _note(row: StageRow) -> str:
 # ---------------------------------------------------------------- numbers
 
 
-def number_tables(report: RunReport, *, narrow: bool = False) -> Iterator[Section]:
-    """Per protocol and decoding: the main numbers of all models, and what training changed;
-    ``narrow`` ones have the models before and after, where something is paired."""
+def number_tables(report: RunReport) -> Iterator[Section]:
+    """Per protocol and decoding: the main numbers of all models, and what training changed."""
     for table in tables(report):
-        pair = table["pair"]
-        models = pair if narrow and pair else table["models"]
+        pair, models = table["pair"], table["models"]
         change = (f"{pair[1]} minus {pair[0]}",) if pair else ()
         rows = tuple(
             (
@@ -118,15 +116,6 @@ def cost_text(report: RunReport) -> str:
         steps = f"{counted(cost.lost_steps, 'step')}, " if cost.lost_steps else ""
         text += f"; done again: {steps}{duration(cost.lost_seconds)}"
     return text + "."
-
-
-def incidents_text(report: RunReport) -> str:
-    """``2 incidents, all resolved``; empty where nothing went wrong."""
-    if not report.incidents:
-        return ""
-    still = sum(not incident["resolved"] for incident in report.incidents)
-    count = counted(len(report.incidents), "incident")
-    return f"{count}, {still} open" if still else f"{count}, all resolved"
 
 
 def without_incident(report: RunReport) -> str:
