@@ -526,7 +526,7 @@ _BY_HAND = ("only", "publish.evaluate", "stages")
 
 def _what_differs(run: RunRecord) -> list[str]:
     """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
-    from flows.running.calls import in_folder_of
+    from flows.running.calls import in_folder
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import leaves, load_recipe
     from refiner_core.contract.records import to_json
@@ -535,7 +535,7 @@ def _what_differs(run: RunRecord) -> list[str]:
     if not recipe:
         return []
     try:
-        with in_folder_of(run):
+        with in_folder(run.provenance.get("folder")):
             now = to_json(load_recipe(str(recipe), run.overrides))
     except RefinerError as error:
         return [f"the recipe cannot be read any more ({error.what}); the record is used"]

@@ -10,7 +10,6 @@ those that need it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,31 +50,6 @@ _AGAIN_S = 5.0
 
 
 @dataclass
-class Outlook:
-    """Expectations of the sweep, and who hears when they change.
-
-    Parameters
-    ----------
-    canary
-        The trial that goes ahead; None where nobody needs to.
-    forecast
-        As it was shown before the sweep began.
-    corrected
-        Makes another forecast by what the canary has shown.
-    passed
-        The limits that a forecast passes.
-    past_canary
-        Release the others whatever the canary shows.
-    """
-
-    canary: Canary | None
-    forecast: SweepForecast | None
-    corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
-    passed: Callable[[SweepForecast], Sequence[Passed]]
-    past_canary: bool = False
-
-
-@dataclass
 class Admission:
     """Admits the trials of a sweep; a :class:`infra.orchestrator.members.Source`.
 
@@ -87,12 +61,18 @@ class Admission:
         Begins trials.
     budget
         Says whether another one may begin.
-    outlook
-        The canary and the forecast.
     concurrency
         Trials at a time.
     poll_s
         Seconds after an outage until it is tried again, at first.
+    corrected, passed
+        Makes another forecast by what the canary has shown; the limits that a forecast passes.
+    canary
+        The trial that goes ahead, and its stage that is measured; None where nobody needs to.
+    forecast
+        As it was shown before the sweep began.
+    past_canary
+        Release the others whatever the canary shows.
     tell
         Hears what people should know.
     page
@@ -103,9 +83,13 @@ class Admission:
     workspace: Workspace
     trials: Trials
     budget: Budget
-    outlook: Outlook
     concurrency: int
     poll_s: float
+    corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
+    passed: Callable[[SweepForecast], Sequence[Passed]]
+    canary: Canary | None = None
+    forecast: SweepForecast | None = None
+    past_canary: bool = False
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
@@ -118,9 +102,7 @@ class Admission:
     _waiting: list[Trial] = field(default_factory=list)
     _begun: set[str] = field(default_factory=set)
     _stopping: bool = False
-    _ahead: Canary | None = None
     _not_before: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._trials = {t.name: t for t in self.plan.trials}
@@ -138,9 +120,8 @@ class Admission:
     def begin(self) -> None:
         """Say who works on the sweep, and sort out what is done."""
         self._diary.write_orchestrator("running", None)
-        self._ahead = self.outlook.canary
-        if self.outlook.forecast is not None:
-            self.budget.expect(self.outlook.forecast)
+        if self.forecast is not None:
+            self.budget.expect(self.forecast)
         for trial in self.plan.trials:
             with_patience(lambda trial=trial: self._sort_out(trial))  # type: ignore[misc]
 
@@ -197,8 +178,7 @@ class Admission:
 
     def standing(self) -> dict[str, TrialWord]:
         """Standing of every trial."""
-        with self._lock:
-            return dict(self.words)
+        return dict(self.words)
 
     @property
     def exit_code(self) -> int:
@@ -244,11 +224,9 @@ class Admission:
         """The next trial that may begin now."""
         if not self._waiting or len(self.live) >= self.concurrency:
             return None
-        trial = self._waiting[0]
-        if self._ahead is not None:
-            trial = self._ahead.trial
-            if not any(t is trial for t in self._waiting):
-                return None
+        trial = self.canary[0] if self.canary else self._waiting[0]
+        if self.canary and self.words[trial.name].state != "waiting":
+            return None
         live = [self._trials[name] for name in self.live]
         why = self.budget.why_held(trial, self._begun, live)
         if why and not self.live:
@@ -259,9 +237,8 @@ class Admission:
 
     def _begin(self, trial: Trial) -> None:
         self._waiting.remove(trial)
-        ahead = self._ahead is not None and self._ahead.trial is trial
         try:
-            member = self.trials.begin(trial, canary=ahead)
+            member = self.trials.begin(trial, canary=bool(self.canary))
         except Exception as error:
             if not is_outage(error):
                 self._say(trial, word_of_error(error, ""))
@@ -285,35 +262,34 @@ class Admission:
 
     def _watch_canary(self) -> None:
         """Release the others once it has shown what there is to see, or hold them."""
-        if self._ahead is None or self._stopping:
+        if self.canary is None or self._stopping:
             return
-        ahead, word = self._ahead, self.words.get(self._ahead.trial.name, TrialWord())
-        measured = measured_canary(self.workspace, ahead.stage)
+        (trial, stage), measured = self.canary, measured_canary(self.workspace, self.canary[1])
+        word = self.words.get(trial.name, TrialWord())
         if measured is not None:
-            self._ahead = None
-            self._release(ahead.trial.name, measured)
+            self.canary = None
+            self._release(trial.name, measured)
         elif word.state in OVER and word.state != "done":
-            self._ahead = None
-            if self.outlook.past_canary or failed_by_its_arm(self.workspace, ahead):
-                self.note({"event": "canary", "trial": ahead.trial.name, "passed": False})
+            self.canary = None
+            if self.past_canary or failed_by_its_arm(self.workspace, stage):
+                self.note({"event": "canary", "trial": trial.name, "passed": False})
             else:
                 how = "failed" if word.state == "failed" else "been stopped"
                 self._hold(
-                    f"{ahead.trial.name}, which went ahead, has {how}: "
+                    f"{trial.name}, which went ahead, has {how}: "
                     f"{first_line(word.reason, 300).rstrip('.')}; nothing else was begun "
                     "(--past-canary goes on without it)"
                 )
 
     def _release(self, name: str, measured: CanaryMeasure) -> None:
-        forecast = self.outlook.corrected([measured])
-        before = self.outlook.forecast
+        forecast = self.corrected([measured])
         self.budget.expect(forecast)
         self.note({"event": "canary", "trial": name, "passed": True, "stage": measured.stage})
         total = next(iter(forecast_lines(forecast)), "")
         self.tell(f"{name} has shown what training takes: {canary_text(measured)}\n{total}")
-        known = {p.field for p in self.outlook.passed(before)} if before else set()
-        new = [p.text for p in self.outlook.passed(forecast) if p.field not in known]
-        if new and not self.outlook.past_canary and self._waiting:
+        known = {p.field for p in self.passed(self.forecast)} if self.forecast else set()
+        new = [p.text for p in self.passed(forecast) if p.field not in known]
+        if new and not self.past_canary and self._waiting:
             self._hold(
                 f"by what {name} has shown, the sweep {'; it '.join(new)} (raise the limit, or "
                 "take what fits with --past-canary)"
@@ -327,8 +303,7 @@ class Admission:
         """Note how a trial stands, and tell it if that is news."""
         told = self.trials.told.get(trial.name) or {}
         before = self.words.get(trial.name)
-        with self._lock:
-            self.words[trial.name] = word
+        self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":
             return  # it was said in an earlier call
         how = picked(word, "state", "reason", "run")

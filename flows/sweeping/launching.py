@@ -8,7 +8,6 @@ again. To who ends it a sweep is one call that has the stages of all its trials.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from flows.running.calls import (
     Pinned,
     check_hub_access,
     check_supported,
+    in_folder,
     pin_code,
     refuse_what_never_fits,
     say,
@@ -34,7 +34,7 @@ from flows.running.calls import (
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
 from flows.running.showing import Launch, orchestrate
-from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.admission import Admission
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
 from flows.sweeping.live import LivePage
@@ -192,12 +192,6 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
     return plan
 
 
-def in_folder(folder: str) -> contextlib.AbstractContextManager[None]:
-    """Work where the sweep was launched, if that folder is still there: paths may be relative."""
-    there = folder and Path(folder).is_dir()
-    return contextlib.chdir(folder) if there else contextlib.nullcontext()
-
-
 log = logging.getLogger(__name__)
 #: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
 MANY = 256
@@ -282,13 +276,35 @@ def work_on_sweep(
     router.check(plan.stages().values())
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
-    admission = admission_of(plan, workspace, record, launch)
+    name, limits, finished = record.name, plan.sweep.limits, is_finished(plan, workspace)
+    use = UseReader(workspace, use_file(workspace, name))
+    admission = Admission(
+        plan,
+        workspace,
+        Trials(
+            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
+            take_over=launch.take_over,
+            pin=lambda room: pin_for(room, name),
+        ),
+        Budget(
+            *(limits, use),
+            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
+        ),
+        concurrency=concurrency_of(plan),
+        poll_s=config.dispatch.poll_s,
+        corrected=lambda canary: forecast_of(plan, workspace, canary),
+        passed=lambda forecast: passed_by(forecast, plan, workspace),
+        canary=None if finished else find_canary(plan, workspace),
+        forecast=None if finished else forecast_of(plan, workspace),
+        past_canary=launch.past_canary,
+        page=LivePage(workspace, name),
+    )
     hears = hears_of(
         *(partial(SweepWatching, admission), call, record, config.notify, workspace, before),
         resumed=launch.resumed,
         say=say,
     )
-    if is_finished(plan, workspace):
+    if finished:
         admission.begin()
         admission.end(None)
         hears.over({})
@@ -304,42 +320,11 @@ def work_on_sweep(
             begun=lambda: attach(workspace, call, console) if launch.use_server else None,
         )
     try:  # for whoever looks next; a disk that does not take it costs them a second
-        admission.budget.use.keep(use_file(workspace, record.name), plan.stages())
+        use.keep(use_file(workspace, name), plan.stages())
     except OSError as error:
         log.warning("what the sweep has used is not kept: %s", error)
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
-    )
-
-
-def admission_of(
-    plan: SweepPlan, workspace: Workspace, record: SweepRecord, launch: Launch
-) -> Admission:
-    """Admission of the trials of a sweep, before it begins."""
-    name, limits = record.name, plan.sweep.limits
-    finished = is_finished(plan, workspace)
-    return Admission(
-        plan,
-        workspace,
-        Trials(
-            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
-            take_over=launch.take_over,
-            pin=lambda room: pin_for(room, name),
-        ),
-        Budget(
-            *(limits, UseReader(workspace, use_file(workspace, name))),
-            disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
-        ),
-        Outlook(
-            canary=None if finished else find_canary(plan, workspace),
-            forecast=None if finished else forecast_of(plan, workspace),
-            corrected=lambda canary: forecast_of(plan, workspace, canary),
-            passed=lambda forecast: passed_by(forecast, plan, workspace),
-            past_canary=launch.past_canary,
-        ),
-        concurrency=concurrency_of(plan),
-        poll_s=plan.config.dispatch.poll_s,
-        page=LivePage(workspace, name),
     )
 
 

@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -26,7 +27,7 @@ from infra.orchestrator.members import Member
 from infra.store import atomic
 from infra.store.checkpoints import MARKER
 from infra.store.orchestrators import orchestrator_of
-from infra.store.sweep_records import note_trial, sweep_folder, trial_run
+from infra.store.sweep_records import note_trial, trial_run
 from infra.store.traces import MetricsLine, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
@@ -80,13 +81,6 @@ def word_of_error(error: Exception, run: str) -> TrialWord:
 CANARY_STEPS = 2
 
 
-class TrialElsewhere(ConfigurationError):
-    """Somebody else works on a trial's run; the sweep goes on without it for now."""
-
-    exit_code = 6
-    resumable = True
-
-
 @dataclass
 class Trials:
     """Begins trials of one sweep.
@@ -113,6 +107,7 @@ class Trials:
     pin: Callable[[Workspace], Pinned] = pin_code
     clock: Callable[[], float] = time.monotonic
     _pinned: Pinned | None = None
+    _diff: Path = Path()
     _not_begun: set[str] = field(default_factory=set)
 
     def begin(self, trial: Trial, *, canary: bool = False) -> Member:
@@ -120,8 +115,8 @@ class Trials:
 
         Raises
         ------
-        TrialElsewhere
-            Another process works on its run.
+        ConfigurationError
+            Another process works on its run; the sweep goes on without it for now.
         NoSpaceError
             Its record did not fit.
         """
@@ -147,7 +142,8 @@ class Trials:
         try:
             member.take_up(regardless=self.take_over)
         except ConfigurationError as error:
-            raise TrialElsewhere(error.what, expected=error.expected, fix=error.fix) from error
+            error.exit_code, error.resumable = 6, True
+            raise
 
     def ensure_run(self, trial: Trial) -> str:
         """The run of a trial of which everything is done; one is recorded where there is none."""
@@ -188,34 +184,20 @@ class Trials:
         once = replace(pinned, diff="")  # all trials share one file of it
         run = record_run(plan, self.workspace, self.recipe, trial.overrides, once, **more)
         if pinned.diff:
-            self._keep_diff(run, pinned.diff)
+            path = self.workspace.layout.run(run.run).diff
+            try:
+                os.link(self._diff, path)
+            except OSError:  # the first one, or a file system without hard links
+                atomic.write_text(path, pinned.diff)
+                self._diff = path
         self.workspace.write_run(run)
         note_trial(self.workspace, self.sweep, trial.name, run.run)
         return run
 
-    def _keep_diff(self, run: RunRecord, diff: str) -> None:
-        """Keep what is not committed, once for all trials: each run has a link to it."""
-        folder = sweep_folder(self.workspace, self.sweep) / "diffs"
-        path = folder / f"{run.provenance['diff_sha256']}.diff"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic.write_text(path, diff)
-        target = self.workspace.layout.run(run.run).diff
-        try:
-            os.link(path, target)
-        except OSError:  # a file system without hard links
-            atomic.write_text(target, diff)
-
 
 _GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Canary:
-    """The trial that goes ahead, and the stage that is measured: the last that it trains."""
-
-    trial: Trial
-    stage: PlannedStage
+#: The trial that goes ahead, and the stage that is measured: the last that it trains.
+Canary = tuple[Trial, PlannedStage]
 
 
 def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
@@ -227,7 +209,7 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
         stage = next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
         if stage is None or stage.id in looked:
             continue
-        first = first or Canary(trial, stage)
+        first = first or (trial, stage)
         done = workspace.layout.stage(stage.id).result.exists()
         if done or measured_canary(workspace, stage) is not None:
             return None
@@ -235,10 +217,10 @@ def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
     return first
 
 
-def failed_by_its_arm(workspace: Workspace, canary: Canary) -> bool:
-    """True if the canary's training failed for what its arm is: a loss that is not finite is a
+def failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
+    """True if a stage's training failed for what its arm is: a loss that is not finite is a
     result, and says nothing of the others."""
-    record = workspace.read_record(canary.stage.id)
+    record = workspace.read_record(stage.id)
     last = record.attempts[-1].outcome if record is not None and record.attempts else None
     return last is not None and last.failure in ("not_finite", "unhealthy")
 

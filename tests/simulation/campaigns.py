@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.running.calls import Pinned
-from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.admission import Admission
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.status import last_words
 from flows.sweeping.trials import Trials, find_canary
@@ -321,12 +321,10 @@ class Schedule:
                 clock=clock,
             ),
             budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 0),
-            outlook=Outlook(
-                canary=find_canary(plan, workspace),
-                forecast=nothing,
-                corrected=lambda _: nothing,
-                passed=lambda _: (),
-            ),
+            canary=find_canary(plan, workspace),
+            forecast=nothing,
+            corrected=lambda _: nothing,
+            passed=lambda _: (),
             concurrency=len(SEEDS),
             poll_s=POLL_S,
             clock=clock,

@@ -14,7 +14,7 @@ from typing import Any
 
 from flows.running.calls import Pinned
 from flows.running.showing import Launch
-from flows.sweeping.admission import Admission, Outlook
+from flows.sweeping.admission import Admission
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.launching import concurrency_of
 from flows.sweeping.status import last_words
@@ -218,13 +218,11 @@ def bench(
             pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
         ),
         budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: len(t) << 30),
-        outlook=Outlook(
-            canary=find_canary(plan, workspace),
-            forecast=make(),
-            corrected=lambda canary: replace(make(), canary=tuple(canary)),
-            passed=passed,
-            past_canary=launch.past_canary,
-        ),
+        canary=find_canary(plan, workspace),
+        forecast=make(),
+        corrected=lambda canary: replace(make(), canary=tuple(canary)),
+        passed=passed,
+        past_canary=launch.past_canary,
         concurrency=concurrency_of(plan),
         poll_s=0.0,
         tell=said.append,
