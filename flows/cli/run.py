@@ -340,7 +340,7 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
-    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
         is_finished,
@@ -362,8 +362,8 @@ def sweep_command(
         share = rescore_share(plan, rescore) if rescore is not None else None
         show(
             as_json,
-            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share.json()}),
-            lambda: [*show_sweep_plan(plan), *(() if share is None else share.lines())],
+            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share}),
+            lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
         )
         return 0
     finished = is_finished(plan, workspace_of(plan))
@@ -381,7 +381,7 @@ def sweep_command(
 
 def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
     """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
-    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -390,7 +390,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
     look = forecast_sweep(plan)
     if shown:
         share = rescore_share(plan, rescore) if rescore is not None else None
-        for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
+        for line in [*show_sweep_plan(plan, look), *(() if share is None else share_lines(share))]:
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
