@@ -19,13 +19,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import Any
 
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
@@ -47,25 +47,20 @@ from sweeps.history import (
 )
 from sweeps.values import Limits, SweepPlan
 
-
-class Job(NamedTuple):
-    """One stage: ``after`` names the jobs that it waits for; those that are in no trial are done
-    already."""
-
-    id: str
-    seconds: float
-    after: tuple[str, ...]
+#: One stage: its id, seconds, and the ids that it waits for.
+_Job = tuple[str, float, Sequence[str]]
 
 
 def wall_seconds(
-    trials_jobs: Sequence[Sequence[Job]], *, trials: int | None = None, jobs: int | None = None
+    trials_jobs: Iterable[Iterable[_Job]], *, trials: int | None = None, jobs: int | None = None
 ) -> float:
     """Seconds until all is done.
 
     Parameters
     ----------
     trials_jobs
-        In the order in which they begin; of each trial what others wait for comes first.
+        In the order in which they begin; of each trial what others wait for comes first. Ids that
+        are in no trial are done already.
     trials, jobs
         So many at a time; None is no limit.
     """
@@ -73,15 +68,15 @@ def wall_seconds(
     slots, free = [0.0] * (trials or 0), [0.0] * (jobs or 0)
     for mine in trials_jobs:
         begun = over = heapq.heappop(slots) if slots else 0.0
-        for job in mine:
-            if job.id not in ends:
-                begins = max([begun, *(ends[name] for name in job.after if name in ends)])
+        for name, seconds, after in mine:
+            if name not in ends:
+                begins = max([begun, *(ends[other] for other in after if other in ends)])
                 if free:  # of what is free by then the last, so that no gap is left
                     begins = max(begins, free.pop(max(0, bisect_right(free, begins) - 1)))
-                ends[job.id] = begins + job.seconds
+                ends[name] = begins + seconds
                 if jobs:
-                    insort(free, ends[job.id])
-            over = max(over, ends[job.id])
+                    insort(free, ends[name])
+            over = max(over, ends[name])
         if trials:
             heapq.heappush(slots, over)
     return max(ends.values(), default=0.0)
@@ -119,19 +114,9 @@ class StageForecast:
         return None if self.seconds is None else self.seconds * self.shape.devices / _HOUR_S
 
 
-@dataclass(frozen=True)
-class TrialShare:
-    """Share of a trial beside those before it: the stages that no earlier one needs. ``unknown``
-    counts those of them without a number."""
-
-    trial: str
-    arm: str
-    seed: int
-    stages: int
-    seconds: float
-    gpu_hours: float
-    judge_calls: int
-    unknown: int
+#: Share of a trial beside those before it, of the stages that no earlier one needs: ``trial``,
+#: ``arm``, ``seed``, number of ``stages``, ``unknown`` ones without a number, and the sums.
+_Share = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -156,7 +141,7 @@ class SweepForecast:
     """
 
     stages: tuple[StageForecast, ...]
-    trials: tuple[TrialShare, ...]
+    trials: tuple[_Share, ...]
     seconds: float
     gpu_hours: float
     judge_calls: int
@@ -184,7 +169,7 @@ def forecast_sweep(
     canary
         What the sweep's own first steps have shown; goes before history.
     """
-    judge = _Estimator(history)
+    judge = _Estimator(history, plan, canary)
     stages: dict[str, StageForecast] = {}
     for trial in plan.trials:
         for stage in trial.plan.stages:
@@ -192,8 +177,7 @@ def forecast_sweep(
                 stages[stage.id] = judge.forecast(stage, trial.plan, trial.name)
     if all(map(is_service, stages)):
         stages = {}  # nobody is left to ask them
-    found = _with_canary(tuple(stages.values()), canary)
-    return _summed(plan, found, tuple(canary))
+    return _summed(plan, tuple(stages.values()), tuple(canary))
 
 
 # ---------------------------------------------------------------- one stage
@@ -202,20 +186,23 @@ def forecast_sweep(
 class _Estimator:
     """Looks up what was measured; stages of one shape are looked up once."""
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, plan: SweepPlan, canary: Sequence[CanaryMeasure]) -> None:
         self.history = history
         self.by_kind: dict[str, list[Measured]] = {}
         for measured in history.stages:
             self.by_kind.setdefault(measured.shape.kind, []).append(measured)
+        for first in canary:
+            mine = ((s, t.plan) for t in plan.trials for s in t.plan.stages if s.id == first.stage)
+            if first.seconds_per_step is not None:
+                found = self._by_canary(first, *next(mine))
+                self.by_kind.setdefault(found.shape.kind, []).insert(0, found)
         self._known_alike = cache(self._like)
         self._known_seconds = cache(self._seconds)
         self._known_rate = cache(self._rate)
 
     def forecast(self, stage: PlannedStage, plan: Plan, trial: str) -> StageForecast:
         """One stage as one of a trial needs it."""
-        devices = stage.resources.gpus * max(1, stage.resources.nodes)
-        shape = shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
-        work = self._work(stage, plan)
+        shape, work = _shape(stage), self._work(stage, plan)
         calls, calls_basis = self._judge_calls(stage, work)
         if is_service(stage.id):
             seconds, basis = None, "a server: as long as somebody asks it"
@@ -226,14 +213,22 @@ class _Estimator:
             *(seconds, calls, basis, calls_basis),
         )
 
+    def _by_canary(self, first: CanaryMeasure, stage: PlannedStage, plan: Plan) -> Measured:
+        """What the first steps of a stage say of all of it."""
+        work, calls = self._work(stage, plan), first.judge_calls_per_step
+        return Measured(
+            *(_shape(stage), work, "", first.seconds_per_step),
+            save_s=first.save_seconds,
+            start_s=first.start_seconds or 0.0,
+            judge_calls=None if calls is None else round(calls * (work.units or 0)),
+            judge=judge_of(stage.identity),
+            canary=f"{first.steps} steps of {stage.name}",
+        )
+
     def _work(self, stage: PlannedStage, plan: Plan) -> Work:
         section = getattr(plan.config, stage.kind, None)
         save_freq = int(getattr(section, "save_freq", 0))
-        prompts = None
-        if stage.kind == "evaluate":
-            prompts = held_out_prompts(plan, stage, self.history)
-        elif stage.kind == "sample":
-            prompts = training_prompts(plan, stage, self.history)
+        prompts = prompts_of(plan, stage, self.history)
         work = work_of(stage.kind, stage.identity, prompts=prompts, save_freq=save_freq)
         if stage.kind in FINE_TUNING:
             known = self.by_kind.get(stage.kind, ())
@@ -245,7 +240,7 @@ class _Estimator:
         return work
 
     def _seconds(self, shape: Shape, work: Work) -> tuple[float | None, str]:
-        alike, how = self._known_alike(shape)
+        alike, differs = self._known_alike(shape)
         if not alike:
             return None, f"unknown: no {shape.kind} stage of this model has been measured"
         if work.units is None:
@@ -253,18 +248,25 @@ class _Estimator:
         guesses = [s for m in alike if (s := _by(m, work)) is not None]
         if not guesses:
             return None, f"unknown: of {len(alike)} earlier {shape.kind} stages no time was noted"
-        count = counted(len(guesses), "stage")
-        if how:
-            return median(guesses), f"by rule of thumb: {count} with another {how}"
-        return median(guesses), f"measured: {count} like it"
+        basis = f"measured: {(count := counted(len(guesses), 'stage'))} like it"
+        if alike[0].canary:
+            basis = f"by canary: {alike[0].canary}"
+            basis += f", which differs in {differs}" if differs else ""
+        elif differs:
+            basis = f"by rule of thumb: {count} with another {differs}"
+        return median(guesses), basis
 
     def _like(self, shape: Shape) -> tuple[list[Measured], str]:
         """Stages of that shape; else those that differ in as little as possible, and in what. Other
-        weights or another number of devices can say nothing about a step."""
+        weights or another number of devices can say nothing about a step; a canary goes first."""
+        of_kind = self.by_kind.get(shape.kind, ())
+        names = SHAPE_FIELDS.get(shape.kind, ())
+        found = [m for m in of_kind if m.shape[:3] == shape[:3]]
         near: dict[tuple[str, ...], list[Measured]] = {}
-        for other in self.by_kind.get(shape.kind, ()):
-            if (other.shape.model, other.shape.devices) == (shape.model, shape.devices):
-                near.setdefault(_differing(shape, other.shape), []).append(other)
+        for other in [m for m in found if m.canary] or found:
+            pairs = zip(names, shape.values, other.shape.values, strict=True)
+            differs = tuple(name for name, a, b in pairs if a != b)
+            near.setdefault(differs, []).append(other)
         nearest = min(near, key=len, default=())
         return near.get(nearest, [])[:_ENOUGH], ", ".join(nearest)
 
@@ -288,37 +290,34 @@ class _Estimator:
         return median(rates[:_ENOUGH]) if rates else None
 
 
-def held_out_prompts(plan: Plan, stage: PlannedStage, history: History) -> int | None:
-    """Prompts of an evaluation: as counted where its data are made, else as configured for rows
-    that are made on the spot; None where nobody knows."""
-    most = stage.identity.get("evaluate.max_prompts")
-    known = history.held_out.get(stage.input_fingerprints.get("data", ""))
-    if known is None and (data := plan.by_name.get(stage.inputs.get("data", ""))) is not None:
-        known = _configured_prompts(data)
-    return known if known is None or most is None else min(known, int(most))
+def _shape(stage: PlannedStage) -> Shape:
+    devices = stage.resources.gpus * max(1, stage.resources.nodes)
+    return shape_of(stage.kind, stage.identity, stage.sources.get("model", ""), devices)
 
 
-def training_prompts(plan: Plan, stage: PlannedStage, history: History) -> int | None:
-    """Prompts that attempts are sampled at: as counted where their data are made, else about as
-    configured; None where nobody knows."""
-    known = history.training.get(stage.input_fingerprints.get("data", ""))
+def prompts_of(plan: Plan, stage: PlannedStage, history: History) -> int | None:
+    """Prompts of an evaluation, or that attempts are sampled at: as counted where its data are
+    made, else about as configured for rows that are made on the spot; None where nobody knows."""
+    if stage.kind not in ("evaluate", "sample"):
+        return None
     data = plan.by_name.get(stage.inputs.get("data", ""))
-    if known is not None or data is None:
-        return known
-    held_out = _configured_prompts(data)
-    share = float(data.identity.get("data.held_out_fraction") or 0.0)
-    return None if held_out is None or not share else round(held_out / share) - held_out
+    known = history.prompts.get(stage.input_fingerprints.get("data", ""))
+    if known is None and data is not None:
+        known = _configured_prompts(data)
+    if known is None or stage.kind == "sample":
+        return known and known[1]
+    most = stage.identity.get("evaluate.max_prompts")
+    return known[0] if most is None else min(known[0], int(most))
 
 
-def _configured_prompts(data: PlannedStage) -> int | None:
+def _configured_prompts(data: PlannedStage) -> tuple[int, int] | None:
     values = data.identity
     if not data.sources.get("data.rl", "").startswith("synthetic:"):
         return None
     rows = int(values["data.synthetic_rl_rows"])
     rows = min(rows, int(values.get("data.max_rl_rows") or rows))
-    if values.get("data.all_held_out"):
-        return rows
-    return round(rows * float(values["data.held_out_fraction"]))
+    share = 1.0 if values.get("data.all_held_out") else float(values["data.held_out_fraction"])
+    return round(rows * share), rows - round(rows * share)
 
 
 def _by(measured: Measured, work: Work) -> float | None:
@@ -328,52 +327,6 @@ def _by(measured: Measured, work: Work) -> float | None:
     ratio = work.size / measured.work.size if measured.work.size else 1.0
     saves = work.saves * (measured.save_s or 0.0)
     return measured.start_s + work.units * measured.unit_s * ratio + saves
-
-
-def _differing(one: Shape, other: Shape) -> tuple[str, ...]:
-    names = SHAPE_FIELDS.get(one.kind, ())
-    pairs = zip(names, one.values, other.values, strict=False)
-    return tuple(name for name, a, b in pairs if a != b)
-
-
-# ---------------------------------------------------------------- canary
-
-
-def _with_canary(
-    stages: tuple[StageForecast, ...], canary: Sequence[CanaryMeasure]
-) -> tuple[StageForecast, ...]:
-    """Forecast by the canary: what is of the kind, weights and devices of a stage that it has tried
-    goes by its steps, scaled by tokens; its judge's calls by the rollouts of a step."""
-    by_id = {s.stage: s for s in stages}
-    tried = [(by_id[m.stage], m) for m in canary if m.stage in by_id and m.seconds_per_step]
-    found = []
-    for stage in stages:
-        for like, measured in tried:
-            if stage.shape[:3] == like.shape[:3]:
-                stage = _by_canary(stage, like, measured)
-                break
-        found.append(stage)
-    return tuple(found)
-
-
-def _by_canary(stage: StageForecast, like: StageForecast, measured: CanaryMeasure) -> StageForecast:
-    work = stage.work
-    if work.units is None or measured.seconds_per_step is None:
-        return stage
-    differs = _differing(stage.shape, like.shape)
-    ratio = work.size / like.work.size if like.work.size else 1.0
-    seconds = work.units * measured.seconds_per_step * ratio
-    seconds += (measured.start_seconds or 0.0) + work.saves * (measured.save_seconds or 0.0)
-    basis = f"by canary: {measured.steps} steps of {like.name}"
-    if differs:
-        basis += f", which differs in {', '.join(differs)}"
-    stage = replace(stage, seconds=seconds, basis=basis)
-    calls = measured.judge_calls_per_step
-    if calls is None or stage.judge_calls is not None or not like.work.units or not work.asked:
-        return stage
-    a_sample = calls * like.work.units / like.work.asked if like.work.asked else 0.0
-    total = round(a_sample * work.asked)
-    return replace(stage, judge_calls=total, calls_basis=f"by canary: {a_sample:.1f} a sample")
 
 
 # ---------------------------------------------------------------- sums
@@ -388,34 +341,32 @@ def _summed(
         stages = tuple(
             replace(s, seconds=wall, basis=basis) if is_service(s.stage) else s for s in stages
         )
+    own: dict[str, list[StageForecast]] = {trial.name: [] for trial in plan.trials}
+    for stage in stages:
+        own[stage.trial].append(stage)
+    shares = tuple(
+        {
+            **{"trial": t.name, "arm": t.arm, "seed": t.seed, "stages": len(own[t.name])},
+            **_sums(own[t.name]),
+            "unknown": sum(s.seconds is None for s in own[t.name]),
+        }
+        for t in plan.trials
+    )
     return SweepForecast(
-        *(stages, _shares(plan, stages), *_sums(stages), wall, parallel),
+        *(stages, shares),
+        **_sums(stages),
+        wall_seconds=wall,
+        parallel=parallel,
         unknown=tuple(s.stage for s in stages if s.seconds is None),
         unknown_calls=tuple(s.stage for s in stages if s.judge_calls is None),
         canary=canary,
     )
 
 
-def _shares(plan: SweepPlan, stages: Iterable[StageForecast]) -> tuple[TrialShare, ...]:
-    own: dict[str, list[StageForecast]] = {}
-    for stage in stages:
-        own.setdefault(stage.trial, []).append(stage)
-    shares = []
-    for trial in plan.trials:
-        mine = own.get(trial.name, [])
-        unknown = sum(s.seconds is None for s in mine)
-        which = (trial.name, trial.arm, trial.seed, len(mine))
-        shares.append(TrialShare(*which, *_sums(mine), unknown))
-    return tuple(shares)
-
-
-def _sums(stages: Sequence[StageForecast]) -> tuple[float, float, int]:
+def _sums(stages: Sequence[StageForecast]) -> dict[str, Any]:
     """Seconds, GPU-hours and judge calls, as far as they are known."""
-    return (
-        sum(s.seconds or 0.0 for s in stages),
-        sum(s.gpu_hours or 0.0 for s in stages),
-        sum(s.judge_calls or 0 for s in stages),
-    )
+    names = ("seconds", "gpu_hours", "judge_calls")
+    return {name: sum(getattr(s, name) or 0 for s in stages) for name in names}
 
 
 def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | None, str]:
@@ -425,17 +376,17 @@ def _wall(plan: SweepPlan, stages: Sequence[StageForecast]) -> tuple[float | Non
     trials = plan.sweep.limits.concurrency
     words = [f"{trials} trials at a time"] if trials else []
     words += [f"{jobs} jobs at a time"] if jobs else ["all jobs at a time, no waiting in a queue"]
-    seconds = {s.stage: s.seconds for s in stages if not is_service(s.stage)}
-    if any(value is None for value in seconds.values()):
+    known = {s.stage: s.seconds or 0.0 for s in stages if not is_service(s.stage)}
+    if any(s.seconds is None for s in stages if s.stage in known):
         return None, ", ".join(words)
-    todo = [
+    todo = (
         [
-            Job(s.id, seconds[s.id] or 0.0, tuple(own.by_name[n].id for n in s.inputs.values()))
+            (s.id, known[s.id], [own.by_name[n].id for n in s.inputs.values()])
             for s in own.stages
-            if s.id in seconds
+            if s.id in known
         ]
         for own in (trial.plan for trial in plan.trials)
-    ]
+    )
     return wall_seconds(todo, trials=trials, jobs=jobs), ", ".join(words)
 
 
@@ -472,32 +423,23 @@ class Passed:
     def text(self) -> str:
         """``needs 310 GPU-hours, limit 200; what fits: 3 of 5 seeds of every arm``."""
         least = "at least " if self.at_least else ""
-        text = f"needs {least}{_number(self.needed)} {self.unit}, limit {_number(self.allowed)}"
+        text = f"needs {least}{amount(self.needed)} {self.unit}, limit {amount(self.allowed)}"
         return f"{text}; what fits: {self.what_fits}" if self.what_fits else text
 
 
 def passed_limits(
-    forecast: SweepForecast,
-    limits: Limits,
-    *,
-    used_gpu_hours: float = 0.0,
-    used_judge_calls: int = 0,
+    forecast: SweepForecast, limits: Limits, used: Mapping[str, float] = {}
 ) -> tuple[Passed, ...]:
-    """The limits that what is left to do would pass.
-
-    Parameters
-    ----------
-    used_gpu_hours, used_judge_calls
-        What the sweep's stages have used already, in earlier versions of it.
-    """
+    """The limits that what is left to do would pass, with what the sweep's stages have ``used`` of
+    them already, in earlier versions of it."""
     found = []
-    hours = ("gpu_hours", "GPU-hours", used_gpu_hours)
-    for name, unit, used in (hours, ("judge_calls", "judge calls", used_judge_calls)):
-        limit, needed = getattr(limits, name), used + getattr(forecast, name)
+    for name, unit in (("gpu_hours", "GPU-hours"), ("judge_calls", "judge calls")):
+        limit, before = getattr(limits, name), used.get(name) or 0
+        needed = before + getattr(forecast, name)
         if limit is not None and needed > limit:
             unknown = any(getattr(s, name) is None for s in forecast.stages)
-            costs = accumulate(getattr(t, name) for t in forecast.trials)
-            fits = sum(cost <= limit - used for cost in costs)
+            costs = accumulate(t[name] for t in forecast.trials)
+            fits = sum(cost <= limit - before for cost in costs)
             words = what_fits(forecast.trials, fits)
             found.append(Passed(name, unit, float(limit), float(needed), unknown, fits, words))
     if limits.disk_gb is not None and forecast.disk_bytes is not None:
@@ -525,12 +467,12 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
     )
 
 
-def what_fits(trials: Sequence[TrialShare], count: int) -> str:
+def what_fits(trials: Sequence[_Share], count: int) -> str:
     """The first ``count`` trials in words: ``3 of 5 seeds of every arm, and 1 of 4 arms of the
     next``."""
     if count == 0:
         return "not one trial"
-    seeds, arms = Counter(t.seed for t in trials), len({t.arm for t in trials})
+    seeds, arms = Counter(t["seed"] for t in trials), len({t["arm"] for t in trials})
     left, whole = count, 0
     for of_seed in seeds.values():
         if left < of_seed:
@@ -545,6 +487,6 @@ def what_fits(trials: Sequence[TrialShare], count: int) -> str:
     return ", and ".join(parts)
 
 
-def _number(value: float) -> str:
-    """Three digits."""
-    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"
+def amount(value: float) -> str:
+    """A number of three digits."""
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.3g}"

@@ -59,8 +59,6 @@ _SFT_STEPS = (
     *("max_train_steps", "num_train_epochs", "pack_length"),
     *("per_device_train_batch_size", "gradient_accumulation_steps"),
 )
-#: Fields whose values decide what a judge costs a rollout or sample.
-JUDGE_FIELDS = _JUDGE
 
 
 class Shape(NamedTuple):
@@ -87,11 +85,11 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """One finished stage.
+    """One finished stage, or the first steps of one.
 
     Attributes
     ----------
-    stage, shape, work
+    shape, work
         Which, and what it did. ``work.units`` is what was really done.
     data
         Fingerprint of its data, where it has any.
@@ -101,11 +99,12 @@ class Measured:
         Seconds that were neither: loading, and what comes at the end.
     judge_calls
         Calls that its judge was asked with; None where it keeps no count.
-    steps_key
-        What decides its number of steps.
+    judge, steps_key
+        What decides how often a judge is asked, and its number of steps.
+    canary
+        Of first steps: how many of which stage.
     """
 
-    stage: str
     shape: Shape
     work: Work
     data: str = ""
@@ -115,6 +114,7 @@ class Measured:
     judge_calls: int | None = None
     judge: tuple[Any, ...] = ()
     steps_key: tuple[Any, ...] = ()
+    canary: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,12 @@ class History:
     ----------
     stages
         Finished stages, newest first.
-    held_out, training
+    prompts
         Fingerprint of a `data` stage -> number of its held-out and of its training prompts.
     """
 
     stages: tuple[Measured, ...] = ()
-    held_out: Mapping[str, int] = field(default_factory=dict)
-    training: Mapping[str, int] = field(default_factory=dict)
+    prompts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -> Shape:
@@ -171,7 +170,7 @@ def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -
 
 def judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
     """Values that decide how much a judge is asked about one rollout or sample."""
-    return tuple(_plain(identity.get(name)) for name in JUDGE_FIELDS)
+    return tuple(_plain(identity.get(name)) for name in _JUDGE)
 
 
 def steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:

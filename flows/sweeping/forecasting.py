@@ -9,6 +9,7 @@ or two. Imports nothing heavy and writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import Counter
@@ -23,12 +24,13 @@ from typing import Any
 from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
+from infra.jobs.protocol import tail_of
 from infra.orchestrator.timeline import devices_of, rough, size_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import PlannedStage
-from refiner_core.contract.records import StageRecord
+from refiner_core.contract.records import StageRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import table_lines
 from sweeps.forecast import Passed, StageForecast, SweepForecast, forecast_sweep, passed_limits
@@ -60,10 +62,7 @@ def read_history(workspace: Workspace, plan: SweepPlan) -> History:
     """
     stages = [s for s in plan.stages().values() if not is_service(s.id)]
     wanted = {(s.kind, s.sources.get("model", "")) for s in stages}
-    found = tuple(_measured(workspace, wanted))
-    files = ("rl_test.parquet", "rl_train.parquet")
-    held_out, training = (_prompts(workspace, stages, file) for file in files)
-    return History(found, held_out, training)
+    return History(tuple(_measured(workspace, wanted)), _prompts(workspace, stages))
 
 
 def done_stages(workspace: Workspace, plan: SweepPlan) -> AbstractSet[str]:
@@ -122,7 +121,6 @@ def _stage(
         saves = -(-own_units // save_freq) if save_freq else 0
         start_s = max(0.0, result.seconds - own_units * unit_s - saves * (save_s or 0.0))
     return Measured(
-        stage=stage_id,
         shape=shape_of(spec.kind, spec.identity, model, devices_of(config, spec.kind)),
         work=work,
         data=spec.input_fingerprints.get("data", ""),
@@ -153,38 +151,24 @@ def _done_work(
 
 
 def _step_s(metrics: Path) -> float | None:
-    """Seconds of a step in the middle; None where no step was timed."""
-    times = [t for m in _last_lines(metrics) if (t := m.get("time/step_s")) is not None]
+    """Seconds of a step in the middle of the last ones; None where no step was timed."""
+    times = []
+    for line in tail_of([metrics], _TAIL_BYTES).splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # cut off in the middle
+            times.append(float(json.loads(line)["metrics"]["time/step_s"]))
     return median(times) if times else None
 
 
-def _last_lines(path: Path) -> list[dict[str, float | None]]:
-    """Metrics of the last steps; none where there is no file."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = max(0, size - _TAIL_BYTES)
-            file.seek(start)
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    found = []
-    for line in text.splitlines()[1 if start else 0 :]:
-        try:
-            found.append(dict(json.loads(line)["metrics"]))
-        except (ValueError, KeyError, TypeError):  # cut off in the middle
-            continue
-    return found
-
-
-def _prompts(workspace: Workspace, stages: Iterable[PlannedStage], file: str) -> dict[str, int]:
-    """Prompts in a file of the `data` stages that are done, by fingerprint."""
+def _prompts(workspace: Workspace, stages: Iterable[PlannedStage]) -> dict[str, tuple[int, int]]:
+    """Held-out and training prompts of the `data` stages that are done, by fingerprint."""
     found = {}
     for stage in stages:
         result = workspace.read_result(stage.id) if stage.kind == "data" else None
         files = (result.report.get("files") if result is not None else None) or {}
-        if (rows := (files.get(file) or {}).get("rows")) is not None:
-            found[stage.fingerprint] = int(rows)
+        named = [files.get(f"rl_{part}.parquet") or {} for part in ("test", "train")]
+        if any("rows" in one for one in named):
+            test, train = (int(one.get("rows") or 0) for one in named)
+            found[stage.fingerprint] = test, train
     return found
 
 
@@ -333,7 +317,7 @@ def forecast_json(
         "passed_limits": [{**asdict(p), "text": p.text} for p in passed],
     }
     if trials:
-        found["trials"] = [asdict(t) for t in forecast.trials]
+        found["trials"] = [dict(t) for t in forecast.trials]
     return found
 
 
@@ -342,25 +326,15 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(v for v in values if v is not None)
 
 
-def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, float]:
+def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, Any]:
     """Use of the stages of a sweep before it is launched: a forecast is of what is left,
     and only both together can be held against what has been used in the end."""
     used = UseReader(workspace, use_file(workspace, plan.sweep.name)).total(plan.stages())
-    return {"seconds": used.seconds, "gpu_hours": used.gpu_hours}
+    return picked(used, *_SUMMED)
 
 
-def passed_by(
-    forecast: SweepForecast, plan: SweepPlan, workspace: Workspace | None = None
-) -> tuple[Passed, ...]:
-    """The limits of the sweep file that it would pass, with what its stages have used so far, where
-    a workspace is given."""
+def passed_by(forecast: SweepForecast, plan: SweepPlan, workspace: Workspace) -> tuple[Passed, ...]:
+    """The limits of the sweep file that it would pass, with what its stages have used so far."""
     limits = plan.sweep.limits
-    if workspace is None or (limits.gpu_hours is None and limits.judge_calls is None):
-        return passed_limits(forecast, limits)
-    used = UseReader(workspace).total(plan.stages())
-    return passed_limits(
-        forecast,
-        limits,
-        used_gpu_hours=used.gpu_hours,
-        used_judge_calls=used.judge_calls or 0,
-    )
+    limited = limits.gpu_hours is not None or limits.judge_calls is not None
+    return passed_limits(forecast, limits, used_before(plan, workspace) if limited else {})

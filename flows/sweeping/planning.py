@@ -42,7 +42,7 @@ from refiner_core.evaluation.metrics import is_number
 from refiner_core.report.printing import counted, table_lines
 from sweeps.checks import varied_fields
 from sweeps.definition import KEYS, load_sweep, shipped_sweeps
-from sweeps.forecast import Passed, SweepForecast, held_out_prompts
+from sweeps.forecast import Passed, SweepForecast, prompts_of
 from sweeps.planning import plan_sweep
 from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable, evaluation_of
 from sweeps.values import SweepFile, SweepPlan
@@ -255,7 +255,7 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
     forecast = forecast_of(plan, workspace, history=history)
     aim = aim_of(plan)
     stage = evaluation_of(plan, aim.model, aim.protocol)
-    prompts = None if stage is None else held_out_prompts(first, stage, history)
+    prompts = None if stage is None else prompts_of(first, stage, history)
     found = detectable(plan, prompts, read_evidence(workspace, aim))
     free = max(0, DiskKeeper(workspace, first.config.disk).room().free_bytes)
     return SweepLook(plan, stages, forecast, passed_by(forecast, plan, workspace), found, free)
