@@ -231,12 +231,6 @@ def _doubts(plan: SweepPlan, aim: Aim) -> list[str]:
         warnings.append(
             f"{aim.metric} is measured on rows that carry their truth; no such rows, no number."
         )
-    names = {t.plan.config.model.name_or_path for t in plan.trials}
-    if len(names) > 1:
-        warnings.append(
-            "Arms start from different models: where their tokenizers differ, so do their prompts, "
-            "and they will not be compared."
-        )
     return warnings
 
 

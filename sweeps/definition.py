@@ -144,7 +144,6 @@ _FORMS: dict[str, tuple[Any, str]] = {
     "limits": (Limits, ""),
     "question": (Question, ""),
 }
-KEYS = tuple(_FORMS)
 
 
 class _Reader:
@@ -160,8 +159,8 @@ class _Reader:
 
     def __init__(self, values: Mapping[str, Any], where: str, origin: str) -> None:
         self.where, self.folder = where, Path(origin).parent if origin else Path.cwd()
-        alien = next((str(key) for key in values if key not in KEYS), "")
-        refuse_unknown(values, KEYS, where, hint=_belongs_elsewhere(alien))
+        alien = next((str(key) for key in values if key not in _FORMS), "")
+        refuse_unknown(values, _FORMS, where, hint=_belongs_elsewhere(alien))
         if isinstance(text := values.get("question"), str):
             values = {**values, "question": {"text": text}}
         if not values.get("recipe"):

@@ -229,11 +229,6 @@ def _warnings(plan: SweepPlan, found: Detectable) -> list[str]:
         )
     elif found.seeds == 2:
         texts.append("Two seeds: 95 % intervals cover as little as 91 %; at least 3 seeds")
-    if found.arms > 5 and found.effect is not None and found.effect_alone is not None:
-        texts.append(
-            f"{found.arms} arms are compared with the baseline at once: the smallest effect grows "
-            f"from {_digits(found.effect_alone)} to {_digits(found.effect)}"
-        )
     texts += _at_the_edge(found)
     texts += _too_small(found)
     return texts

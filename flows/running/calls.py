@@ -20,7 +20,7 @@ from flows.checking.models import check_model_files
 from flows.checking.resources import check_server_programs
 from flows.checking.sources import resolve_sources
 from flows.running.console import Console
-from flows.running.showing import Hears, Launch, Shows, orchestrate
+from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
@@ -349,7 +349,7 @@ def work_on(
     run: RunRecord,
     launch: Launch,
     command: Sequence[str] = (),
-    console: Shows | None = None,
+    console: Console | None = None,
 ) -> RunOutcome:
     """Take a recorded call up and work on it to its end.
 

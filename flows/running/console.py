@@ -16,7 +16,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from infra.host.terminal import printable, raw
@@ -39,9 +40,9 @@ _LINE_EVERY_S = 10.0
 #: Of a sweep: how often plain lines name the stages at work, and how many a terminal shows.
 _AT_WORK_EVERY_S = 30.0
 _ROWS = 16
-_BAR_WIDTH = 16
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
+_STATES = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
 _TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
@@ -147,7 +148,8 @@ class Console:
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """Lines: what was done, skipped, failed; where the logs are."""
-        lines = [f"{_counted(views)} in {clock(elapsed_s)}"]
+        counts = _counted((view.state for view in views.values()), _STATES)
+        lines = [f"{counts or 'nothing to do'} in {clock(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
@@ -180,11 +182,9 @@ class Console:
             if self._trials is None and (not self._quiet or view.state == "failed"):
                 self._print_plain(view, now)
             return
-        told = self._trials is None and not self._quiet
-        if not told or view.progress is None or view.state not in _WORKING:
-            return
         said_at, said = self._said.get(view.name, (self._since.get(view.name, now), None))
-        if now - said_at >= _LINE_EVERY_S and view.progress != said:
+        told = self._trials is None and not self._quiet and now - said_at >= _LINE_EVERY_S
+        if told and view.state in _WORKING and view.progress not in (None, said):
             self._print_plain(view, now)
 
     def _print_plain(self, view: StageView, now: float) -> None:
@@ -237,8 +237,8 @@ class Console:
             if view.state in _WORKING:
                 seconds = max(seconds, now - self._since.get(view.name, now))
             took = clock(seconds) if seconds else ""
-            cells.append((view.name, view.state, bar(view), took, detail(view)))
-        return [*table_lines(cells, ("stage", "state", "", "time", "progress"))] if cells else []
+            cells.append((view.name, view.state, took, detail(view)))
+        return [*table_lines(cells, ("stage", "state", "time", "progress"))] if cells else []
 
 
 def drawn(lines: Sequence[str]) -> Text:
@@ -274,20 +274,10 @@ def detail(view: StageView) -> str:
     return ", ".join(filter(None, parts))
 
 
-def bar(view: StageView) -> str:
-    """A bar of blocks for a stage at work, else nothing."""
-    progress = view.progress
-    if view.state not in _WORKING or progress is None or progress.total <= 0:
-        return ""
-    filled = round(_BAR_WIDTH * min(1.0, progress.done / progress.total))
-    return "█" * filled + "░" * (_BAR_WIDTH - filled)
-
-
-def _counted(views: Mapping[str, StageView]) -> str:
-    states = [view.state for view in views.values()]
-    order = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
-    parts = [f"{states.count(s)} {s}" for s in order if s in states]
-    return ", ".join(parts) or "nothing to do"
+def _counted(states: Iterable[str], order: Sequence[str]) -> str:
+    """``3 done, 1 failed``."""
+    found = Counter(states)
+    return ", ".join(f"{found[state]} {state}" for state in order if found[state])
 
 
 def _at_work(views: Sequence[StageView]) -> list[StageView]:
@@ -303,9 +293,8 @@ def _at_work(views: Sequence[StageView]) -> list[StageView]:
 
 
 def _trials_counted(trials: Mapping[str, Any]) -> str:
-    states = [trial.state for trial in trials.values()]
-    counts = ", ".join(f"{states.count(s)} {s}" for s in _TRIAL_STATES if s in states)
-    return f"{len(states)} trials: {counts or 'none'}"
+    counts = _counted((trial.state for trial in trials.values()), _TRIAL_STATES)
+    return f"{len(trials)} trials: {counts or 'none'}"
 
 
 def _is_told(view: StageView) -> bool:

@@ -293,9 +293,6 @@ def test_a_field_of_the_command_line_may_not_be_one_that_is_varied() -> None:
     for keys in ({"overrides": ["seed=3"]}, {"factors": {"seed": [1, 2]}}):
         with pytest.raises(ConfigurationError, match=r"`seed` is set or varied.*seeds: \[1, 2, 3"):
             planned(**keys)
-    for text in ("seeds=3", "limits.concurrency=1"):
-        with pytest.raises(ConfigurationError, match=r"is a key of the sweep's file.*write `"):
-            planned([text])
 
 
 @pytest.mark.parametrize(
