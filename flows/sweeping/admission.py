@@ -1,27 +1,33 @@
 """Admission of the trials of a sweep: those that may begin now, and how each stands.
 
-In: a planned sweep, trials that can be begun, a budget. Out: members for an orchestrator, as they
+In: a planned sweep, and a budget. Out: members for an orchestrator, as they
 may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
 shows it. Trials begin in the plan's order, as many at a time as may; what is all done is not begun
 at all. One trial goes ahead alone until it has shown what training takes
-(:mod:`flows.sweeping.trials`). A trial that fails stops no other; a shared stage that fails stops
-those that need it.
+(:mod:`flows.sweeping.trials`). A trial that was begun before goes on as its run, with the code that
+it was begun with; one that has failed, or whose stages are others by now, becomes a new run with
+the code as it is now, which is pinned once. A trial that fails stops no other; a shared stage that
+fails stops those that need it.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.live import LivePage
+from flows.sweeping.status import last_words
 from flows.sweeping.trials import (
+    CANARY_STEPS,
     OVER,
     Canary,
-    Trials,
     TrialWord,
     failed_by_its_arm,
     measured_canary,
@@ -33,11 +39,16 @@ from infra.jobs.failures import is_outage
 from infra.orchestrator.members import Diary, Member, RequestStop
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
+from infra.store import atomic
 from infra.store.layout import sweep_call
-from infra.store.orchestrators import wanted_by_others
+from infra.store.orchestrators import orchestrator_of, wanted_by_others
+from infra.store.sweep_records import note_trial, trial_run
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import RefinerError
-from refiner_core.contract.records import picked
+from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.placement import STAGES
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.services import is_service
 from sweeps.forecast import Passed, SweepForecast
 from sweeps.history import CanaryMeasure
@@ -57,8 +68,6 @@ class Admission:
     ----------
     plan, workspace
         What should be, and where it is recorded.
-    trials
-        Begins trials.
     budget
         Says whether another one may begin.
     concurrency
@@ -73,6 +82,10 @@ class Admission:
         As it was shown before the sweep began.
     past_canary
         Release the others whatever the canary shows.
+    take_over
+        Also take up runs that a process on another host says it works on.
+    pin
+        Makes the snapshot of the code.
     tell
         Hears what people should know.
     page
@@ -81,7 +94,6 @@ class Admission:
 
     plan: SweepPlan
     workspace: Workspace
-    trials: Trials
     budget: Budget
     concurrency: int
     poll_s: float
@@ -90,6 +102,8 @@ class Admission:
     canary: Canary | None = None
     forecast: SweepForecast | None = None
     past_canary: bool = False
+    take_over: bool = False
+    pin: Callable[[Workspace], Pinned] = pin_code
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
@@ -103,11 +117,15 @@ class Admission:
     _begun: set[str] = field(default_factory=set)
     _stopping: bool = False
     _not_before: float = 0.0
+    _pinned: Pinned | None = None
+    _diff: Path = Path()
+    _not_begun: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._trials = {t.name: t for t in self.plan.trials}
-        call = sweep_call(self.plan.sweep.name)
-        self._diary = Diary(self.workspace, call, str(ProcessId.of()))
+        self._name = self.plan.sweep.name
+        self._told = last_words(self.workspace, self._name)
+        self._diary = Diary(self.workspace, sweep_call(self._name), str(ProcessId.of()))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the orchestrator
@@ -129,7 +147,8 @@ class Admission:
         stages, layout, is_done = trial.plan.stages, self.workspace.layout, self.budget.use.is_done
         self._begun |= {s.id for s in stages if is_done(s.id) or layout.stage(s.id).spec.exists()}
         if all(is_done(s.id) for s in stages if not is_service(s.id)):
-            self._say(trial, TrialWord("done", run=self.trials.ensure_run(trial)))
+            run = self._recorded(trial) or self._new_run(trial, self._plan(trial, False))
+            self._say(trial, TrialWord("done", run=run.run))
         else:
             self._waiting.append(trial)
             self.words[trial.name] = TrialWord()
@@ -193,8 +212,8 @@ class Admission:
     # ------------------------------------------------------------ ending
 
     def _hear_cancel(self) -> None:
-        call = sweep_call(self.plan.sweep.name)
-        if self._stopping or (asked := self.workspace.cancel_asked(call)) is None:
+        asked = self.workspace.cancel_asked(sweep_call(self._name))
+        if self._stopping or asked is None:
             return
         by = asked.get("by", "somebody")
         if asked["stages"]:  # trials: none of them is to begin
@@ -238,7 +257,7 @@ class Admission:
     def _begin(self, trial: Trial) -> None:
         self._waiting.remove(trial)
         try:
-            member = self.trials.begin(trial, canary=bool(self.canary))
+            member = self._member(trial, bool(self.canary))
         except Exception as error:
             if not is_outage(error):
                 self._say(trial, word_of_error(error, ""))
@@ -257,6 +276,75 @@ class Admission:
         """Begin nothing more. What runs goes on."""
         self.held = why
         self.note({"event": "hold", "reason": why})
+
+    # ------------------------------------------------------------ trials as runs
+
+    def _member(self, trial: Trial, canary: bool) -> Member:
+        """Record the trial as a run, or take its run up."""
+        plan = self._plan(trial, canary)
+        run = self._recorded(trial)
+        if run is None or not self._goes_on(trial, run):
+            run = self._new_run(trial, plan)
+        member = Member(plan, run, self.workspace, trial.name, self.clock)
+        self._take_up(member)
+        self.workspace.withdraw_cancel(run.run)
+        try:
+            member.begin()
+        except Exception as error:  # else it would seem to be worked on as long as the sweep is
+            member.give_up(error)
+            self._not_begun.add(run.run)
+            raise
+        self._not_begun.discard(run.run)
+        return member
+
+    def _take_up(self, member: Member) -> None:
+        run_id = member.run.run
+        who = orchestrator_of(self.workspace, run_id)
+        if run_id in self._not_begun and who.standing == "running" and who.pid == os.getpid():
+            return  # in an outage, in which it could not be said either that it was given up
+        try:
+            member.take_up(regardless=self.take_over)
+        except ConfigurationError as error:
+            error.exit_code, error.resumable = 6, True
+            raise
+
+    def _plan(self, trial: Trial, canary: bool) -> Plan:
+        changes: dict[str, Any] = {"tracking.group": self._name}
+        if canary:
+            changes |= {f"{kind}.first_save": CANARY_STEPS for kind in STAGES}
+        return replace(trial.plan, config=replace_fields(trial.plan.config, changes))
+
+    def _recorded(self, trial: Trial) -> RunRecord | None:
+        """The trial's run, if it is there and has the trial's stages as they are by now."""
+        run_id = trial_run(self.workspace, self._name, trial.name)
+        try:
+            run = None if run_id is None else self.workspace.read_run(run_id)
+        except ConfigurationError:  # it was deleted
+            return None
+        wanted = {s.name: s.id for s in trial.plan.stages}
+        return run if run is not None and dict(run.stages) == wanted else None
+
+    def _goes_on(self, trial: Trial, run: RunRecord) -> bool:
+        """True if a trial goes on as a run of before: it has not failed, and its code is there."""
+        failed = self._told.get(trial.name, {}).get("state") == "failed"
+        return not failed and (not run.code or (self.workspace.layout.code / run.code).is_dir())
+
+    def _new_run(self, trial: Trial, plan: Plan) -> RunRecord:
+        pinned = self._pinned = self._pinned or self.pin(self.workspace)
+        more = {"sweep": {"name": self._name, "arm": trial.arm, "seed": trial.seed}}
+        once = replace(pinned, diff="")  # all trials share one file of it
+        recipe = self.plan.sweep.recipe
+        run = record_run(plan, self.workspace, recipe, trial.overrides, once, **more)
+        if pinned.diff:
+            path = self.workspace.layout.run(run.run).diff
+            try:
+                os.link(self._diff, path)
+            except OSError:  # the first one, or a file system without hard links
+                atomic.write_text(path, pinned.diff)
+                self._diff = path
+        self.workspace.write_run(run)
+        note_trial(self.workspace, self._name, trial.name, run.run)
+        return run
 
     # ------------------------------------------------------------ the canary
 
@@ -301,7 +389,7 @@ class Admission:
 
     def _say(self, trial: Trial, word: TrialWord) -> None:
         """Note how a trial stands, and tell it if that is news."""
-        told = self.trials.told.get(trial.name) or {}
+        told = self._told.get(trial.name, {})
         before = self.words.get(trial.name)
         self.words[trial.name] = word
         if before is None and told.get("state") == word.state == "done":

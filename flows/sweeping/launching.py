@@ -39,8 +39,8 @@ from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
 from flows.sweeping.live import LivePage
 from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
-from flows.sweeping.status import last_words, use_file
-from flows.sweeping.trials import Trials, TrialWord, find_canary
+from flows.sweeping.status import use_file
+from flows.sweeping.trials import TrialWord, find_canary
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -281,11 +281,6 @@ def work_on_sweep(
     admission = Admission(
         plan,
         workspace,
-        Trials(
-            *(name, plan.sweep.recipe, workspace, last_words(workspace, name)),
-            take_over=launch.take_over,
-            pin=lambda room: pin_for(room, name),
-        ),
         Budget(
             *(limits, use),
             disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
@@ -297,6 +292,8 @@ def work_on_sweep(
         canary=None if finished else find_canary(plan, workspace),
         forecast=None if finished else forecast_of(plan, workspace),
         past_canary=launch.past_canary,
+        take_over=launch.take_over,
+        pin=lambda room: pin_for(room, name),
         page=LivePage(workspace, name),
     )
     hears = hears_of(

@@ -19,8 +19,7 @@ from pathlib import Path
 from flows.running.calls import Pinned
 from flows.sweeping.admission import Admission
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.status import last_words
-from flows.sweeping.trials import Trials, find_canary
+from flows.sweeping.trials import find_canary
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
 from infra.orchestrator.members import Given, Member, Source
@@ -311,15 +310,8 @@ class Schedule:
         return Admission(
             plan=plan,
             workspace=workspace,
-            trials=Trials(
-                sweep=plan.sweep.name,
-                recipe=plan.sweep.recipe,
-                workspace=workspace,
-                told=last_words(workspace, plan.sweep.name),
-                take_over=alone,
-                pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-                clock=clock,
-            ),
+            take_over=alone,
+            pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
             budget=Budget(plan.sweep.limits, UseReader(workspace), lambda _: 0),
             canary=find_canary(plan, workspace),
             forecast=nothing,

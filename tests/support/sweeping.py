@@ -17,8 +17,7 @@ from flows.running.showing import Launch
 from flows.sweeping.admission import Admission
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.launching import concurrency_of
-from flows.sweeping.status import last_words
-from flows.sweeping.trials import Trials, find_canary
+from flows.sweeping.trials import find_canary
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
@@ -210,13 +209,7 @@ def bench(
     admission = Admission(
         plan=plan,
         workspace=workspace,
-        trials=Trials(
-            sweep=plan.sweep.name,
-            recipe=plan.sweep.recipe,
-            workspace=workspace,
-            told=last_words(workspace, plan.sweep.name),
-            pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
-        ),
+        pin=lambda _: Pinned("", ("refiner", "sweep"), {"code": ""}),
         budget=Budget(plan.sweep.limits, UseReader(workspace), lambda t: len(t) << 30),
         canary=find_canary(plan, workspace),
         forecast=make(),
@@ -230,5 +223,5 @@ def bench(
     orchestrator = Orchestrator(
         admission, workspace, router, config, keeper=ProbingKeeper(workspace), clock=clock
     )
-    admission.clock = admission.trials.clock = clock
+    admission.clock = clock
     return Bench(orchestrator, admission, jobs, workspace, said)
