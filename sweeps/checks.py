@@ -18,7 +18,7 @@ from refiner_core.contract.config import RecipeConfig, uses
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.fields import field_info, replace_fields, suggest
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.kinds import KINDS, TRAINED
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan, final_model
 from refiner_core.contract.planned import PlannedStage
@@ -62,15 +62,8 @@ def _why_dormant(field: str, config: RecipeConfig) -> str:
 
 def _why_without_effect(field: str, plan: Plan, other: Plan) -> str:
     """The reason that two plans are the same though a field differs."""
-    if why := _why_dormant(field, plan.config) or _why_dormant(field, other.config):
-        return why
-    section, stages = field.rpartition(".")[0], plan.config.stages
-    owner = KINDS[section].entry if section in KINDS else ""
-    if owner and owner != "data" and owner not in stages:
-        return f"belongs to a stage that the recipe does not have (`stages` is {', '.join(stages)})"
-    if section == "publish":
-        return "decides how a model is published, which no number depends on"
-    return "is read by no stage of this recipe, or names the same content twice"
+    why = _why_dormant(field, plan.config) or _why_dormant(field, other.config)
+    return why or "is read by no stage that trains or measures, or names the same content twice"
 
 
 #: Of the reward these decide what a rubric's score is; the others, how scores make one number.

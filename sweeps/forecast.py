@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -421,7 +420,7 @@ class Passed:
 
     @property
     def text(self) -> str:
-        """``needs 310 GPU-hours, limit 200; what fits: 3 of 5 seeds of every arm``."""
+        """``needs 310 GPU-hours, limit 200; what fits: the first 12 of 20 trials``."""
         least = "at least " if self.at_least else ""
         text = f"needs {least}{amount(self.needed)} {self.unit}, limit {amount(self.allowed)}"
         return f"{text}; what fits: {self.what_fits}" if self.what_fits else text
@@ -440,7 +439,7 @@ def passed_limits(
             unknown = any(getattr(s, name) is None for s in forecast.stages)
             costs = accumulate(t[name] for t in forecast.trials)
             fits = sum(cost <= limit - before for cost in costs)
-            words = what_fits(forecast.trials, fits)
+            words = f"the first {fits} of {len(forecast.trials)} trials" if fits else "not one"
             found.append(Passed(name, unit, float(limit), float(needed), unknown, fits, words))
     if limits.disk_gb is not None and forecast.disk_bytes is not None:
         gib = forecast.disk_bytes / GIB
@@ -465,26 +464,6 @@ def refuse_what_cannot_fit(passed: Sequence[Passed]) -> None:
         fix="raise these limits, or leave out seeds or arms (for disk: lower limits.concurrency or "
         "`keep` of the stages), and run the same command again",
     )
-
-
-def what_fits(trials: Sequence[_Share], count: int) -> str:
-    """The first ``count`` trials in words: ``3 of 5 seeds of every arm, and 1 of 4 arms of the
-    next``."""
-    if count == 0:
-        return "not one trial"
-    seeds, arms = Counter(t["seed"] for t in trials), len({t["arm"] for t in trials})
-    left, whole = count, 0
-    for of_seed in seeds.values():
-        if left < of_seed:
-            break
-        left -= of_seed
-        whole += 1
-    parts = []
-    if whole:
-        parts.append(f"{whole} of {len(seeds)} seeds of every arm")
-    if left:
-        parts.append(f"{left} of {arms} arms of {'the next seed' if whole else 'one seed'}")
-    return ", and ".join(parts)
 
 
 def amount(value: float) -> str:

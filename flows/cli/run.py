@@ -441,6 +441,7 @@ def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
 
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
+    from flows.running.console import states_text
     from flows.sweeping.planning import list_sweeps
 
     known = list_sweeps(where)
@@ -452,10 +453,7 @@ def _list(where: str, as_json: bool) -> None:
         if not found:
             yield f"No sweep is recorded in {where}."
             return
-        rows = [
-            (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
-            for name, s in found.items()
-        ]
+        rows = [(name, str(s.record.number), states_text(s.counts)) for name, s in found.items()]
         yield from table_lines(rows, (f"sweeps of {where}", "version", "trials"))
 
     recorded = [

@@ -43,7 +43,8 @@ _ROWS = 16
 _WORKING = ("running", "reattached")
 _NOT_YET = ("queued", "paused", "waiting")
 _STATES = ("done", "skipped", "failed", "interrupted", "blocked", *_WORKING, *_NOT_YET)
-_TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
+#: Of trials, in the order in which they are counted.
+TRIAL_STATES = ("done", "running", "waiting", "held", "interrupted", "failed")
 
 
 class Console:
@@ -126,7 +127,7 @@ class Console:
             if self._trials is not None:
                 trials, rows = self._trials(), _at_work(rows)
                 self._note_trials(trials, rows, now)
-                title = _trials_counted(trials)
+                title = trials_text(trials)
             if self._fancy and not self._lost:
                 with self._while_it_can_be_written():
                     self._redraw(rows, title)
@@ -140,7 +141,7 @@ class Console:
         if self._trials is not None:
             trials = self._trials()
             if not self._quiet or any(t.state != "done" for t in trials.values()):
-                self._print(f"{_trials_counted(trials)} in {rough(self._clock() - self._began)}")
+                self._print(f"{trials_text(trials)} in {rough(self._clock() - self._began)}")
             return
         if any(map(_is_told, views.values())) or not self._quiet:
             elapsed = self._clock() - self._began
@@ -148,8 +149,8 @@ class Console:
 
     def summary(self, views: Mapping[str, StageView], elapsed_s: float) -> list[str]:
         """Lines: what was done, skipped, failed; where the logs are."""
-        counts = _counted((view.state for view in views.values()), _STATES)
-        lines = [f"{counts or 'nothing to do'} in {clock(elapsed_s)}"]
+        counts = states_counted((view.state for view in views.values()), _STATES)
+        lines = [f"{states_text(counts) or 'nothing to do'} in {clock(elapsed_s)}"]
         for view in views.values():
             if _is_told(view):
                 lines.append(f"  {view.name}: {view.state}{_colon(view.message)}")
@@ -207,7 +208,7 @@ class Console:
                 self._print(f"{name}: {trial.state}{run}{why}")
         if not self._fancy and not self._quiet and now - self._at_work_said >= _AT_WORK_EVERY_S:
             self._at_work_said = now
-            self._print(_trials_counted(trials))
+            self._print(trials_text(trials))
             for view in rows:
                 self._print(f"  {view.name}: {' '.join(filter(None, [view.state, detail(view)]))}")
 
@@ -274,10 +275,15 @@ def detail(view: StageView) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _counted(states: Iterable[str], order: Sequence[str]) -> str:
-    """``3 done, 1 failed``."""
+def states_counted(states: Iterable[str], order: Sequence[str] = TRIAL_STATES) -> dict[str, int]:
+    """How many there are of each state that there is."""
     found = Counter(states)
-    return ", ".join(f"{found[state]} {state}" for state in order if found[state])
+    return {state: found[state] for state in order if found[state]}
+
+
+def states_text(counts: Mapping[str, int]) -> str:
+    """``3 done, 1 failed``."""
+    return ", ".join(f"{n} {state}" for state, n in counts.items())
 
 
 def _at_work(views: Sequence[StageView]) -> list[StageView]:
@@ -292,9 +298,10 @@ def _at_work(views: Sequence[StageView]) -> list[StageView]:
     return rows
 
 
-def _trials_counted(trials: Mapping[str, Any]) -> str:
-    counts = _counted((trial.state for trial in trials.values()), _TRIAL_STATES)
-    return f"{len(trials)} trials: {counts or 'none'}"
+def trials_text(trials: Mapping[str, Any]) -> str:
+    """``4 trials: 3 done, 1 failed``."""
+    counts = states_counted(trial.state for trial in trials.values())
+    return f"{len(trials)} trials: {states_text(counts) or 'none'}"
 
 
 def _is_told(view: StageView) -> bool:

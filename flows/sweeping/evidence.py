@@ -31,7 +31,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.fingerprint import get_field
-from refiner_core.contract.loading import override_text
+from refiner_core.contract.loading import leaves, override_text
 from refiner_core.contract.marks import walk
 from refiner_core.contract.protocols import under
 from refiner_core.contract.records import RunRecord, from_json
@@ -129,15 +129,9 @@ def _note(
 
 def _arm(config: Mapping[str, Any]) -> str:
     """Settings that train the model, but for the seed, as text."""
-    values = {}
-    for path, info in walk(RecipeConfig):
-        if info.mark != "identity" or not path.startswith(_TRAINS):
-            continue
-        value: Any = config
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        values[path] = value
-    return json.dumps(values, sort_keys=True, default=str)
+    values = dict(leaves("", config))
+    fields = [p for p, info in walk(RecipeConfig) if info.mark == "identity"]
+    return json.dumps({p: values.get(p) for p in fields if p.startswith(_TRAINS)}, default=str)
 
 
 # ---------------------------------------------------------------- spreads

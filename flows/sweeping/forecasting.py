@@ -212,7 +212,7 @@ def forecast_lines(
     """Forecast in lines, one per kind of stage, then disk and limits."""
     if not forecast.stages:
         return ["Forecast: nothing is left to run."]
-    rows = [_kind_row(group) for group in _by_kind_and_basis(forecast.stages)]
+    rows = map(_kind_row, _kinds(forecast.stages))
     lines = [_total_line(forecast), *table_lines(rows, indent="  ")]
     lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
@@ -260,25 +260,29 @@ def canary_text(measured: CanaryMeasure) -> str:
     return f"{measured.steps} steps of {measured.stage}: {', '.join(parts) or 'no numbers'}"
 
 
-def _by_kind_and_basis(stages: Sequence[StageForecast]) -> list[list[StageForecast]]:
+def _kinds(stages: Sequence[StageForecast]) -> list[dict[str, Any]]:
+    """Sums over the stages of a kind that are known by the same; None where one has no number."""
     groups: dict[tuple[str, str, str], list[StageForecast]] = {}
     for stage in stages:
         groups.setdefault((stage.kind, stage.basis, stage.calls_basis), []).append(stage)
-    return list(groups.values())
+    found = []
+    for (kind, basis, calls_basis), group in groups.items():
+        each = {name: [getattr(s, name) for s in group] for name in _SUMMED}
+        sums = {name: None if None in values else sum(values) for name, values in each.items()}
+        row = {"kind": kind, "stages": len(group), **sums}
+        found.append({**row, "basis": basis, "calls_basis": calls_basis})
+    return found
 
 
-def _kind_row(group: Sequence[StageForecast]) -> list[str]:
-    seconds = [s.seconds for s in group]
-    hours, calls = [s.gpu_hours for s in group], [s.judge_calls for s in group]
-    known = sum(c or 0 for c in calls)
-    basis = "; judge calls ".join(filter(None, [group[0].basis, group[0].calls_basis]))
+def _kind_row(kind: Mapping[str, Any]) -> list[str]:
+    seconds, hours, calls = (kind[name] for name in _SUMMED)
     return [
-        group[0].kind,
-        f"{len(group)} x",
-        rough(sum(s or 0.0 for s in seconds)) if None not in seconds else "?",
-        f"{sum(h or 0.0 for h in hours):.1f} GPU-h" if any(hours) else "",
-        "? calls" if None in calls else f"{known} calls" if known else "",
-        basis,
+        kind["kind"],
+        f"{kind['stages']} x",
+        "?" if seconds is None else rough(seconds),
+        f"{hours:.1f} GPU-h" if hours else "",
+        "? calls" if calls is None else f"{calls} calls" if calls else "",
+        "; judge calls ".join(filter(None, [kind["basis"], kind["calls_basis"]])),
     ]
 
 
@@ -295,14 +299,6 @@ def forecast_json(
     trials
         With each trial's share; without, it stays small however many trials there are.
     """
-    kinds = [
-        {
-            **{"kind": group[0].kind, "stages": len(group)},
-            **{k: _sum([getattr(s, k) for s in group]) for k in _SUMMED},
-            **{"basis": group[0].basis, "calls_basis": group[0].calls_basis},
-        }
-        for group in _by_kind_and_basis(forecast.stages)
-    ]
     shown = (*_SUMMED, "wall_seconds", "parallel", "disk_bytes", "disk_basis")
     found: dict[str, Any] = {
         **{"version": FORECAST_VERSION, "stages": len(forecast.stages)},
@@ -312,18 +308,13 @@ def forecast_json(
             "judge_calls": len(forecast.unknown_calls),
             "examples": list(forecast.unknown[:_FEW]),
         },
-        "kinds": kinds,
+        "kinds": _kinds(forecast.stages),
         "canary": [asdict(c) for c in forecast.canary],
         "passed_limits": [{**asdict(p), "text": p.text} for p in passed],
     }
     if trials:
         found["trials"] = [dict(t) for t in forecast.trials]
     return found
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    """The sum; None where one is not known."""
-    return None if None in values else sum(v for v in values if v is not None)
 
 
 def used_before(plan: SweepPlan, workspace: Workspace) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from sweeps.forecast import (
     passed_limits,
     refuse_what_cannot_fit,
     wall_seconds,
-    what_fits,
 )
 from sweeps.history import CanaryMeasure, History, Measured, judge_of, shape_of, work_of
 from sweeps.values import Limits, SweepFile, SweepPlan, Trial
@@ -162,18 +161,11 @@ def test_a_sweep_that_passes_its_limit_is_refused_with_what_fits(plan: SweepPlan
     assert passed_limits(forecast, Limits(gpu_hours=40)) == ()
     (passed,) = passed_limits(forecast, Limits(gpu_hours=25))
     assert passed.fits == 2
-    assert "limit 25; what fits: 1 of 2 seeds of every arm" in passed.text
+    assert "limit 25; what fits: the first 2 of 4 trials" in passed.text
     with pytest.raises(ConfigurationError, match="needs 40 GPU-hours, limit 25"):
         refuse_what_cannot_fit((passed,))
     # What an earlier version has used counts.
     assert passed_limits(forecast, Limits(gpu_hours=45), {"gpu_hours": 10})[0].fits == 3
-
-
-def test_what_fits_reads_by_seeds(plan: SweepPlan) -> None:
-    shares = _hours(plan, 1.0).trials
-    assert what_fits(shares, 0) == "not one trial"
-    assert what_fits(shares, 1) == "1 of 2 arms of one seed"
-    assert what_fits(shares, 3) == "1 of 2 seeds of every arm, and 1 of 2 arms of the next seed"
 
 
 def test_the_wall_clock_knows_what_is_shared_and_how_many_run_at_a_time() -> None:
