@@ -361,17 +361,12 @@ def load_sweep(name_or_path: str) -> SweepFile:
     ConfigurationError
         There is none of that name, or its form is wrong; says what would fit.
     """
-    path = find_sweep(name_or_path)
+    is_recipe = name_or_path in shipped_recipes()
+    hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
+    path = find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
     with readable(path, f"Sweep {path}"):
         text = path.read_text(encoding="utf-8")
     return parse_sweep(text, path.stem, str(path))
-
-
-def find_sweep(name_or_path: str) -> Path:
-    """The file of a sweep given by shipped name or path."""
-    is_recipe = name_or_path in shipped_recipes()
-    hint = " That is a recipe; `refiner run` carries it out." if is_recipe else ""
-    return find_file(name_or_path, "sweep", shipped_sweeps(), hint=hint).absolute()
 
 
 def parse_sweep(source: str | Mapping[str, Any], name: str = "", origin: str = "") -> SweepFile:

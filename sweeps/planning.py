@@ -126,13 +126,11 @@ def _group(
     levels = []
     for position, values in enumerate(zip(*group.values(), strict=True)):
         changes = dict(zip(group, values, strict=True))
+        texts = {field: value_text(value) for field, value in changes.items()}
+        part = "+".join(f"{short[field]}={text}" for field, text in texts.items())
         if labels:
-            label = labels[position]
-            levels.append(_Level(label, dict.fromkeys(group, label), changes))
-        else:
-            texts = {field: value_text(value) for field, value in changes.items()}
-            part = "+".join(f"{short[field]}={text}" for field, text in texts.items())
-            levels.append(_Level(part, texts, changes))
+            part, texts = labels[position], dict.fromkeys(group, labels[position])
+        levels.append(_Level(part, texts, changes))
     return levels
 
 

@@ -340,10 +340,10 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
+    from flows.running.status import is_finished
     from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
-        is_finished,
         work_on_sweep,
         workspace_of,
     )
@@ -366,7 +366,7 @@ def sweep_command(
             lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
         )
         return 0
-    finished = is_finished(plan, workspace_of(plan))
+    finished = is_finished(workspace_of(plan), plan.stages())
     look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
     if not finished and not yes:
         why = "Nothing was launched: this is no terminal, so nobody can be asked."

@@ -13,7 +13,7 @@ import itertools
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -62,7 +62,7 @@ def newest_runs(
         if "nightly" in run.provenance:
             counts = not models and orchestrator_of(workspace, run.run).works
         else:
-            counts = not models and not is_finished(workspace, run)
+            counts = not models and not is_finished(workspace, run.stages.values())
             counts = counts or any(
                 has_begun(workspace, run, stage_id)
                 for name, stage_id in run.stages.items()
@@ -208,13 +208,13 @@ def _run_of_trial(workspace: Workspace, wanted: str) -> RunRecord:
 def unfinished_runs(workspace: Workspace) -> list[RunRecord]:
     """Runs of which a stage is not done, oldest first."""
     runs = workspace.runs()
-    return [run for run in runs if not is_finished(workspace, run)]
+    return [run for run in runs if not is_finished(workspace, run.stages.values())]
 
 
-def is_finished(workspace: Workspace, run: RunRecord) -> bool:
-    """True if every stage of a run is done."""
-    stages = (i for i in run.stages.values() if not is_service(i))  # these are never done
-    return all(workspace.layout.stage(i).result.exists() for i in stages)
+def is_finished(workspace: Workspace, stages: Iterable[str]) -> bool:
+    """True if every stage of a run or a sweep is done, by their ids."""
+    own = (i for i in stages if not is_service(i))  # these are never done
+    return all(workspace.layout.stage(i).result.exists() for i in own)
 
 
 class KnownRun(NamedTuple):
@@ -257,8 +257,8 @@ def list_runs(workspace: str | Path = RecipeConfig.workspace) -> list[KnownRun]:
     for run in room.runs():
         stages = [i for i in run.stages.values() if not is_service(i)]
         done = sum(room.layout.stage(i).result.exists() for i in stages)
-        who, finished = orchestrator_of(room, run.run), is_finished(room, run)
-        found.append(KnownRun(run.run, run.recipe, who.standing, finished, done, len(stages)))
+        who, count = orchestrator_of(room, run.run), len(stages)
+        found.append(KnownRun(run.run, run.recipe, who.standing, done == count, done, count))
     return found
 
 

@@ -1,63 +1,246 @@
 """Admission of the trials of a sweep: those that may begin now, and how each stands.
 
-In: a planned sweep, and a budget. Out: members for an orchestrator, as they
-may begin, and how each trial ended, told as it happens: to the sweep's event log, and to whoever
-shows it. Trials begin in the plan's order, as many at a time as may; what is all done is not begun
-at all. One trial goes ahead alone until it has shown what training takes
-(:mod:`flows.sweeping.trials`). A trial that was begun before goes on as its run, with the code that
-it was begun with; one that has failed, or whose stages are others by now, becomes a new run with
-the code as it is now, which is pinned once. A trial that fails stops no other; a shared stage that
-fails stops those that need it.
+In: a planned sweep, and a budget. Out: members for an orchestrator, as they may begin, and how each
+trial ended, told as it happens: to the sweep's event log, and to whoever shows it. Trials begin in
+the plan's order, as many at a time as may; what is all done is not begun at all. A trial that was
+begun before goes on as its run, with the code that it was begun with; one that has failed, or whose
+stages are others by now, becomes a new run with the code as it is now, which is pinned once. A
+trial that fails stops no other; a shared stage that fails stops those that need it.
+
+The first trial goes ahead alone until its training has shown what it takes: as soon as its last
+training stage has done two real steps and one save, there is a
+:class:`~sweeps.forecast.CanaryMeasure`. Where any trial has come that far before (an earlier call,
+another seed), nobody needs to go ahead: what it measured is history.
+
+The sweep's page is kept fresh meanwhile, by `refiner report` in a process of its own, at low
+priority, no more often than that it takes a tenth of the time. Why one could not be made stands in
+``page.log`` beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
-from flows.sweeping.live import LivePage
 from flows.sweeping.status import last_words
-from flows.sweeping.trials import (
-    CANARY_STEPS,
-    OVER,
-    Canary,
-    TrialWord,
-    failed_by_its_arm,
-    measured_canary,
-    word_of_error,
-    word_of_views,
-)
-from infra.host.processes import ProcessId
+from infra.host.processes import ProcessId, own_python, start_apart
 from infra.jobs.failures import is_outage
 from infra.orchestrator.members import Diary, Member, RequestStop
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
 from infra.store import atomic
+from infra.store.checkpoints import MARKER
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import orchestrator_of, wanted_by_others
 from infra.store.sweep_records import note_trial, trial_run
+from infra.store.traces import MetricsLine, read_metrics
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields
+from refiner_core.contract.kinds import TRAINED
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.services import is_service
-from sweeps.forecast import Passed, SweepForecast
-from sweeps.history import CanaryMeasure
+from refiner_core.contract.types import StageView
+from refiner_core.report.sweep.document import TrialState
+from sweeps.forecast import GIB, CanaryMeasure, Passed, SweepForecast
 from sweeps.values import SweepPlan, Trial
 
+log = logging.getLogger(__name__)
 #: Trials that are begun after one round, so that those at work are not left alone for long.
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
+
+
+#: A trial that stands so is not worked on any more.
+OVER: tuple[TrialState, ...] = ("done", "failed", "interrupted", "held")
+
+
+@dataclass(frozen=True)
+class TrialWord:
+    """Standing of a trial: its state, why, and the exit code that this would mean for a run."""
+
+    state: TrialState = "waiting"
+    reason: str = ""
+    run: str = ""
+    exit_code: int = 0
+
+
+def word_of_views(views: Mapping[str, StageView], run: str) -> TrialWord:
+    """End of a trial, by its stages."""
+    for state in ("failed", "interrupted"):
+        if found := [v for v in views.values() if v.state == state]:
+            # What ended so by itself comes before what it stopped.
+            view = min(found, key=lambda v: v.message.startswith("needs "))
+            said = f"{view.name}: {view.message}" if view.message else view.name
+            return TrialWord(state, said, run, view.exit_code or 1)
+    return TrialWord("done", run=run)
+
+
+def word_of_error(error: Exception, run: str) -> TrialWord:
+    """End of a trial that an error has ended."""
+    if isinstance(error, RefinerError):
+        state: TrialState = "interrupted" if error.resumable else "failed"
+        return TrialWord(state, str(error), run, error.exit_code)
+    log.exception("a trial ends with an error", exc_info=error)
+    return TrialWord("failed", f"{type(error).__name__}: {error}", run, 70)
+
+
+#: A step that the canary's training saves after, so that a save is measured early.
+CANARY_STEPS = 2
+#: The trial that goes ahead, and the stage that is measured: the last that it trains.
+Canary = tuple[Trial, PlannedStage]
+
+
+def find_canary(plan: SweepPlan, workspace: Workspace) -> Canary | None:
+    """The first trial that has training to do; None where nothing is trained, or where a training
+    stage like it has been measured in this sweep."""
+    first: Canary | None = None
+    looked: set[str] = set()
+    for trial in plan.trials:
+        stage = next((s for s in reversed(trial.plan.stages) if s.kind in TRAINED), None)
+        if stage is None or stage.id in looked:
+            continue
+        first = first or (trial, stage)
+        done = workspace.layout.stage(stage.id).result.exists()
+        if done or measured_canary(workspace, stage) is not None:
+            return None
+        looked.add(stage.id)
+    return first
+
+
+def failed_by_its_arm(workspace: Workspace, stage: PlannedStage) -> bool:
+    """True if a stage's training failed for what its arm is: a loss that is not finite is a
+    result, and says nothing of the others."""
+    record = workspace.read_record(stage.id)
+    last = record.attempts[-1].outcome if record is not None and record.attempts else None
+    return last is not None and last.failure in ("not_finite", "unhealthy")
+
+
+def measured_canary(workspace: Workspace, stage: PlannedStage) -> CanaryMeasure | None:
+    """Measure of the first steps of a training stage; None before there are two and a save.
+
+    A stage of fewer steps has shown all it can when it is done. Another trainer's (``command``) is
+    measured by its progress; when it saves is its own business.
+    """
+    numbers = workspace.layout.stage(stage.id).attempt_numbers()
+    if not numbers:
+        return None
+    if stage.kind == "command":
+        return _of_another_trainer(workspace, stage.id, numbers[-1])
+    done = workspace.layout.stage(stage.id).result.exists()
+    path = workspace.layout.attempt(stage.id, numbers[-1]).metrics
+    lines = read_metrics(path) if path.exists() else []
+    steps = len({line.step for line in lines})
+    saves = workspace.layout.stage(stage.id).checkpoints.glob(f"step-*/{MARKER}")
+    markers = filter(None, map(atomic.read_json, saves))
+    save = min(markers, key=lambda m: int(m.get("step") or 0), default=dict[str, Any]())
+    if not done and (steps < CANARY_STEPS or not save):
+        return None
+    seconds, save_s, start_s = _values(lines, "time/step_s"), save.get("seconds"), None
+    first = seconds[: int(save.get("step") or 0)]
+    if first and (elapsed_s := save.get("elapsed_s")) is not None:
+        start_s = max(0.0, elapsed_s - sum(first) - (save_s or 0.0))
+    # The most memory: of the GPU where there is one, else of the process.
+    memory = (_values(lines, f"memory/{which}_peak_gib") for which in ("gpu", "host"))
+    peak = next(filter(None, memory), None)
+    return CanaryMeasure(
+        *(stage.id, steps, _settled(seconds), save_s, start_s),
+        tokens_per_second=_settled(_values(lines, "tokens_per_second")),
+        peak_memory_bytes=round(max(peak) * GIB) if peak else None,
+        judge_calls_per_step=_mean(_values(lines, "judge/calls")),
+    )
+
+
+def _values(lines: list[MetricsLine], name: str) -> list[float]:
+    return [v for line in lines if (v := line.metrics.get(name)) is not None]
+
+
+def _settled(values: list[float]) -> float | None:
+    """The mean without the first step, in which kernels are compiled and caches filled."""
+    return _mean(values[1:] or values)
+
+
+def _mean(values: list[float]) -> float | None:
+    return mean(values) if values else None
+
+
+def _of_another_trainer(workspace: Workspace, stage_id: str, number: int) -> CanaryMeasure | None:
+    beat = workspace.read_heartbeat(stage_id, number) or {}
+    steps = int((beat.get("progress") or {}).get("done") or 0)
+    if workspace.layout.stage(stage_id).result.exists():
+        return CanaryMeasure(stage_id, steps, None)
+    if steps < CANARY_STEPS:
+        return None
+    passed = float(beat.get("moved_at_s") or 0.0)
+    return CanaryMeasure(stage_id, steps, passed / steps if passed else None)
+
+
+#: Seconds between two reports, and how much longer than one takes that has to be.
+EVERY_S = 30.0
+PAUSE = 9.0
+
+
+class LivePage:
+    """Keeps the page of one sweep fresh, in the folder of its report."""
+
+    def __init__(self, workspace: Workspace, sweep: str) -> None:
+        self.folder = workspace.layout.reports / sweep
+        words = ("-P", "-m", "flows.cli.main", "report", sweep, f"workspace={workspace.root}")
+        self._command = ["nice", sys.executable, *words]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+        self._due: float | None = None
+
+    def tick(self) -> None:
+        """Begin to make a report, if one is due and none is being made."""
+        now = time.monotonic()
+        if self._process is not None and self._process.poll() is None:
+            self._due = now + max(EVERY_S, PAUSE * (now - self._began))
+        elif self._due is None:
+            self._due = now + EVERY_S / 3
+        elif now >= self._due:
+            self._make()
+
+    def end(self, timeout_s: float = 60.0) -> None:
+        """Make the last report, of how it has all ended, and wait for it at most ``timeout_s``.
+        Where nothing was ever at work (no :meth:`tick`), the report that there is still holds."""
+        if self._due is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(timeout_s)  # one that has begun says that the sweep still runs
+            self._make()
+            if self._process is not None:
+                self._process.wait(timeout_s)
+
+    def close(self) -> None:
+        """End a report that is being made; the newest complete one stays."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _make(self) -> None:
+        self._began, self._due = time.monotonic(), time.monotonic() + EVERY_S
+        with contextlib.suppress(OSError):  # a full disk
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "page.log").open("wb") as output:
+                env = {**own_python(), "OMP_NUM_THREADS": "1"}
+                self._process = start_apart(self._command, output, env)
 
 
 @dataclass

@@ -170,18 +170,15 @@ def _nothing_spreads(known: Components) -> bool:
 def _layout(arm: Mapping[int, Path], seeds: Sequence[int], metric: str) -> Floats:
     """Means per [seed, prompt] over samples; NaN where none counts. One protocol, so that the
     prompts are the same."""
-    tables = [_means(arm[seed], metric) for seed in seeds]
-    prompts = sorted(set.union(*(set(t) for t in tables)))
-    return np.array([[t.get(p, np.nan) for p in prompts] for t in tables])
+    import pandas as pd
 
-
-def _means(path: Path, metric: str) -> dict[str, float]:
-    groups: dict[str, list[float]] = {}
-    for row in load_samples(path):
-        value = row.get(metric)
-        if value is not None:
-            groups.setdefault(str(row["sample_id"]), []).append(float(value))
-    return {prompt: sum(values) / len(values) for prompt, values in groups.items()}
+    tables = []
+    for seed in seeds:
+        rows = ((str(row["sample_id"]), row.get(metric)) for row in load_samples(arm[seed]))
+        table = pd.DataFrame(rows, columns=["prompt", seed]).astype({seed: float}).dropna()
+        tables.append(table.groupby("prompt")[seed].mean())
+    found: Floats = pd.concat(tables, axis=1).sort_index().to_numpy().T
+    return found
 
 
 def _pooled(found: Sequence[Components]) -> Components:

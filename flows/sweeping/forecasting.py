@@ -1,6 +1,6 @@
 """The forecast of a sweep: gathered from a workspace, for people, for scripts and for records.
 
-In: a planned sweep and a workspace. Out: a :class:`~sweeps.history.History` of finished stages of
+In: a planned sweep and a workspace. Out: a :class:`~sweeps.forecast.History` of finished stages of
 the kinds and weights that the sweep has, newest runs first; by it a
 :class:`~sweeps.forecast.SweepForecast` with the disk's part in it, lines of text, JSON. It looks at
 so many runs and stages and no more, so that a workspace with thousands of them is read in a second
@@ -33,14 +33,18 @@ from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageRecord, picked
 from refiner_core.contract.services import is_service
 from refiner_core.report.printing import table_lines
-from sweeps.forecast import Passed, StageForecast, SweepForecast, forecast_sweep, passed_limits
-from sweeps.history import (
+from sweeps.forecast import (
     CanaryMeasure,
     History,
     Measured,
+    Passed,
     Shape,
+    StageForecast,
+    SweepForecast,
     Work,
+    forecast_sweep,
     judge_of,
+    passed_limits,
     shape_of,
     steps_key,
     work_of,

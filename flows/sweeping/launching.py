@@ -34,13 +34,12 @@ from flows.running.calls import (
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
 from flows.running.showing import Launch, orchestrate
-from flows.sweeping.admission import Admission
+from flows.running.status import is_finished
+from flows.sweeping.admission import Admission, LivePage, TrialWord, find_canary
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.forecasting import forecast_json, forecast_of, passed_by, used_before
-from flows.sweeping.live import LivePage
 from flows.sweeping.planning import SweepLook, detectable_json, forecast_sweep, make_sweep_plan
 from flows.sweeping.status import use_file
-from flows.sweeping.trials import TrialWord, find_canary
 from infra.host.processes import ProcessId, host_name, user_name
 from infra.jobs.dispatch import make_router
 from infra.store import atomic
@@ -67,7 +66,6 @@ from refiner_core.contract.records import (
     from_json,
     to_json,
 )
-from refiner_core.contract.services import is_service
 from sweeps.forecast import refuse_what_cannot_fit
 from sweeps.values import SweepPlan
 
@@ -276,7 +274,7 @@ def work_on_sweep(
     router.check(plan.stages().values())
     with_room(config, lambda: take_up(workspace, call, regardless=launch.take_over))
     with_room(config, lambda: workspace.withdraw_cancel(call))
-    name, limits, finished = record.name, plan.sweep.limits, is_finished(plan, workspace)
+    name, limits, finished = record.name, plan.sweep.limits, is_finished(workspace, plan.stages())
     use = UseReader(workspace, use_file(workspace, name))
     admission = Admission(
         plan,
@@ -334,12 +332,6 @@ def concurrency_of(plan: SweepPlan) -> int:
     return dispatch.max_parallel if dispatch.executor == "local" else MANY
 
 
-def is_finished(plan: SweepPlan, workspace: Workspace) -> bool:
-    """True if every stage of every trial is done."""
-    stages = (i for i in plan.stages() if not is_service(i))
-    return all(workspace.layout.stage(i).result.exists() for i in stages)
-
-
 def begin_sweep(
     plan: SweepPlan,
     overrides: Sequence[str] = (),
@@ -371,7 +363,7 @@ def begin_sweep(
         It cannot be carried out here, does not fit its limits, or another process works on it.
     """
     forecast = {}
-    if not is_finished(plan, workspace_of(plan)):
+    if not is_finished(workspace_of(plan), plan.stages()):
         check_launch(plan)
         before = look or forecast_sweep(plan)
         forecast = {

@@ -44,7 +44,7 @@ from sweeps.checks import varied_fields
 from sweeps.definition import load_sweep, shipped_sweeps
 from sweeps.forecast import Passed, SweepForecast, prompts_of
 from sweeps.planning import plan_sweep
-from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable, evaluation_of
+from sweeps.power import ALPHA, POWER, Detectable, aim_of, detectable
 from sweeps.values import SweepFile, SweepPlan
 
 
@@ -240,7 +240,7 @@ def forecast_sweep(plan: SweepPlan) -> SweepLook:
     history, first = read_history(workspace, plan), plan.trials[0].plan
     forecast = forecast_of(plan, workspace, history=history)
     aim = aim_of(plan)
-    stage = evaluation_of(plan, aim.model, aim.protocol)
+    stage = first.evaluation(aim.model, aim.protocol)
     prompts = None if stage is None else prompts_of(first, stage, history)
     found = detectable(plan, prompts, read_evidence(workspace, aim))
     free = max(0, DiskKeeper(workspace, first.config.disk).room().free_bytes)

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flows.running.calls import Pinned
-from flows.sweeping.admission import Admission
+from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.trials import find_canary
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
 from infra.orchestrator.members import Given, Member, Source

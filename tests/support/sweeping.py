@@ -14,10 +14,9 @@ from typing import Any
 
 from flows.running.calls import Pinned
 from flows.running.showing import Launch
-from flows.sweeping.admission import Admission
+from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
 from flows.sweeping.launching import concurrency_of
-from flows.sweeping.trials import find_canary
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of

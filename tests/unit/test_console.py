@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flows.running.console import Console, state_line
-from flows.sweeping.trials import TrialWord
+from flows.sweeping.admission import TrialWord
 from refiner_core.contract.types import Progress, StageView
 from refiner_core.report.printing import clock
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.sweeping.live import LivePage
+from flows.sweeping.admission import LivePage
 from infra.store.sweep_records import read_sweep, write_sweep
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.records import (
@@ -312,7 +312,7 @@ def test_a_sweep_that_is_not_there_is_named_with_the_nearest(
 def test_the_page_is_kept_fresh_by_another_process(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.sweeping.live.EVERY_S", 0.3)
+    monkeypatch.setattr("flows.sweeping.admission.EVERY_S", 0.3)
     live = LivePage(workspace, "weights")
     path = live.folder / "report.html"
     live.end()

@@ -13,13 +13,18 @@ from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from sweeps.forecast import (
+    CanaryMeasure,
+    History,
+    Measured,
     SweepForecast,
     forecast_sweep,
+    judge_of,
     passed_limits,
     refuse_what_cannot_fit,
+    shape_of,
     wall_seconds,
+    work_of,
 )
-from sweeps.history import CanaryMeasure, History, Measured, judge_of, shape_of, work_of
 from sweeps.values import Limits, SweepFile, SweepPlan, Trial
 
 BASE = (

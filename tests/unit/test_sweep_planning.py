@@ -25,7 +25,6 @@ from refiner_core.contract.plan import make_plan
 from refiner_core.contract.protocols import FIELDS, protocol_text
 from sweeps.definition import parse_sweep, shipped_sweeps
 from sweeps.planning import plan_sweep
-from sweeps.power import evaluation_of
 from sweeps.values import SweepPlan
 
 WEIGHTS = "reward.paper_citation_weight"
@@ -363,7 +362,7 @@ def test_a_protocol_file_that_measures_as_the_recipe_does_answers_its_question(
         factors={"grpo.beta": [0.01, 0.1]},
         question={"metric": "oracle", "protocol": "mine-v1"},
     )
-    stage = evaluation_of(found, "grpo", "mine-v1")
+    stage = found.trials[0].plan.evaluation("grpo", "mine-v1")
     assert stage is not None
     assert stage.name == "evaluate-grpo"
     assert found.trials[0].plan.evaluation("grpo", "other") is None

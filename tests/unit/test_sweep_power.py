@@ -72,7 +72,7 @@ def test_an_effect_too_small_to_be_seen_is_warned_of_with_what_would_do(plan: Sw
     assert found.effect is not None
     assert found.effect > 0.06
     (warning,) = found.warnings
-    assert warning.startswith("The smallest effect that matters (0.060) is less than")
+    assert warning.startswith("The smallest effect that matters (0.06) is less than")
     assert found.would_do is not None
     assert found.would_do["seeds"] is not None
     assert found.would_do["seeds"] > 3

@@ -26,8 +26,7 @@ from infra.store.workspace import Workspace
 from refiner_core.contract.config import JudgeConfig
 from refiner_core.contract.errors import ConfigurationError, NoSpaceError
 from refiner_core.contract.records import RunRecord, StageRecord, SweepRecord
-from sweeps.forecast import Passed, SweepForecast, forecast_sweep
-from sweeps.history import History
+from sweeps.forecast import History, Passed, SweepForecast, forecast_sweep
 from sweeps.values import Limits, SweepPlan
 from tests.support.sweeping import TRAINED, Bench, Jobs, bench, small_sweep
 
