@@ -119,8 +119,8 @@ class Measured:
         Seconds that were neither: loading, and what comes at the end.
     judge_calls
         Calls that its judge was asked with; None where it keeps no count.
-    judge, steps_key
-        What decides how often a judge is asked, and its number of steps.
+    identity
+        What it was, field by field.
     canary
         Of first steps: how many of which stage.
     """
@@ -132,8 +132,7 @@ class Measured:
     save_s: float | None = None
     start_s: float = 0.0
     judge_calls: int | None = None
-    judge: tuple[Any, ...] = ()
-    steps_key: tuple[Any, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
     canary: str = ""
 
 
@@ -188,15 +187,13 @@ def shape_of(kind: str, identity: Mapping[str, Any], model: str, devices: int) -
     return Shape(kind, model, devices, values)
 
 
-def judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
+def _judge_of(identity: Mapping[str, Any]) -> tuple[Any, ...]:
     """Values that decide how much a judge is asked about one rollout or sample."""
     return tuple(_plain(identity.get(name)) for name in _JUDGE)
 
 
-def steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Values that decide the number of steps, beside the data; empty where steps are configured."""
-    if kind not in FINE_TUNING:
-        return ()
+def _steps_key(kind: str, identity: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Values that decide the number of steps, beside the data."""
     return tuple(identity.get(f"{kind}.{name}") for name in _SFT_STEPS)
 
 
@@ -426,7 +423,7 @@ class _Estimator:
             save_s=first.save_seconds,
             start_s=first.start_seconds or 0.0,
             judge_calls=None if calls is None else round(calls * (work.units or 0)),
-            judge=judge_of(stage.identity),
+            identity=stage.identity,
             canary=f"{first.steps} steps of {stage.name}",
         )
 
@@ -437,10 +434,10 @@ class _Estimator:
         work = work_of(stage.kind, stage.identity, prompts=prompts, save_freq=save_freq)
         if stage.kind in FINE_TUNING:
             known = self.by_kind.get(stage.kind, ())
-            wanted = (steps_key(stage.kind, stage.identity), stage.input_fingerprints.get("data"))
-            like = (m for m in known if (m.steps_key, m.data) == wanted)
+            wanted = _steps_key(stage.kind, stage.identity), stage.input_fingerprints.get("data")
+            like = (m for m in known if (_steps_key(stage.kind, m.identity), m.data) == wanted)
             if (found := next(like, None)) is not None and found.work.units is not None:
-                saves = -(-found.work.units // save_freq) if save_freq > 0 else 0
+                saves = _saves(found.work.units, save_freq)
                 work = work._replace(units=found.work.units, saves=saves)
         return work
 
@@ -480,7 +477,7 @@ class _Estimator:
             return 0, ""
         if work.asked is None:
             return None, "unknown: the number of prompts is not known before the data are"
-        rate = self._known_rate(stage.kind, judge_of(stage.identity))
+        rate = self._known_rate(stage.kind, _judge_of(stage.identity))
         if rate is None:
             return None, f"unknown: no {stage.kind} stage has asked this judge yet"
         return round(rate * work.asked), f"measured: {rate:.1f} calls a sample"
@@ -490,7 +487,7 @@ class _Estimator:
         rates = [
             m.judge_calls / m.work.asked
             for m in self.by_kind.get(kind, ())
-            if m.judge == judge and m.judge_calls is not None and m.work.asked
+            if _judge_of(m.identity) == judge and m.judge_calls is not None and m.work.asked
         ]
         return median(rates[:_ENOUGH]) if rates else None
 

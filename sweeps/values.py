@@ -19,7 +19,8 @@ from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import ArmRecord
 
-_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+#: A whole number stays one: what was recorded before is the same sweep.
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Annotated[int, Field(ge=0)]
 
 
 @section(frozen=True, config=STRICT)
@@ -67,7 +68,9 @@ class Question:
     decoding: str = ""
     protocol: str = ""
     model: str = ""
-    smallest_effect: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    smallest_effect: (
+        Annotated[float, Field(gt=0, allow_inf_nan=False)] | Annotated[int, Field(gt=0)] | None
+    ) = None
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 8
 #: How a trial that could not be begun for want of room, or of anything else, is tried again.
 _AGAIN_S = 5.0
+#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
+_MANY = 256
 
 
 #: A trial that stands so is not worked on any more.
@@ -253,8 +255,6 @@ class Admission:
         What should be, and where it is recorded.
     budget
         Says whether another one may begin.
-    concurrency
-        Trials at a time.
     poll_s
         Seconds after an outage until it is tried again, at first.
     corrected, passed
@@ -278,7 +278,6 @@ class Admission:
     plan: SweepPlan
     workspace: Workspace
     budget: Budget
-    concurrency: int
     poll_s: float
     corrected: Callable[[Sequence[CanaryMeasure]], SweepForecast]
     passed: Callable[[SweepForecast], Sequence[Passed]]
@@ -307,6 +306,7 @@ class Admission:
     def __post_init__(self) -> None:
         self._trials = {t.name: t for t in self.plan.trials}
         self._name = self.plan.sweep.name
+        self._most = _concurrency(self.plan)
         self._told = last_words(self.workspace, self._name)
         self._diary = Diary(self.workspace, sweep_call(self._name), str(ProcessId.of()))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
@@ -424,7 +424,7 @@ class Admission:
 
     def _next(self) -> Trial | None:
         """The next trial that may begin now."""
-        if not self._waiting or len(self.live) >= self.concurrency:
+        if not self._waiting or len(self.live) >= self._most:
             return None
         trial = self.canary[0] if self.canary else self._waiting[0]
         if self.canary and self.words[trial.name].state != "waiting":
@@ -579,3 +579,12 @@ class Admission:
             return  # it was said in an earlier call
         how = picked(word, "state", "reason", "run")
         self.note({"event": "trial", "trial": trial.name, **how})
+
+
+def _concurrency(plan: SweepPlan) -> int:
+    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
+    cluster's queue takes."""
+    dispatch = plan.config.dispatch
+    if plan.sweep.limits.concurrency is not None:
+        return plan.sweep.limits.concurrency
+    return dispatch.max_parallel if dispatch.executor == "local" else _MANY

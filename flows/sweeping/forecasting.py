@@ -43,10 +43,8 @@ from sweeps.forecast import (
     SweepForecast,
     Work,
     forecast_sweep,
-    judge_of,
     passed_limits,
     shape_of,
-    steps_key,
     work_of,
 )
 from sweeps.values import SweepPlan
@@ -132,8 +130,7 @@ def _stage(
         save_s=save_s,
         start_s=start_s,
         judge_calls=judge_calls_in(result.report),
-        judge=judge_of(spec.identity),
-        steps_key=steps_key(spec.kind, spec.identity),
+        identity=spec.identity,
     )
 
 

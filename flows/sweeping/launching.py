@@ -191,8 +191,6 @@ def plan_of_record(workspace: Workspace, record: SweepRecord) -> SweepPlan:
 
 
 log = logging.getLogger(__name__)
-#: Trials at a time where the sweep does not say: on a cluster the queue decides how many run.
-MANY = 256
 
 
 @dataclass(frozen=True)
@@ -283,7 +281,6 @@ def work_on_sweep(
             *(limits, use),
             disk_of=lambda trials: planned_room([t.plan for t in trials]).forecast.needed_bytes,
         ),
-        concurrency=concurrency_of(plan),
         poll_s=config.dispatch.poll_s,
         corrected=lambda canary: forecast_of(plan, workspace, canary),
         passed=lambda forecast: passed_by(forecast, plan, workspace),
@@ -321,15 +318,6 @@ def work_on_sweep(
     return SweepOutcome(
         record, workspace, admission.standing(), admission.held, admission.exit_code
     )
-
-
-def concurrency_of(plan: SweepPlan) -> int:
-    """Trials at a time: as the sweep says, else as many as this machine has slots for, or as a
-    cluster's queue takes."""
-    dispatch = plan.config.dispatch
-    if plan.sweep.limits.concurrency is not None:
-        return plan.sweep.limits.concurrency
-    return dispatch.max_parallel if dispatch.executor == "local" else MANY
 
 
 def begin_sweep(

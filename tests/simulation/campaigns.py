@@ -316,7 +316,6 @@ class Schedule:
             forecast=nothing,
             corrected=lambda _: nothing,
             passed=lambda _: (),
-            concurrency=len(SEEDS),
             poll_s=POLL_S,
             clock=clock,
         )

@@ -16,7 +16,6 @@ from flows.running.calls import Pinned
 from flows.running.showing import Launch
 from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
-from flows.sweeping.launching import concurrency_of
 from infra.host.processes import ProcessId
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import outcome_of
@@ -215,7 +214,6 @@ def bench(
         corrected=lambda canary: replace(make(), canary=tuple(canary)),
         passed=passed,
         past_canary=launch.past_canary,
-        concurrency=concurrency_of(plan),
         poll_s=0.0,
         tell=said.append,
     )

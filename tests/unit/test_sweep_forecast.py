@@ -18,7 +18,6 @@ from sweeps.forecast import (
     Measured,
     SweepForecast,
     forecast_sweep,
-    judge_of,
     passed_limits,
     refuse_what_cannot_fit,
     shape_of,
@@ -58,7 +57,7 @@ def _measured(stage: PlannedStage, plan: Plan, **known: Any) -> Measured:
     return Measured(
         shape=shape_of(stage.kind, stage.identity, model, stage.resources.gpus),
         work=work_of(stage.kind, stage.identity, prompts=prompts, save_freq=freq),
-        judge=judge_of(stage.identity),
+        identity=stage.identity,
         **known,
     )
 
