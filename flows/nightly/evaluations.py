@@ -17,6 +17,7 @@ from typing import Any
 
 from flows.nightly.checkpoints import Resolved, evaluations_in, night_overrides
 from flows.running.calls import pin_code, record_run
+from flows.running.console import Console
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
 from infra.orchestrator.members import Given, Member
@@ -98,20 +99,21 @@ def ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
     return [v for v in views.values() if v.state in ("failed", "interrupted")]
 
 
-class _Teller:
-    """Shows a night's work in messages alone; a :class:`flows.running.showing.Shows`."""
+class _Teller(Console):
+    """Shows a night's work in messages alone."""
 
     def __init__(self, tell: Tell) -> None:
-        self.note = self.warn = tell
+        super().__init__()
+        self._tell = tell
+
+    def _print(self, message: str) -> None:
+        self._tell(message)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Each checkpoint is told of when it has ended."""
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """All of them have been."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # ---------------------------------------------------------------- lines of the history

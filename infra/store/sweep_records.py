@@ -3,7 +3,7 @@
 In: :class:`SweepRecord` values and ids of runs. Out: the same, read from any shell.
 
     sweeps/<name>/versions/0001.json      one for each time it became something else; exclusive
-                  pinned/ diffs/          code that runs were begun with, and where it came from
+                  pinned/                 code that runs were begun with, and where it came from
                   use.json                what done stages have used, by the orchestrator
                   runs/<trial>.json       the run that works on a trial now, by the orchestrator
                   orchestrator.json       the process that works on the sweep, by itself
