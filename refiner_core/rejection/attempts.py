@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -177,11 +178,22 @@ SCHEMA = pa.schema(
 )
 
 
+@contextmanager
+def writing_attempts(path: Path) -> Iterator[Callable[[Sequence[Attempt]], None]]:
+    """A file of attempts, written batch by batch; whole or not at all."""
+    with replacing(path) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+
+        def write(attempts: Sequence[Attempt]) -> None:
+            rows = [_row(attempt) for attempt in attempts]
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+
+        yield write
+
+
 def write_attempts(path: Path, attempts: Sequence[Attempt]) -> None:
-    """Write a file of attempts; whole or not at all."""
-    rows = [_row(attempt) for attempt in attempts]
-    with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd")
+    """Write a file of attempts."""
+    with writing_attempts(path) as write:
+        write(attempts)
 
 
 def load_attempts(path: Path) -> list[Attempt]:
@@ -200,13 +212,6 @@ def load_attempts(path: Path) -> list[Attempt]:
             expected="a file as it was saved",
             fix="nothing; the checkpoint before it is gone on from",
         ) from error
-
-
-def join_files(parts: Sequence[Path], target: Path) -> None:
-    """One file of all parts' rows, in order; one part in memory at a time."""
-    with replacing(target) as file, pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
-        for part in parts:
-            writer.write_table(pq.read_table(part))
 
 
 def _row(attempt: Attempt) -> dict[str, Any]:
