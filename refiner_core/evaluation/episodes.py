@@ -202,12 +202,7 @@ class _Attempts(BatchWork[_Row]):
     ) -> None:
         unit = self.units[number - 1]
         params = sampling_params(self.config, unit.decoding or "greedy")
-        settings = settings_of(
-            *(self.config, self.environment),
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-        )
+        settings = settings_of(self.config, self.environment, params)
         parts = [(self.generator, wanted)]
         if unit.decoding is None:
             short = replace(settings.section, max_turns=1, repairs=0)

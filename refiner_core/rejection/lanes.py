@@ -90,13 +90,17 @@ class Lane(BatchWork[Attempt]):
         self.name = "answers" if environment is None else "episodes"
         if environment is None and judge is None:
             raise ValueError("answers are scored by a judge, and none is given")
+        rule, grpo = self.rule, config.grpo
+        self._sampling = SamplingParams(
+            *(rule.temperature, rule.top_p, rule.top_k, grpo.response_length, grpo.stop_strings)
+        )
         self._prompts = {prompt.sample_id: prompt for prompt in prompts}
         self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
         parts = environment is not None and not self._settings(environment).ordered
         super().__init__(
             *(batches_of(config, prompts), judge, io, reporter, folder),
             keeps_parts=parts,
-            save_freq=self.rule.save_freq,
+            save_freq=rule.save_freq,
         )
 
     def key(self, sample: Attempt) -> tuple[str, int]:
@@ -121,7 +125,7 @@ class Lane(BatchWork[Attempt]):
         self, number: int, wanted: Sequence[Wanted], finished: Callable[[Attempt], None]
     ) -> None:
         """Sample what is wanted of a batch."""
-        rule, grpo, environment = self.rule, self.config.grpo, self.environment
+        environment = self.environment
         tokens, started = 0, time.perf_counter()
 
         def ended(place: int, completion: Completion) -> None:
@@ -137,11 +141,8 @@ class Lane(BatchWork[Attempt]):
                 should_stop=self.io.should_stop if self.keeps_parts else None,
             )
         else:
-            params = SamplingParams(
-                *(rule.temperature, rule.top_p, rule.top_k),
-                *(grpo.response_length, grpo.stop_strings),
-            )
-            sample_answers(self.generator, wanted, params, ended, context=grpo.max_token_length)
+            context = self.config.grpo.max_token_length
+            sample_answers(self.generator, wanted, self._sampling, ended, context=context)
         self._spent[number] = (tokens, time.perf_counter() - started)
 
     def scored(
@@ -173,13 +174,7 @@ class Lane(BatchWork[Attempt]):
         return load_attempts(path)
 
     def _settings(self, environment: Environment) -> EpisodeSettings:
-        rule = self.rule
-        return settings_of(
-            *(self.config, environment),
-            temperature=rule.temperature,
-            top_p=rule.top_p,
-            top_k=rule.top_k,
-        )
+        return settings_of(self.config, environment, self._sampling)
 
     def _attempt(self, wanted: Wanted, completion: Completion) -> Attempt:
         if self.environment is not None:
