@@ -294,7 +294,7 @@ def test_its_digest_is_what_stands_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        ("", "Lamps", "has no 'Lamps'"),
+        ("", "Lamps", "no attribute 'Lamps'"),
         ("import nothing_of_that_name", "Lamps", "cannot be imported: ModuleNotFoundError"),
         ("def Lamps(): pass", "Lamps", "cannot be made: TypeError"),
         ("def Lamps(config, user): return 3", "Lamps", "has no name, version"),
