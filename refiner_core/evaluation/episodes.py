@@ -64,7 +64,6 @@ from refiner_core.evaluation.protocol import episode_protocol, sampling_params
 from refiner_core.evaluation.results import Measured, write_results
 from refiner_core.evaluation.run import (
     FOLDER,
-    Circumstances,
     Unit,
     asked,
     key_of_row,
@@ -98,7 +97,7 @@ def evaluate_episodes(
     generator: Generator | TurnGenerator | None = None,
     tokenizer: Any = None,
     environment: Environment | None = None,
-    circumstances: Circumstances | None = None,
+    protocol_file: str = "",
 ) -> dict[str, Any]:
     """Measure an agent under every configured decoding.
 
@@ -135,15 +134,12 @@ def evaluate_episodes(
     folder = output_dir / FOLDER
     work = _Attempts(config, units, environment, generator, tokenizer, io, reporter, folder)
     made = rows_of(work, units)
-    around = circumstances or Circumstances()
     domains = domains_of(task.sample_id for task in tasks)
     attempts = {unit.key: asked(config, unit.decoding) for unit in units}
     rows = {key: with_tasks(found, attempts[key], domains) for key, found in made.items()}
     measured = [
         Measured(
-            episode_protocol(
-                config, environment, tasks, decoding, data_digest, around.protocol_file
-            ),
+            episode_protocol(config, environment, tasks, decoding, data_digest, protocol_file),
             rows[decoding],
             episode_metrics(attempts[decoding], domains),
         )

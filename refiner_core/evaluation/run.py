@@ -28,7 +28,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,23 +58,6 @@ from refiner_core.samples import Wanted, load_generator, sample_answers
 COPIER = "random_copier"
 FOLDER = ".batches"
 _Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Circumstances:
-    """Facts of an evaluation beside its configuration.
-
-    Attributes
-    ----------
-    protocol_file
-        Name of the protocol file that the configuration is under; empty for none.
-    mark
-        What tells this evaluation from all others, for what is asked afresh; the same in all of its
-        attempts. Empty: nothing is.
-    """
-
-    protocol_file: str = ""
-    mark: str = ""
 
 
 class Unit(NamedTuple):
@@ -144,7 +126,8 @@ def evaluate_model(
     judge: Judge,
     generator: Generator | None = None,
     tokenizer: Any = None,
-    circumstances: Circumstances | None = None,
+    protocol_file: str = "",
+    mark: str = "",
 ) -> dict[str, Any]:
     """Measure a model under every configured decoding.
 
@@ -158,8 +141,11 @@ def evaluate_model(
         ``base``, ``sft``, ``grpo`` …: the ``stage`` of every row.
     generator, tokenizer
         Made from ``model_ref`` where not given.
-    circumstances
-        Of which protocol file it is, and by what a judge that is asked afresh tells it from others.
+    protocol_file
+        Name of the protocol file that the configuration is under; empty for none.
+    mark
+        What tells this evaluation from all others, for what is asked afresh; the same in all of its
+        attempts. Empty: nothing is.
 
     Returns
     -------
@@ -183,18 +169,18 @@ def evaluate_model(
             expected="at least one held-out prompt",
             fix="raise data.held_out_fraction, or give more rows",
         )
-    units, around = units_of(config, prompts, COPIER), circumstances or Circumstances()
+    units = units_of(config, prompts, COPIER)
     reporter = BatchReporter(io, len(units), "samples")
     generator, tokenizer = open_generator(config, model_ref, reporter, generator, tokenizer)
     fresh = None
-    if around.mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
-        fresh = judge.fresh(around.mark)
+    if mark and config.evaluate.fresh_reference and isinstance(judge, FreshJudge):
+        fresh = judge.fresh(mark)
     judges = (judge, fresh or judge)
     work = _Answers(config, units, generator, tokenizer, judges, io, reporter, output_dir / FOLDER)
     rows = rows_of(work, units)
     measured = [
         Measured(
-            make_protocol(config, prompts, decoding, data_digest, around.protocol_file),
+            make_protocol(config, prompts, decoding, data_digest, protocol_file),
             rows[decoding],
         )
         for decoding in config.evaluate.decoding

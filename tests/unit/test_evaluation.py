@@ -31,7 +31,7 @@ from refiner_core.data.prepared import write_prompts
 from refiner_core.evaluation.metrics import METRICS, kind_of, load_samples
 from refiner_core.evaluation.protocol import make_protocol
 from refiner_core.evaluation.results import compare_results, load_results
-from refiner_core.evaluation.run import Circumstances, evaluate_model
+from refiner_core.evaluation.run import evaluate_model
 from refiner_core.judges import LexicalJudge
 from refiner_core.judges.openai import OpenAIJudge
 from refiner_core.judges.surroundings import MemoryStore, Surroundings
@@ -181,7 +181,7 @@ class Bench:
         config: RecipeConfig = CONFIG,
         judge: Any = None,
         stop_before: int | None = None,
-        around: Circumstances | None = None,
+        mark: str = "",
     ) -> tuple[Path, Script]:
         script = Script(self.rows, answer or (lambda row, _: good_answer(row)))
         output = self.folder / name
@@ -196,7 +196,7 @@ class Bench:
             judge=judge or LexicalJudge(),
             generator=script,
             tokenizer=Letters(),
-            circumstances=around,
+            mark=mark,
         )
         return output, script
 
@@ -525,9 +525,8 @@ class Drifting:
         served = replace(served, structured_output="none")
         before = len(self.server.bodies)
         with OpenAIJudge(served, Surroundings(store=self.store)) as judge:
-            around = Circumstances("", mark)
             config = replace(config, judge=served)
-            folder, _ = bench.run(name, config=config, judge=judge, around=around)
+            folder, _ = bench.run(name, config=config, judge=judge, mark=mark)
         return load_results(folder), len(self.server.bodies) - before
 
 
