@@ -3,15 +3,15 @@
 In: samples that are :class:`Wanted`, and what generates. Out: completions as they end. Training,
 rejection sampling and evaluation sample through this module alone, so that a reward is given for
 what is evaluated. Rejection sampling and both evaluations go through their batches by
-:func:`sample_batches`; training has a pipeline of its own (:mod:`refiner_core.training`).
+:mod:`refiner_core.batches`; training has a pipeline of its own (:mod:`refiner_core.training`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from refiner_core.contract.config import GrpoConfig, ModelConfig, Resources
 from refiner_core.contract.errors import ConfigurationError
@@ -27,13 +27,10 @@ from refiner_core.contract.types import (
     TurnGenerator,
 )
 from refiner_core.judges.surroundings import usage_between, usage_of, usage_sum
-from refiner_core.rewards import RewardStream
 
 if TYPE_CHECKING:
     from refiner_core.environments.play import EpisodeSettings
     from refiner_core.environments.protocol import Environment
-
-T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -68,43 +65,6 @@ def check_room(prompts: Sequence[PromptRow], grpo: GrpoConfig) -> PromptRow:
             fix="raise grpo.max_token_length, or lower data.max_prompt_token_length",
         )
     return longest
-
-
-class SampledBatch(NamedTuple, Generic[T]):
-    """A batch that is sampled: its samples in order and, of answers, their rewards, on which the
-    judge may still work."""
-
-    samples: tuple[T, ...]
-    rewards: RewardStream | None = None
-
-    @property
-    def judging(self) -> bool:
-        """Whether a judge may work on it while the next batch is sampled."""
-        return self.rewards is not None and self.rewards.streams
-
-
-def sample_batches(
-    numbers: Iterable[int],
-    sample: Callable[[int], SampledBatch[T]],
-    finish: Callable[[int, SampledBatch[T]], None],
-    should_stop: Callable[[], bool],
-) -> bool:
-    """Sample the batches of these numbers, and finish each; False if a stop was asked for.
-
-    While a judge that streams ends a batch, the next one is sampled already. At a stop the batch
-    that is sampled is finished.
-    """
-    judging: list[tuple[int, SampledBatch[T]]] = []
-    stopped = False
-    for number in numbers:
-        if stopped := should_stop():
-            break
-        judging.append((number, sample(number)))
-        while judging and (len(judging) > 1 or not judging[0][1].judging):
-            finish(*judging.pop(0))
-    for one in judging:
-        finish(*one)
-    return not stopped
 
 
 def sample_answers(

@@ -23,7 +23,14 @@ import numpy as np
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
 from refiner_core.contract.sections.environment import alpha_of, check_domains
-from refiner_core.contract.types import Completion, Judge, OnCompletion, PromptRow, RewardResult
+from refiner_core.contract.types import (
+    Completion,
+    Judge,
+    OnCompletion,
+    PromptRow,
+    RewardResult,
+    SamplingParams,
+)
 from refiner_core.environments.episodes import settings_of
 from refiner_core.environments.protocol import (
     FAILURES,
@@ -435,8 +442,8 @@ class EpisodeLane(Lane):
     ) -> None:
         """Run episodes; ``finished(place, completion)`` is told of each as it ends."""
         assert self.environment is not None, "this rank samples nothing"
-        temperature, top_p = self.grpo.temperature, self.grpo.top_p
-        settings = settings_of(self.config, self.environment, temperature=temperature, top_p=top_p)
+        sampling = SamplingParams(self.grpo.temperature, self.grpo.top_p)
+        settings = settings_of(self.config, self.environment, sampling)
         sample_episodes(
             *(policy, wanted, self.environment, tokenizer, settings, finished),
             should_stop=policy.cancelled,
