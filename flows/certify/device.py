@@ -503,7 +503,7 @@ def _save(order: Order, folder: Path) -> CertifiedCheck:
     write = timed(order, lambda: snapshots[0].write(place))
     size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
     before = {n: t.detach().clone() for n, t in model_tensors(engine.model).items()}
-    state = {"model": before, "optimizer": engine.updater.state_dict()}  # type: ignore[attr-defined]
+    state = {"model": before, "optimizer": dict(engine.states(lambda _: True))}
 
     def rival() -> None:
         with plain.open("wb") as file:

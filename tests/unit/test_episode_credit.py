@@ -17,7 +17,6 @@ from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.episodes import (
     form_episode_groups,
     group_turn_advantages,
@@ -280,16 +279,15 @@ def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True)
     model, reference = tiny_model(), tiny_model(seed=1)
     gradients: dict[str, torch.Tensor] = {}
 
-    class Kept(Updater):
+    class Kept(PlainEngine):
         def step(self, factor: float) -> float:
             gradients.update(
                 {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             )
             return super().step(factor)
 
-    updater = Kept(model, learning_rate=grpo.learning_rate, weight_decay=0.0, max_grad_norm=0.0)
     loaded = Loaded(model, tiny_tokenizer(), share, balance=50.0)
-    engine = PlainEngine(loaded, updater, ModelConfig())
+    engine = Kept(loaded, ModelConfig(), learning_rate=grpo.learning_rate)
     metrics = GrpoUpdate(engine, FrozenModel(reference), grpo, 7, longest=50).run(
         samples, step=1, factor=1.0
     )

@@ -39,7 +39,6 @@ from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.engines.plain import PlainEngine
 from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
-from refiner_core.training.model.optim import Updater
 from refiner_core.training.rollouts.rollout import TrainSample, group_advantages
 from refiner_core.training.updates import GrpoUpdate
 from tests.support.tiny_training import (
@@ -81,8 +80,8 @@ class Noting(PlainEngine):
 
 
 def engine_over(model: Any, learning_rate: float) -> Noting:
-    updater = Updater(model, learning_rate=learning_rate, weight_decay=0.0, max_grad_norm=0.0)
-    return Noting(Loaded(model, tiny_tokenizer(), True, balance=50.0), updater, ModelConfig())
+    loaded = Loaded(model, tiny_tokenizer(), True, balance=50.0)
+    return Noting(loaded, ModelConfig(), learning_rate=learning_rate)
 
 
 @functools.cache

@@ -157,11 +157,11 @@ def open_zero_engine(
     deepspeed = _import_deepspeed(device)
     _join_process_group(device)
     loaded = loading.load_for_training(model_ref, config, device, reentrant=stage == 3)
-    groups = parameter_groups(loaded.model)
+    decayed, rest, _ = parameter_groups(loaded.model)
     weights = trainable(loaded.model)
     width = loaded.model.config.get_text_config().hidden_size
     settings = _deepspeed_settings(section, stage, config, width, cuda=device.type == "cuda")
-    optimizer = adamw(groups, weights, section.learning_rate, section.weight_decay)
+    optimizer = adamw(decayed, rest, weights, section.learning_rate, section.weight_decay)
     module = ScoringModel(loaded.model)
     module.train(loaded.model.training)
     said = io.StringIO()
