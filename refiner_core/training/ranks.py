@@ -39,10 +39,10 @@ T = TypeVar("T")
 #: How long a rank waits for another one to say something: as long as a job may wait for a judge.
 #: A rank that died closes its connections, and is noticed at once.
 PATIENCE = timedelta(days=7)
-#: What torchrun sets for each of its processes.
+#: What their agent sets for each of them, as torchrun does.
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: What refiner sets: the key of what ranks say to each other, and where those of one node find each
-#: other (``file://…``); without that they ask torchrun's store.
+#: other (``file://…``); without that they ask rank 0's store.
 TALK, STORE = "REFINER_RANKS_TALK_TOKEN", "REFINER_RANKS_STORE"
 _SEAL_BYTES = hashlib.sha256().digest_size
 
@@ -95,7 +95,7 @@ def on_first(ranks: Ranks, do: Callable[[], T]) -> T:
 
 
 class TorchRanks(Ranks):
-    """One of the processes that torchrun started, over torch.distributed.
+    """One of several processes, over torch.distributed.
 
     The default group carries gradients (NCCL between GPUs, else gloo), a second one what is said
     here. Call it from the main thread only: collectives pair up by their order; another thread
@@ -109,7 +109,7 @@ class TorchRanks(Ranks):
     Raises
     ------
     ConfigurationError
-        The process was not started by torchrun, or this rank's GPU is not there.
+        The process was not started as a rank, or this rank's GPU is not there.
     """
 
     def __init__(self, *, cuda: bool) -> None:
@@ -235,7 +235,7 @@ class TorchRanks(Ranks):
 
 @contextmanager
 def open_ranks(*, cuda: bool) -> Iterator[Ranks]:
-    """All ranks where torchrun started more than one, else this process alone."""
+    """All ranks where there is more than one, else this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
         return

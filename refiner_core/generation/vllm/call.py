@@ -14,16 +14,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from urllib.parse import urljoin
 
 from refiner_core.contract.errors import StageFailed
-from refiner_core.contract.types import Completion, Endpoint, GenerationRequest
-from refiner_core.generation.vllm.wire import Asked, Unusable, completion_body, read_completion
+from refiner_core.contract.types import Completion, Endpoint
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.wire import (
+    Question,
+    Unusable,
+    completion_body,
+    read_completion,
+    said,
+)
 from refiner_core.http.client import CONNECT_S, Answered, Client, LoopThread, Lost
 
 
@@ -92,14 +98,6 @@ class Shares:
         return index
 
 
-def said(raw: bytes, endpoint: Endpoint, most: int = 300) -> str:
-    """Text of a server, to be quoted: one line, without the key."""
-    text = " ".join(raw[: 4 * most].decode(errors="replace").split())
-    if endpoint.key:
-        text = text.replace(endpoint.key, "***")
-    return text[:most]
-
-
 log = logging.getLogger(__name__)
 
 #: How long a server that says that it is full is left alone, seconds.
@@ -108,40 +106,6 @@ _FULL_S = 0.25
 _FAILURES = 3
 #: How often one sample may be given up by servers before that is no accident.
 _MOST_ABORTS = 20
-
-
-class Fleet(Protocol):
-    """The servers as the generator sees them."""
-
-    #: Held while anybody samples, and while weights change.
-    busy: threading.Lock
-
-    @property
-    def version(self) -> str:
-        """The version of the weights that all of them have."""
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-
-    def endpoints(self) -> Sequence[Endpoint]:
-        """Their addresses, in order."""
-
-    def revive(self, index: int, why: str) -> Endpoint:
-        """Replace one by another with the same weights; its address. May take minutes.
-
-        Raises
-        ------
-        RefinerError
-            That is not possible, or was necessary too often.
-        """
-
-
-class Question(NamedTuple):
-    """One sample that is wanted, and how."""
-
-    request: GenerationRequest
-    asked: Asked
 
 
 class Call:
@@ -161,7 +125,7 @@ class Call:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WeightSync,
         shares: Shares,
         question: Callable[[int], Question],
         in_flight: int,
@@ -243,7 +207,7 @@ class Call:
             lane.flying[index] = self._start(self._ask(lane, index))
 
     async def _ask(self, lane: Lane, index: int) -> None:
-        body = completion_body(*self._question(index))
+        body = completion_body(self._question(index))
         url = f"{lane.endpoint.url}/completions"
         answer = await self._client.post(url, lane.endpoint, body)
         del lane.flying[index]
@@ -275,7 +239,7 @@ class Call:
 
     def _read(self, lane: Lane, index: int, raw: bytes) -> None:
         try:
-            read = read_completion(raw, *self._question(index))
+            read = read_completion(raw, self._question(index))
         except Unusable as error:
             raise StageFailed(
                 f"The rollout server at {lane.endpoint.url} answers with what was not asked for: "

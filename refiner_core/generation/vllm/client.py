@@ -29,7 +29,9 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import count
+from typing import Any
 
 from refiner_core.contract.types import (
     Completion,
@@ -40,8 +42,9 @@ from refiner_core.contract.types import (
     TurnRequest,
 )
 from refiner_core.generation.completions import check_params, check_window
-from refiner_core.generation.vllm.call import Call, Fleet, Question, Shares
-from refiner_core.generation.vllm.wire import Asked
+from refiner_core.generation.vllm.call import Call, Shares
+from refiner_core.generation.vllm.sync import WeightSync
+from refiner_core.generation.vllm.wire import Question
 
 #: How long an answer is waited for before the desk is asked again, seconds.
 POLL_S = 0.02
@@ -82,16 +85,21 @@ class VllmGenerator:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: WeightSync,
         *,
         window: int,
         in_flight: int = 512,
         silence_s: float = 1800.0,
         on_step: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._fleet, self._window = fleet, window
+        self.fleet, self._window = fleet, window
         self._in_flight, self._silence_s = in_flight, silence_s
         self.on_step = on_step
+
+    def sync(self, whole: AbstractContextManager[Any], version: str) -> None:
+        """Give all servers the weights of the model that ``whole`` yields; the first call starts
+        them. See :meth:`refiner_core.generation.vllm.sync.WeightSync.sync`."""
+        self.fleet.sync(whole, version)
 
     def generate(
         self,
@@ -115,13 +123,13 @@ class VllmGenerator:
             return []
         check_params(params)
         check_window(requests, params, self._window)
-        with self._fleet.busy:
-            asked = Asked(params, self._fleet.stop_ids, self._fleet.version)
-            shares = Shares(self._fleet.endpoints())
+        with self.fleet.busy:
+            rest = (params, self.fleet.stop_ids, self.fleet.version)
+            shares = Shares(self.fleet.endpoints())
             for index, request in enumerate(requests):
                 shares.add(index, request.prompt_ids)
             found: dict[int, Completion] = {}
-            with self._call(shares, lambda index: Question(requests[index], asked)) as call:
+            with self._call(shares, lambda index: Question(requests[index], *rest)) as call:
                 while len(found) < len(requests):
                     with contextlib.suppress(queue.Empty):
                         index, completion = call.next(_TICK_S)
@@ -139,8 +147,8 @@ class VllmGenerator:
         to one server, whose prefix cache has what came before. Errors as of :meth:`generate`, and
         those of the desk.
         """
-        with self._fleet.busy:
-            lanes = Shares(self._fleet.endpoints())
+        with self.fleet.busy:
+            lanes = Shares(self.fleet.endpoints())
             questions: dict[int, Question] = {}
             self._serve(self._call(lanes, questions.__getitem__), lanes, questions, desk)
 
@@ -161,8 +169,8 @@ class VllmGenerator:
             sample = GenerationRequest(request.context_ids, request.seed)
             check_window([sample], request.params, self._window)
             index, conversation = next(numbers), request.conversation
-            asked = Asked(request.params, self._fleet.stop_ids, self._fleet.version)
-            questions[index] = Question(sample, asked)
+            rest = (request.params, self.fleet.stop_ids, self.fleet.version)
+            questions[index] = Question(sample, *rest)
             flying[index] = request
             known.add(conversation)
             call.change(lambda: lanes.add(index, conversation))
@@ -192,4 +200,4 @@ class VllmGenerator:
                     self.on_step(finished, begun)
 
     def _call(self, shares: Shares, question: Callable[[int], Question]) -> Call:
-        return Call(self._fleet, shares, question, self._in_flight, self._silence_s)
+        return Call(self.fleet, shares, question, self._in_flight, self._silence_s)
