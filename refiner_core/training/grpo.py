@@ -35,7 +35,6 @@ from refiner_core.contract.errors import (
     HealthStop,
     Interrupted,
     JudgeOutage,
-    UnsupportedError,
 )
 from refiner_core.contract.placement import refuse_unsupported
 from refiner_core.contract.types import Generator, Judge, JudgeUsage, Progress, PromptRow, StageIO
@@ -59,7 +58,6 @@ from refiner_core.training.rollouts.lane import Attempts, Lane, longest_of
 from refiner_core.training.rollouts.pipeline import IN_FLIGHT, Flight, Pipeline
 from refiner_core.training.rollouts.policies import (
     CopyPolicy,
-    LivePolicy,
     OpenServers,
     Policy,
     ServedPolicy,
@@ -147,7 +145,7 @@ def train_grpo(
     StageFailed
         A loss or gradient is not finite, or a health check says `stop`.
     UnsupportedError
-        See :func:`refiner_core.contract.placement.refuse_unsupported`; or nobody starts servers.
+        See :func:`refiner_core.contract.placement.refuse_unsupported`.
     """
     refuse_unsupported(config, "grpo")
     set_threads(config.model)
@@ -188,13 +186,12 @@ def _open_policy(
 
     batch_size = config.grpo.generation_batch_size
     if generator is not None:
-        return LivePolicy(engine, generator)
+        return Policy(generator, engine.whole)
     if config.grpo.generation_backend == "vllm":
         return ServedPolicy(_open(open_servers, engine, stack))
     if not config.grpo.async_steps:
-        return LivePolicy(
-            engine, TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
-        )
+        live = TransformersGenerator(engine.model, engine.tokenizer, batch_size=batch_size)
+        return Policy(live, engine.whole)
     return CopyPolicy(
         loading.load_model(model_ref, config.model, engine.device),
         lambda model, on_step: TransformersGenerator(
@@ -209,14 +206,7 @@ def _open(open_servers: OpenServers | None, engine: Engine, stack: ExitStack) ->
     error: BaseException | None = None
     if engine.ranks.rank == 0:
         try:
-            if open_servers is None:
-                raise UnsupportedError(
-                    "grpo.generation_backend is vllm, and whoever runs this stage starts no "
-                    "rollout servers",
-                    expected="`open_servers`, which starts them",
-                    fix="run the stage by `refiner run`, or set "
-                    "grpo.generation_backend=transformers",
-                )
+            assert open_servers is not None, "of a recipe with servers, rank 0 can start them"
             servers = stack.enter_context(open_servers(engine))
         except Exception as raised:
             error = raised

@@ -53,6 +53,7 @@ from refiner_core.contract.sections.steering import Resources
 from refiner_core.contract.sections.training import RolloutServerConfig
 from refiner_core.contract.types import Completion, Endpoint, GenerationRequest, SamplingParams
 from refiner_core.generation.sampling import processed_logprobs
+from refiner_core.generation.vllm.client import VllmGenerator
 from tests.support.command import Stage, start, wait_until
 from tests.support.port_thief import thief
 from tests.support.require import require

@@ -15,7 +15,6 @@ from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.contract.types import Completion, PromptRow, RewardResult
 from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.rollouts.episodes import (
     form_episode_groups,
@@ -288,9 +287,7 @@ def updated(samples: list[TrainSample], grpo: GrpoConfig, *, share: bool = True)
 
     loaded = Loaded(model, tiny_tokenizer(), share, balance=50.0)
     engine = Kept(loaded, ModelConfig(), learning_rate=grpo.learning_rate)
-    metrics = GrpoUpdate(engine, FrozenModel(reference), grpo, 7, longest=50).run(
-        samples, step=1, factor=1.0
-    )
+    metrics = GrpoUpdate(engine, reference, grpo, 7, longest=50).run(samples, step=1, factor=1.0)
     return metrics, gradients, model, reference
 
 

@@ -39,7 +39,6 @@ INNER = {
     "Failed": "refiner_core.generation.vllm.sync and infra.rollouts, which replace the server",
     "Malformed": "refiner_core.environments.desk.environment, with file and line",
     "Moved": "infra.hub.target, which looks again",
-    "NcclFailed": "refiner_core.generation.vllm.transfer",
     "NotReady": "infra.services.judges, which waits",
     "Refused": "the tools of an environment (the model reads it), and infra.slurm.submission",
     "Refuses": "infra.services.judges",

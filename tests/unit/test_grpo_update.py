@@ -12,7 +12,6 @@ import torch
 from refiner_core.contract.config import GrpoConfig, ModelConfig
 from refiner_core.training.batches import permutation
 from refiner_core.training.engines.plain import PlainEngine
-from refiner_core.training.engines.protocol import FrozenModel
 from refiner_core.training.model.loading import Loaded
 from refiner_core.training.rollouts.rollout import TrainSample
 from refiner_core.training.updates import GrpoUpdate
@@ -102,7 +101,7 @@ def test_a_step_is_its_formula(aggregation, estimator, mini_batches, share_promp
     loaded = Loaded(model, tiny_tokenizer(), share_prompts, balance=50.0)
     samples = rollouts()
     engine = PlainEngine(loaded, ModelConfig(), learning_rate=0.0)
-    update = GrpoUpdate(engine, FrozenModel(reference), grpo, SEED)
+    update = GrpoUpdate(engine, reference, grpo, SEED)
     metrics = update.run(samples, step=STEP, factor=1.0)
 
     groups = [list(group) for _, group in groupby(samples, key=lambda s: s.prompt_ids)]

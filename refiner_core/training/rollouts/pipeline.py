@@ -21,8 +21,8 @@ its own samples as they finish, about the others' once they are collected.
 With active sampling a batch is *settled* in rounds: while it has too few groups whose rewards
 differ, further prompts are sampled with the same weights. That happens before the next sync.
 
-A batch whose weights are older than ``async_steps`` (a checkpoint of other settings, a policy that
-missed a sync) is dropped and counted, and sampled again with the newest. So is one of which errors
+A batch whose weights are older than ``async_steps`` (a checkpoint of other settings) is dropped and
+counted, and sampled again with the newest. So is one of which errors
 of an environment have ended too many episodes: it ends the stage, no checkpoint keeps it, and the
 next attempt samples it anew.
 """
@@ -232,7 +232,12 @@ class Pipeline:
             self._finish(flight, clock)
         flight = self.flights[step]
         if flight.age > self.behind:
-            flight = self._anew(flight, clock)
+            raise StageFailed(
+                f"grpo step {step}: rollouts are sampled with the weights of step "
+                f"{flight.version}, {flight.age} steps behind",
+                expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
+                fix="look at what samples: it does not take over new weights",
+            )
         return flight
 
     def ahead(self, step: int, clock: Clock) -> None:
@@ -353,7 +358,7 @@ class Pipeline:
             self.policy.sync(self.engine, version)
         self._sent = True
 
-    def _start(self, step: int, clock: Clock) -> Flight:
+    def _start(self, step: int, clock: Clock) -> None:
         flight = Flight(step, self.policy.version, *self._position)
         if self.grpo.active_sampling:
             indices = self._draw(self.grpo.num_unique_prompts_rollout, flight)
@@ -365,7 +370,6 @@ class Pipeline:
             self._position = (epoch, cursor + len(indices))
         self._sample(flight, indices, clock, beside=self.behind > 0)
         self.flights[step] = flight
-        return flight
 
     def _draw(self, count: int, flight: Flight) -> tuple[int, ...]:
         """The next ``count`` prompts that the batch does not have; fewer where there are no more.
@@ -522,18 +526,3 @@ class Pipeline:
     def _kept(self, flight: Flight) -> int:
         batch = self.lane.groups(flight.samples, flight.results)
         return sum(group.dropped is None for group in batch.groups)
-
-    def _anew(self, flight: Flight, clock: Clock) -> Flight:
-        """Drop a batch that is too old, and sample the step's again."""
-        self.dropped_stale += flight.size
-        self._sync(flight.step - 1, clock)
-        fresh = self._start(flight.step, clock)
-        self._finish(fresh, clock)
-        if fresh.age > self.behind:
-            raise StageFailed(
-                f"grpo step {flight.step}: rollouts are sampled with the weights of step "
-                f"{fresh.version}, {fresh.age} steps behind, also after new weights were sent",
-                expected=f"weights at most {self.behind} steps behind (grpo.async_steps)",
-                fix="look at what samples: it does not take over new weights",
-            )
-        return fresh
