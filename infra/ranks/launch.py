@@ -327,10 +327,8 @@ def error_of(ended: Ended) -> Exception:
     for error in sorted(own, key=lambda e: isinstance(e, Interrupted)):  # sorted() keeps the order
         return error
     if killed:  # a library gave up (NCCL's watchdog, a failed check in C++)
-        return _aborted(ended, *killed[0])
-    if ended.errors:
-        return ended.errors[0][1]
-    return _unknown(ended)
+        return _killed(ended, *killed[0])
+    return ended.errors[0][1] if ended.errors else _unknown(ended)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -344,26 +342,20 @@ def _killed(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
         return MemoryError(f"The kernel killed rank {rank} for lack of memory")
     if number == signal.SIGBUS and not has_room(ended.folder):
         return no_space_error(ended.folder, f"rank {rank} was writing")
-    return KilledError(
-        f"Rank {rank} (process {failure['pid']}) was ended by {signal.Signals(number).name}",
-        expected="all ranks to live until the stage ends",
-        fix="nothing, if that was an accident: the next attempt goes on from the last checkpoint",
-    )
-
-
-def _aborted(ended: Ended, rank: int, failure: Mapping[str, Any]) -> Exception:
     prefix = f"[rank {rank}] "
     own = [
         line.removeprefix(prefix)
         for line in ended.lines
         if line.startswith(prefix) or (rank == 0 and not line.startswith("[rank "))
     ]
-    spoken = [line for line in own if class_of_text(line) is not None]
-    said = (spoken or own or ["it printed nothing"])[-1].strip()
+    spoken = [line for line in own if class_of_text(line) is not None] or own
+    gave_up = number == signal.SIGABRT and spoken
+    said = f"gave up (SIGABRT): {spoken[-1].strip()}" if gave_up else ""
     return KilledError(
-        f"Rank {rank} (process {failure['pid']}) gave up (SIGABRT): {said}",
+        f"Rank {rank} (process {failure['pid']}) "
+        + (said or f"was ended by {signal.Signals(number).name}"),
         expected="all ranks to live until the stage ends",
-        fix="nothing, if it does not come back: the next attempt goes on from the last checkpoint; "
+        fix="nothing, if that was an accident: the next attempt goes on from the last checkpoint; "
         "else see `refiner logs STAGE`",
     )
 

@@ -232,7 +232,7 @@ def _where() -> str:
 
 
 @dataclass(eq=False)
-class RolloutServer(ServerProcess):
+class _RolloutServer(ServerProcess):
     """One of a trainer's servers."""
 
     name: str
@@ -326,7 +326,7 @@ class LocalRolloutServers:
     tell: Callable[[float], None] = lambda seconds: None
 
     def __post_init__(self) -> None:
-        self._running: dict[int, RolloutServer] = {}
+        self._running: dict[int, _RolloutServer] = {}
         self._replaced = 0
         self._closing, self._telling = threading.Event(), threading.Lock()
 
@@ -374,7 +374,7 @@ class LocalRolloutServers:
             with ThreadPoolExecutor(len(self._running)) as pool:
                 list(pool.map(lambda one: self._end(one, grace_s), [*self._running.values()]))
 
-    def _end(self, server: RolloutServer, grace_s: float) -> None:
+    def _end(self, server: _RolloutServer, grace_s: float) -> None:
         """End one, and give back the shared memory that it does not give back itself."""
         server.note_memory(self.memory)
         server.stop(grace_s)
@@ -391,7 +391,7 @@ class LocalRolloutServers:
                 self.tell(waited_s)
 
         many = len(self.places) > 1
-        server = self._running[index] = RolloutServer(
+        server = self._running[index] = _RolloutServer(
             f"Rollout server {index}" if many else "The rollout server",
             *(self.config, self.places[index], weights),
             key=self.places[index].key,

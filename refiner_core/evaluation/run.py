@@ -55,9 +55,9 @@ from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream, require_scored
 from refiner_core.samples import (
-    JudgeMeter,
     SampledBatch,
     Wanted,
+    judge_meter,
     load_generator,
     sample_answers,
     sample_batches,
@@ -218,7 +218,7 @@ def evaluate_model(
     told: dict[str, Any] = {}
     if isinstance(judge, FreshJudge):
         told = {"reference_fresh": asked_afresh is not None}
-    usage, names = work.meter.usage(), (model_name, model_ref)
+    usage, names = work.usage(), (model_name, model_ref)
     copied = (COPIER, rows[COPIER])
     return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 
@@ -291,7 +291,7 @@ class _Work:
         self.rows: dict[str, list[dict[str, Any]]] = {unit.key: [] for unit in units}
         self.done = 0
         self.sampled: dict[int, tuple[_Answer, ...]] = {}
-        self.meter = JudgeMeter(sampler.judge, self._restore())
+        self.usage = judge_meter(sampler.judge, self._restore())
 
     def run(self) -> dict[str, list[dict[str, Any]]]:
         """Rows by decoding (and the copier's)."""
@@ -340,7 +340,7 @@ class _Work:
             sampled = [self.sampled[n] for n in sorted(self.sampled)]
             waiting = [[[a.prompt.sample_id, *a[1:]] for a in answers] for answers in sampled]
             _write(folder / _SAMPLED_FILE, {"judged": self.done, "waiting": waiting})
-            if (usage := self.meter.usage()) is not None:
+            if (usage := self.usage()) is not None:
                 _write(folder / _USAGE_FILE, usage_to_json(usage))
 
     def _restore(self) -> JudgeUsage | None:

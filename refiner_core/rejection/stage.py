@@ -63,9 +63,9 @@ from refiner_core.rejection.attempts import (
 from refiner_core.rejection.lanes import Lane
 from refiner_core.rewards import RewardInput
 from refiner_core.samples import (
-    JudgeMeter,
     SampledBatch,
     check_room,
+    judge_meter,
     load_generator,
     sample_batches,
 )
@@ -109,7 +109,7 @@ class Work:
         self._spent: dict[int, tuple[int, float]] = {}  # batch: tokens sampled now, seconds
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        self.meter = JudgeMeter(judge, self._restore())
+        self.usage = judge_meter(judge, self._restore())
 
     @property
     def files(self) -> list[Path]:
@@ -225,7 +225,7 @@ class Work:
         with self.io.new_checkpoint(self.step) as folder:
             for path in sorted(self.folder.glob("*.parquet")):
                 _link(path, folder / path.name)
-            if (usage := self.meter.usage()) is not None:
+            if (usage := self.usage()) is not None:
                 text = json.dumps(usage_to_json(usage))
                 (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
         self._saved_step, self._saved_at_done = self.step, self.done
@@ -397,7 +397,7 @@ def _write(
     report = tally.as_json()
     report["tokens"] |= {"loss": sum(sum(row.loss_mask) for row in kept)}
     report["longest"] = max((len(row.input_ids) for row in kept), default=0)
-    if (usage := work.meter.usage()) is not None:
+    if (usage := work.usage()) is not None:
         report["judge"] = usage_to_json(usage)
     join_files(work.files, output_dir / "attempts.parquet")
     write_demonstrations(output_dir / "sft_train.parquet", kept)

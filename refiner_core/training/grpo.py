@@ -47,7 +47,7 @@ from refiner_core.judges.surroundings import (
     usage_sum,
     usage_to_json,
 )
-from refiner_core.samples import JudgeMeter
+from refiner_core.samples import judge_meter
 from refiner_core.training.batches import order_hash, prompt_batch
 from refiner_core.training.engines.plain import open_engine
 from refiner_core.training.engines.protocol import Engine
@@ -64,7 +64,7 @@ from refiner_core.training.rollouts.policies import (
     Servers,
 )
 from refiner_core.training.rollouts.rollout import RolloutBatch, TrainSample, own_tokens
-from refiner_core.training.steps.boundary import Boundary, Clock, Teller, curve
+from refiner_core.training.steps.boundary import Boundary, Clock, curve, teller
 from refiner_core.training.updates import GrpoUpdate
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class _GrpoRun:
         self.batch: RolloutBatch | None = None  # of the step that is under way; rank 0's
         self.rollouts = Pipeline(
             *(config, prompts, self.engine, policy, lane),
-            Teller(self._report, turns=bool(config.environment.name)),
+            teller(self._report, turns=bool(config.environment.name)),
         )
         self.boundary = Boundary(
             *(self.io, self.engine, "grpo"),
@@ -276,13 +276,13 @@ class _GrpoRun:
         """Every step that is left."""
         self._stop_if_asked(self.progress["step"])
         for step in range(self.progress["step"] + 1, self.grpo.num_training_steps + 1):
-            self.step, clock, meter = step, Clock(), JudgeMeter(self.judge)
+            self.step, clock, usage = step, Clock(), judge_meter(self.judge)
             self.update.moved = 0
             self.health.begin(step)
             with self._saved_before(step):
                 rollouts, flight = self._rollouts(step, clock)
                 metrics = {**rollouts.metrics, **self._train_on(rollouts, step, clock)}
-            metrics.update(self._judge_metrics(meter.usage()))
+            metrics.update(self._judge_metrics(usage()))
             self._count(step, flight, rollouts, metrics)
             beside = flight.seconds if self.grpo.async_steps else None
             metrics.update(self.health.metrics())

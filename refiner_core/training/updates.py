@@ -427,8 +427,4 @@ def _advantages(sample: TrainSample) -> np.ndarray:
     """One per response token."""
     if sample.advantages is None:
         return np.full(len(sample.response_ids), sample.advantage)
-    if len(sample.advantages) != len(sample.response_ids):
-        raise ValueError(
-            f"{len(sample.response_ids)} response tokens, but {len(sample.advantages)} advantages"
-        )
     return np.array(sample.advantages)

@@ -67,8 +67,8 @@ GRPO = replace(
 class Noting(PlainEngine):
     """Keeps the weights and gradients of every optimiser step."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.models: list[Any] = []
         self.gradients: list[list[torch.Tensor]] = []
 

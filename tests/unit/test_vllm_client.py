@@ -24,7 +24,7 @@ from refiner_core.contract.types import (
 )
 from refiner_core.generation.completions import completion_text
 from refiner_core.generation.transformers_backend import TransformersGenerator
-from refiner_core.generation.vllm.call import Shares
+from refiner_core.generation.vllm.client import _Shares
 from refiner_core.generation.vllm.wire import (
     Question,
     Unusable,
@@ -277,7 +277,6 @@ def test_a_refused_request_is_quoted_without_the_key(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "asked", "said"),
     [
-        (SamplingParams(temperature=-1.0), requests(1, 1), "temperature"),
         (SamplingParams(max_new_tokens=120), requests(1, 1), "window has 128"),
         (PLAIN, [GenerationRequest((), 1)], "empty prompt"),
     ],
@@ -336,7 +335,7 @@ def _answer(choice: dict[str, Any]) -> bytes:
 
 
 def test_samples_of_a_prompt_begin_on_one_server_and_none_is_lost() -> None:
-    shares = Shares([Endpoint("a"), Endpoint("b")])
+    shares = _Shares([Endpoint("a"), Endpoint("b")])
     for number, request in enumerate(requests(5, 4)):
         shares.add(number, request.prompt_ids)
     assert sorted(len(lane.queue) for lane in shares.lanes) == [8, 12]

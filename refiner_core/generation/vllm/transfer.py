@@ -226,10 +226,10 @@ def open_transfer(kind: Literal["nccl", "ipc"], timeout_s: float) -> Transfer:
             expected="a job with GPUs (grpo.resources.gpus)",
             fix="set grpo.rollout_server.weight_transfer=reload",
         )
-    return NcclTransfer(timeout_s) if kind == "nccl" else IpcTransfer()
+    return _NcclTransfer(timeout_s) if kind == "nccl" else _IpcTransfer()
 
 
-class NcclTransfer:
+class _NcclTransfer:
     """This process is rank 0 of one group; each worker of each server is one of the others."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -282,7 +282,7 @@ class NcclTransfer:
         return making.result()
 
 
-class IpcTransfer:
+class _IpcTransfer:
     """Servers on this process's own GPU open its memory and copy from it."""
 
     def __init__(self) -> None:
@@ -315,7 +315,7 @@ class IpcTransfer:
 
 #: Either way to send weights to servers that run. ``send`` raises :class:`Failed` where a server
 #: lacks them: nothing is known of any server then. After ``close`` the next one opens a channel.
-Transfer = NcclTransfer | IpcTransfer
+Transfer = _NcclTransfer | _IpcTransfer
 
 
 def _described(weights: Sequence[tuple[str, Tensor]]) -> tuple[list[str], dict[str, Any]]:

@@ -145,7 +145,7 @@ def open_zero_engine(
     model_ref: str,
     ranks: Ranks,
     device: Any,
-) -> ZeroEngine:
+) -> _ZeroEngine:
     """The model of ``model_ref`` under ``section.deepspeed_stage``, which is 1, 2 or 3.
 
     Raises
@@ -171,7 +171,7 @@ def open_zero_engine(
         )
     log.debug("DeepSpeed: %s", said.getvalue())
     wrapped.module.train(loaded.model.training)
-    return ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
+    return _ZeroEngine(loaded, wrapped, stage, config, ranks, section.learning_rate)
 
 
 def _deepspeed_settings(
@@ -211,7 +211,7 @@ def _deepspeed_settings(
     }
 
 
-class ZeroEngine(Engine):
+class _ZeroEngine(Engine):
     """A model that DeepSpeed shares out."""
 
     def __init__(
