@@ -30,7 +30,7 @@ from refiner_core.contract.types import Judge, JudgeUsage, RewardResult, StageIO
 from refiner_core.generation.reporting import BatchReporter
 from refiner_core.judges.surroundings import usage_from_json, usage_to_json
 from refiner_core.rewards import RewardInput, RewardStream
-from refiner_core.samples import JudgeMeter, Wanted
+from refiner_core.samples import Wanted, judge_meter
 
 #: Where a batch may be kept in parts, that is done about so often, seconds.
 KEEP_EVERY_S = 60.0
@@ -46,7 +46,7 @@ class BatchWork(ABC, Generic[S]):
     Parameters
     ----------
     judge
-        Whose work is counted (``meter``).
+        Whose work is counted (``usage``).
     folder
         Where files of batches lie meanwhile; what is in it is replaced.
     keeps_parts
@@ -80,7 +80,7 @@ class BatchWork(ABC, Generic[S]):
         self._waiting: dict[int, list[S]] = {}
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        self.meter = JudgeMeter(judge, self._restore())
+        self.usage = judge_meter(judge, self._restore())
 
     # ------------------------------------------------------------ what a stage says
 
@@ -258,7 +258,7 @@ class BatchWork(ABC, Generic[S]):
             for number, samples in self._waiting.items():
                 good = [sample for sample in samples if not self.failed(sample)]
                 self.write(self._path(folder, _WAITING, number), good)
-            if (usage := self.meter.usage()) is not None:
+            if (usage := self.usage()) is not None:
                 text = json.dumps(usage_to_json(usage))
                 (folder / _USAGE_FILE).write_text(text, encoding="utf-8")
         self._unsaved.clear()

@@ -121,20 +121,21 @@ def sample_episodes(
     )
 
 
-class JudgeMeter:
-    """What a judge does for a stage; ``before`` is what it did in earlier attempts of the stage."""
+def judge_meter(
+    judge: Judge | None, before: JudgeUsage | None = None
+) -> Callable[[], JudgeUsage | None]:
+    """What says all that a judge does for a stage from now on; None where it keeps no count.
+    ``before`` is what it did in earlier attempts of the stage."""
+    at_start = None if judge is None else usage_of(judge)
 
-    def __init__(self, judge: Judge | None, before: JudgeUsage | None = None) -> None:
-        self._judge, self._before = judge, before
-        self._at_start = None if judge is None else usage_of(judge)
+    def usage() -> JudgeUsage | None:
+        now = None if judge is None else usage_of(judge)
+        if at_start is None or now is None:
+            return before
+        used = usage_between(at_start, now)
+        return usage_sum(before, used) if before else used
 
-    def usage(self) -> JudgeUsage | None:
-        """All of it; None where the judge keeps no count."""
-        now = None if self._judge is None else usage_of(self._judge)
-        if self._at_start is None or now is None:
-            return self._before
-        used = usage_between(self._at_start, now)
-        return usage_sum(self._before, used) if self._before else used
+    return usage
 
 
 def load_generator(

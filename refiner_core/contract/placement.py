@@ -4,7 +4,7 @@ In: a recipe's configuration and a training stage. Out: a :class:`Placement`, th
 launches processes, starts servers, checks a plan or forecasts memory; and with a model's shape a
 :class:`MemoryNeed`, by process, part by part.
 
-torchrun starts equally many processes on every node. All rollout servers are on the first one: they
+Equally many processes run on every node. All rollout servers are on the first one: they
 listen on loopback and take weights through its memory, and rank 0, which is there, is the only one
 that talks to them. What they take of its GPUs is therefore left idle on further nodes, which is
 said when a plan is made. Processes take the first GPUs of a node and servers the last; with

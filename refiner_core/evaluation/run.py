@@ -188,7 +188,7 @@ def evaluate_model(
     told: dict[str, Any] = {}
     if isinstance(judge, FreshJudge):
         told = {"reference_fresh": fresh is not None}
-    usage, names = work.meter.usage(), (model_name, model_ref)
+    usage, names = work.usage(), (model_name, model_ref)
     copied = (COPIER, rows[COPIER])
     return write_results(output_dir, config, names, measured, copied, judge_usage=usage, **told)
 

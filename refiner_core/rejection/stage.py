@@ -151,7 +151,7 @@ def _write(output_dir: Path, lane: Lane) -> dict[str, Any]:
     report = tally.as_json()
     report["tokens"] |= {"loss": sum(sum(row.loss_mask) for row in kept)}
     report["longest"] = max((len(row.input_ids) for row in kept), default=0)
-    if (usage := lane.meter.usage()) is not None:
+    if (usage := lane.usage()) is not None:
         report["judge"] = usage_to_json(usage)
     write_demonstrations(output_dir / "sft_train.parquet", kept)
     with replacing(output_dir / "report.json") as file:

@@ -49,7 +49,7 @@ from refiner_core.judges import LexicalJudge
 from refiner_core.rejection.attempts import Attempt, load_attempts
 from refiner_core.rejection.stage import sample_attempts
 from refiner_core.training.sft import train_sft
-from refiner_core.training.steps.boundary import Teller
+from refiner_core.training.steps.boundary import teller
 from tests.support.counting import RULES, TOOLS, Counting, call, task_of
 from tests.support.qwen_like import qwen_like
 from tests.support.stage_io import FolderStageIO
@@ -435,7 +435,7 @@ def test_turns_are_not_told_as_attempts(tmp_path: Path, monkeypatch: pytest.Monk
     assert told[0] == {"turns_finished": 18.0, "turns": 33.0}
     of_training: list[Any] = []
     monkeypatch.undo()
-    Teller(lambda part, values: of_training.append(values), turns=True)("generate", 18, 33)
+    teller(lambda part, values: of_training.append(values), turns=True)("generate", 18, 33)
     assert of_training == [{"turns_finished": 18.0, "turns": 33.0}]
 
 
