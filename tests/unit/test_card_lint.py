@@ -96,10 +96,8 @@ def test_numbers_that_can_be_are_left_alone() -> None:
         ("| 27.0% |", "| 27.3% |", [("percentage-impossible", 15)]),
         ("4x improvement", "5x improvement", [("comparison", 1)]),
         ("| 40.0% | 40 |", "| 42.5% | 40 |", [("total", 7)]),
-        ("| 40.0% | 40 |", "| 25.0% | 40 |", [("total", 7), ("pass-at-k", 10)]),
-        ("| **59.0%** | 100 |", "| **58.0%** | 100 |", [("total", 7), ("two-values", 16)]),
         ("| **59.0%** | 100 |", "| **59.0%** | 110 |", [("total", 7), ("total", 7)]),
-        ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("out-of-range", 8)]),
+        ("| 45.0% | 20 |", "| 145.0% | 20 |", [("total", 7), ("percentage-impossible", 8)]),
     ],
 )
 def test_each_number_is_held_against_the_others(
@@ -108,7 +106,7 @@ def test_each_number_is_held_against_the_others(
     assert old in SOUND
     found = rules(SOUND.replace(old, new, 1))
     assert set(expected) <= set(found), found
-    assert {line for _, line in found} <= {line for _, line in expected} | {1, 7, 14, 15, 16}
+    assert {line for _, line in found} <= {line for _, line in expected} | {1, 7, 14, 15}
 
 
 # ---------------------------------------------------------------- percentages of n
@@ -221,30 +219,6 @@ def test_parts_that_can_be_are_left_alone(text: str) -> None:
 )
 def test_totals_recompute_from_their_own_table(text: str, expected: list[tuple[str, int]]) -> None:
     assert rules(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("cell", "wrong"),
-    [
-        ("0.512 [0.480, 0.543]", False),
-        ("0.512 [0.543, 0.480]", True),
-        ("0.612 [0.480, 0.543]", True),
-        ("51.2% (48.0–54.3)", False),
-        ("61.2% (48.0–54.3)", True),
-        ("85.3 [12, 13]", False),  # references
-        ("0.5 [0.5, 0.5], n = 3", False),
-    ],
-)
-def test_an_interval_holds_its_value(cell: str, wrong: bool) -> None:
-    text = table("| Set | Score |", f"| A | {cell} |")
-    assert rules(text) == ([("interval", 3)] if wrong else [])
-
-
-def test_pass_at_k_does_not_fall() -> None:
-    falling = table("| Model | pass@1 | pass@8 |", "| a | 50% | 60% |", "| b | 70% | 60% |")
-    assert rules(falling) == [("pass-at-k", 4)]
-    rows = table("| Metric | a | b |", "| pass@1 | 70% | 50% |", "| pass@8 | 60% | 60% |")
-    assert rules(rows) == [("pass-at-k", 4)]
 
 
 # ---------------------------------------------------------------- comparisons

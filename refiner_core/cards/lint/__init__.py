@@ -24,7 +24,7 @@ from refiner_core.cards.lint.numbers import (
     claim_findings,
     impossible_shares,
     prose_findings,
-    table_findings,
+    totals,
 )
 from refiner_core.cards.lint.quantities import quantities
 from refiner_core.contract.checks.secrets import has_secret
@@ -58,10 +58,11 @@ def _of_itself(text: str, *, has_evidence: bool) -> Iterator[Finding]:
     unknown_base = bool(_UNKNOWN_BASE.search(text))
     yield from front_findings(document.front, document.front_line, unknown_base=unknown_base)
     yield from text_findings(document, is_ours=ours)
-    yield from table_findings(document, known)
+    for table in document.tables:
+        yield from totals(table)
     yield from (finding for finding, _ in shares)
     yield from claim_findings(document, known, impossible)
-    yield from prose_findings(document, known)
+    yield from prose_findings(document)
 
 
 def check_card(
@@ -83,8 +84,6 @@ def check_card(
         return [Finding(1, "too-large", what, "name a card")]
     found = {*_of_itself(text, has_evidence=evidence is not None)}
     if evidence is not None:
-        # The evidence knows how each interval was made; a bootstrap need not hold its value.
-        found = {f for f in found if f.rule != "interval"}
         found |= {*evidence_findings(text, evidence, template)}
     return sorted(found)
 
@@ -144,17 +143,11 @@ def _nan(line: int, found: re.Match[str]) -> Finding:
 
 
 def _signs(document: Document) -> Iterator[Finding]:
-    """Secrets, but for those of the front matter, and characters that nobody sees."""
-    front = document.front.count("\n") + 3 if document.front is not None else 0
+    """Secrets, and characters that nobody sees."""
     for number, line in enumerate(document.text.split("\n"), start=1):
-        if number > front and has_secret(line):
+        if has_secret(line):
             what = "something looks like an access token or key"
             yield Finding(number, "secret", what, "take it out, and revoke it")
         if found := CONTROLS.search(line):
-            yield Finding(
-                number,
-                "control-character",
-                f"the character U+{ord(found.group()):04X} is shown by nobody: what a reader sees "
-                "here is not what stands here",
-                "take it out",
-            )
+            what = f"the character U+{ord(found.group()):04X} is shown by nobody"
+            yield Finding(number, "control-character", what, "take it out")
