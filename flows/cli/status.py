@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
+from flows.cli.aliases import former_flag
 from flows.cli.options import (
     at_most_one,
     command_line,
@@ -309,14 +310,14 @@ _MOST_TABLES = 2
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
-@click.option("--wandb", "to_wandb", is_flag=True, help="put a sweep's tables into a W&B run, too")
+@former_flag("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
+             "comparisons_frame(SWEEP)), or report.csv.")  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...],
     out: str | None,
     watch: bool,
     every_s: int,
-    to_wandb: bool,
     as_json: bool,
 ) -> None:
     """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
@@ -327,7 +328,7 @@ def report_command(
     page loads itself again; --watch keeps it fresh.
     """
     from flows.reporting.run.report import report_run
-    from flows.reporting.writing import log_report, report_sweep
+    from flows.reporting.writing import report_sweep
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
 
@@ -341,26 +342,17 @@ def report_command(
             expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
             fix="name another one with workspace=DIR",
         )
-    if to_wandb and not sweep:
-        raise ConfigurationError(
-            f"{name} is a run, and --wandb is for the tables of a sweep.",
-            expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
-            fix="leave out --wandb; `refiner track sync` sends what was logged offline",
-        )
     folder = output_folder(out or workspace.layout.reports / name)
     every = every_s if watch else 0
 
     if sweep:
         make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
         made = _written(make, every, "sweep")
-        logged = log_report(workspace, made) if to_wandb else ""
-        document = {**values(made.report), "folder": str(folder), "wandb": logged}
+        document = {**values(made.report), "folder": str(folder), "wandb": ""}
         show(as_json, lambda: document, lambda: _sweep_lines(made.report))
         if not as_json:
             say(f"\nPage: {made.page}")
             say("Beside it: report.md, report.csv, trials.csv, report.json")
-            if logged:
-                say(f"W&B: {logged}")
             if made.report.state == "running":
                 say_next(f"refiner report {name} --watch workspace={workspace.root}")
         return

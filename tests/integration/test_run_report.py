@@ -455,5 +455,5 @@ def test_what_is_not_there_is_said_with_what_is(
     assert finished.run.run in capsys.readouterr().err
     assert main(["report", f"workspace={tmp_path / 'none'}"]) == 2
     assert "refiner run RECIPE" in capsys.readouterr().err
-    assert main(["report", finished.run.run, at, "--wandb"]) == 2
-    assert "leave out --wandb" in capsys.readouterr().err
+    assert main(["report", finished.run.run, at, "--wandb", "--out", str(tmp_path / "out")]) == 0
+    assert "--wandb does nothing any more" in capsys.readouterr().err
