@@ -239,8 +239,6 @@ def two_models(base: str, own: str, base_n: int = 100, own_n: int = 100) -> str:
         ("A 3x improvement in accuracy over the base.", ["comparison"]),
         ("It improves accuracy over the base by a factor of 2.", []),
         ("It improves accuracy over the base by a factor of 4.", ["comparison"]),
-        ("Accuracy is 20.0 points higher than that of the base.", []),
-        ("Accuracy is 30.0 points higher than that of the base.", ["comparison"]),
         ("A 3x improvement in speed over the base.", []),
         ("More than 1.9x better accuracy than the base.", []),
     ],
@@ -281,8 +279,6 @@ def test_a_comparison_across_protocols_is_told() -> None:
         ("---\n- mit\n---\n", [(2, "front-matter")]),
         ("---\nlicense: mit\n---\n", [(1, "base-model-missing")]),
         ("---\nbase_model: a/b\n---\n", [(1, "licence-missing")]),
-        ("---\nbase_model: a/b\nlicense: mit\nx: [1, .inf]\n---\n", [(4, "not-finite")]),
-        ("---\nbase_model: a/b\nlicense: mit\nx: {value: nan}\n---\n", [(4, "not-finite")]),
         ("\ufeff---\r\nbase_model: a/b\r\nlicense: mit\r\n---\r\n", []),
     ],
 )
@@ -300,14 +296,6 @@ def test_a_base_that_the_card_says_is_unknown_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("The loss: nan", "not-finite"),
-        ("It ends at loss = nan after 3 steps.", "not-finite"),
-        ("0.5 [nan, 0.6]", "not-finite"),
-        (table("| Set | Score |", "| a | NaN |"), "not-finite"),
-        (table("| Set | Score |", "| a | nan [0.1, 0.6], n = 3 |"), "not-finite"),
-        (table("| Set | Score |", "| a | 0.5 ± nan |"), "not-finite"),
-        (table("| Set | Score |", "| a | 0.5 [nan, 0.6] |"), "not-finite"),
-        ("From /home/me/run7.", "machine-path"),
         ("hf_abcdefghijklmnopqrstuvwxyz", "secret"),
         ("```\nexport KEY=sk-abcdefghij0123456789\n```", "secret"),
     ],
@@ -384,10 +372,14 @@ def test_a_card_that_its_evidence_gives_is_clean() -> None:
     assert lint_card(card) == []
 
 
-def test_a_card_of_ours_without_evidence_is_a_warning() -> None:
-    (found,) = check_card(published(facts())[0])
+def test_a_card_of_ours_without_evidence_is_a_warning_and_names_no_folder() -> None:
+    card, _ = published(facts())
+    (found,) = check_card(card)
     assert (found.rule, found.severity) == ("evidence-missing", "warning")
     assert "only be checked against each other" in found.message
+    for more in ("From /home/me/run7.\n", "| a | b |\n|---|---|\n| ~/x | 1 |\n"):
+        (path,) = [f for f in check_card(f"{card}\n{more}") if f.is_error]
+        assert (path.rule, path.line > card.count("\n")) == ("machine-path", True)
 
 
 def test_a_wrong_number_is_told_with_its_line_its_fact_and_its_record() -> None:

@@ -195,9 +195,8 @@ class Finding:
     - ``front-matter``: the block between two lines of --- is there, is YAML, and is a mapping
     - ``licence-missing``: the front matter names a licence
     - ``base-model-missing``: the front matter names the base model
-    - ``not-finite``: no NaN or infinity where a number should stand
     - ``secret``: no access token or key
-    - ``machine-path``: no path of some machine
+    - ``machine-path``: a card of ours names no path of some machine
     - ``control-character``: no character that nobody sees
     - ``percentage-impossible``: a percentage of n is a whole number of cases, as printed
     - ``total``: totals and averages recompute from the parts beside them
@@ -231,9 +230,6 @@ class Finding:
 #: Characters of a front matter; YAML is slow to read.
 _LARGEST = 100_000
 _REQUIRED = {"license": "licence-missing", "base_model": "base-model-missing"}
-_NO_NUMBER = re.compile(
-    r"[\s\[,:][-+]?\.(?:nan|inf)\b|\bvalue:\s{0,9}[-+]?\.?(?:nan|inf)", re.IGNORECASE
-)
 
 
 def front_findings(
@@ -279,7 +275,3 @@ def front_findings(
             severity: Severity = "warning" if unknown_base and key == "base_model" else "error"
             what = f"the front matter has no {key}"
             yield Finding(1, rule, what, f"add `{key}:`", severity)
-    for line, text in enumerate(block.split("\n"), first_line):
-        if _NO_NUMBER.search(text):
-            what = f"{text.strip()[:80]!r} in the front matter is not a finite number"
-            yield Finding(line, "not-finite", what)

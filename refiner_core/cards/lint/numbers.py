@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from math import comb, lcm
 from typing import NamedTuple
 
@@ -205,12 +205,6 @@ _BY_FACTOR = re.compile(
     r"(?P<value>\d+(?:\.\d+)?)",
     re.IGNORECASE,
 )
-_POINTS = re.compile(
-    r"(?P<hedge>~|≈|\b(?:over|more than|nearly|almost|about|around|up to|roughly)\s)?\s*"
-    r"(?<![\d.])\+?(?P<value>\d+(?:\.\d+)?)\s?(?:%[- ]points?|percentage[- ]points?|pp|points?)\b"
-    rf"[^.\n]{{0,30}}?\b(?:{_BETTER}|over|above)\b",
-    re.IGNORECASE,
-)
 _PROTOCOL = re.compile(
     r"protocol `?[0-9a-f]{8,}|greedy|sampled|temperature\W+[\d.]+|n\s*=\s*\d+|\d+-shot"
 )
@@ -222,14 +216,13 @@ _OF_ELSE = re.compile(r"(?i)speed|fast|through|memory|latency|cost|small|context
 
 
 class _Claim(NamedTuple):
-    """``4x improvement``: a factor, or a difference in points."""
+    """``4x improvement``."""
 
     text: str
     line: int
     value: Fraction
     decimals: int
     hedged: bool
-    is_factor: bool
     sentence: str
 
 
@@ -238,17 +231,8 @@ def _holds(claim: _Claim, own: Quantity, base: Quantity) -> bool:
     step = Fraction(10) ** -claim.decimals
     room = step if claim.hedged else step / 2
     a, b, ua, ub = own.figure.value, base.figure.value, own.figure.unit, base.figure.unit
-    if claim.is_factor:
-        low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
-    else:
-        whole = _points(own)
-        low, high = (whole * (a - b + sign * (ua + ub) / 2) for sign in (-1, 1))
+    low, high = (a - ua / 2) / (b + ub / 2), (a + ua / 2) / max(b - ub / 2, ub / 100)
     return low - room <= claim.value <= high + room
-
-
-def _points(own: Quantity) -> int:
-    """Percentage points in one unit of a number."""
-    return 100 if own.fractions and not own.figure.percent else 1
 
 
 def claim_findings(
@@ -264,19 +248,17 @@ def claim_findings(
 def _claims(document: Document) -> Iterator[_Claim]:
     for paragraph in document.paragraphs:
         text = paragraph.without_code
-        for pattern, is_factor in ((_FACTOR, True), (_BY_FACTOR, True), (_POINTS, False)):
-            for found in pattern.finditer(text):
-                number = parse_number(found["value"])
-                if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
-                    continue
-                yield _Claim(
-                    " ".join(found.group().split()),
-                    paragraph.line_of(found.start("value")),
-                    *number,
-                    bool(found["hedge"]),
-                    is_factor,
-                    _context(paragraph, found.start()),
-                )
+        for found in chain(_FACTOR.finditer(text), _BY_FACTOR.finditer(text)):
+            number = parse_number(found["value"])
+            if number is None or number[0] <= 0 or _OF_ELSE.search(found.group()):
+                continue
+            yield _Claim(
+                " ".join(found.group().split()),
+                paragraph.line_of(found.start("value")),
+                *number,
+                bool(found["hedge"]),
+                _context(paragraph, found.start()),
+            )
 
 
 def _context(paragraph: Paragraph, offset: int) -> str:
@@ -310,12 +292,12 @@ def _problem(
     if holding:
         own, base = holding[0]
         bad = base if base in impossible else own
-        said = f"is {_computed(claim, own, base)}, and {bad.shown} (line {bad.line}) cannot be"
+        said = f"is {_computed(own, base)}, and {bad.shown} (line {bad.line}) cannot be"
         fix = "measure both under one protocol, and compute it again"
         return "comparison-built-on", f"{said} for n = {bad.n}", fix
     about_base = role_of(claim.sentence) == "base" or "over" in claim.sentence.lower()
     if about_base and len(pairs) == 1 and pairs[0][0].metric.key in metrics_in(claim.sentence):
-        said = f"does not recompute: {_computed(claim, *pairs[0])}"
+        said = f"does not recompute: {_computed(*pairs[0])}"
         return "comparison", said, "say what it was computed from, or correct it"
     return None
 
@@ -335,13 +317,9 @@ def _pairs(claim: _Claim, known: Sequence[Quantity]) -> list[tuple[Quantity, Qua
     return [pair for pair in pairs if pair[0].metric.key in named] or pairs
 
 
-def _computed(claim: _Claim, own: Quantity, base: Quantity) -> str:
-    a, b = own.figure.value, base.figure.value
-    sign, result = ("/", a / b) if claim.is_factor else ("-", (a - b) * _points(own))
-    return (
-        f"{own.shown} (line {own.line}) {sign} {base.shown} (line {base.line}) = "
-        f"{float(result):.2f}"
-    )
+def _computed(own: Quantity, base: Quantity) -> str:
+    result = own.figure.value / base.figure.value
+    return f"{own.shown} (line {own.line}) / {base.shown} (line {base.line}) = {float(result):.2f}"
 
 
 def _protocols(q: Quantity) -> frozenset[str]:
