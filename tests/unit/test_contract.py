@@ -397,7 +397,6 @@ def test_a_fingerprint_is_the_hash_of_one_text() -> None:
     found = stage_fingerprint("sft", 2, parts, {"m": "1"}, {})
     assert found == digest(whole)
     assert found == hashlib.sha256(canonical_json(whole).encode()).hexdigest()
-    assert found == stage_fingerprint("sft", 2, {}, {"m": "1"}, {}, text=canonical_json(parts))
 
 
 def test_every_error_has_a_documented_exit_code_and_reads_as_one_paragraph() -> None:
