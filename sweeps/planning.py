@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from refiner_core.contract.errors import ConfigurationError, RefinerError
 from refiner_core.contract.fields import replace_fields, suggest
 from refiner_core.contract.loading import override_text
 from refiner_core.contract.plan import Plan, make_plan
-from refiner_core.contract.planned import PlanMemo
+from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import ArmRecord
 from sweeps.checks import check_fields, check_trials
 from sweeps.definition import MOST, join, value_text
@@ -238,7 +238,7 @@ class _Planner:
         self, sweep: SweepFile, base: RecipeConfig, sources: Sources, follow: Follow | None
     ) -> None:
         self.sweep, self.base, self.follow = sweep, base, follow
-        self.sources, self.memo = sources, PlanMemo()
+        self.sources, self.memo = sources, dict[Hashable, PlannedStage]()
         self._sections: dict[tuple[Any, ...], Any] = {}
         self._texts: dict[tuple[str, str], str] = {}
         self._arm: tuple[ArmRecord | None, RecipeConfig, Mapping[str, str]] = (None, base, {})

@@ -40,7 +40,7 @@ from refiner_core.contract.checks.environment import BUILTIN_ROWS
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
 from refiner_core.contract.fingerprint import canonical_json, derive_seed
-from refiner_core.contract.sections.environment import check_domains
+from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.types import DemonstrationRow, PromptRow, StageIO
 from refiner_core.data.conversations import read_conversations
 from refiner_core.data.datacard import (
@@ -94,7 +94,7 @@ def prepare_tasks(
         If ``io`` asked to stop.
     """
     if not config.environment.domains:  # else only those in use are known
-        check_domains(config.environment.shaping, environment.domains())
+        check_settings(config.environment.shaping, environment.domains())
     work = _Work(config, environment, tokenizer, io)
     rl = Tally(f"{environment.name} {environment.version}", digest)
     train, test = _splits(config, environment)

@@ -62,8 +62,8 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     ("logs", 2, ("STAGE",)),
     ("status nope", 2, ("no run is recorded there", "`refiner run RECIPE`")),
     ("adopt . --copy --in-place", 2, ("exclude each other", "leave one out")),
-    ("environments show guess.py:", 2, ("FILE.py:NAME", "guess.py:Environment")),
-    ("environments show guess.py", 2, ("FILE.py:NAME", "guess.py:Environment")),
+    ("environments show guess.py:", 2, ("FILE.py:NAME", "the class or function")),
+    ("environments show guess.py", 2, ("FILE.py:NAME", "the class or function")),
     (
         "prove-resume tiny --interruptions 100 --steps 3",
         2,

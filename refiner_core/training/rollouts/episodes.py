@@ -22,7 +22,7 @@ import numpy as np
 
 from refiner_core.contract.config import GrpoConfig, RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, UnsupportedError
-from refiner_core.contract.sections.environment import alpha_of, check_domains
+from refiner_core.contract.sections.environment import alpha_of, check_settings
 from refiner_core.contract.types import (
     Completion,
     Judge,
@@ -413,7 +413,7 @@ class EpisodeLane(Lane):
         check_room(prompts, self.grpo)
         if self.environment is not None and not self.config.environment.domains:
             # the data stage has said so too, but is skipped where its outputs are there already
-            check_domains(self.config.environment.shaping, self.environment.domains())
+            check_settings(self.config.environment.shaping, self.environment.domains())
         if self.environment is not None and self.grpo.credit == "turn_rewards":
             check_progress(self.environment, prompts)
 
