@@ -163,16 +163,12 @@ def tracked_address(folder: Path) -> str | None:
     return str(address) if address else None
 
 
-@dataclass(frozen=True)
-class Table:
-    """Columns by name, rows of text, numbers, booleans and None. A column is of one kind."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Any]]
+Table = Sequence[Mapping[str, Any]]
 
 
 def log_tables(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -> str:
-    """Log the tables; returns the address of an online run, else the folder of an offline one.
+    """Log the tables: rows of text, numbers, booleans and None, a column of one kind. Returns the
+    address of an online run, else the folder of an offline one.
 
     Where a recipe has tracking disabled they are logged offline: they have been asked for.
 
@@ -206,8 +202,10 @@ def _log(config: TrackingConfig, run: TrackedRun, tables: Mapping[str, Table]) -
     try:
         tracked.log(
             {
-                name: wandb.Table(columns=list(table.columns), data=[list(r) for r in table.rows])
-                for name, table in tables.items()
+                name: wandb.Table(
+                    columns=list(rows[0]) if rows else [], data=[list(r.values()) for r in rows]
+                )
+                for name, rows in tables.items()
             }
         )
         address, ended_well = str(tracked.url if config.wandb == "online" else tracked.dir), True

@@ -32,7 +32,7 @@ from flows.nightly.checkpoints import (
 from flows.running.calls import pin_code, plan_of_run, record_run
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
@@ -117,7 +117,7 @@ def carry_out(at: At, jobs: Sequence[_Job]) -> dict[str, Mapping[str, StageView]
         at.tell(f"{member.name}: {bad or 'evaluated'}")
 
     router = make_router(config.dispatch, workspace)
-    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
+    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
     return {member.name: member.views() for member in members}
 
 

@@ -19,7 +19,7 @@ from flows.sweeping.status import newest_sweep
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
-from infra.tracking import Table, TrackedRun, log_tables
+from infra.tracking import TrackedRun, log_tables
 from refiner_core.contract.config import RecipeConfig, TrackingConfig
 from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import from_json
@@ -163,10 +163,7 @@ def log_report(workspace: Workspace, written: Written[SweepReport]) -> str:
         There is no room for its files.
     """
     report = written.report
-    tables = {
-        name: Table(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
-        for name, rows in (("arms", number_rows(report)), ("trials", trial_rows(report)))
-    }
+    tables = {"arms": number_rows(report), "trials": trial_rows(report)}
     folder = written.folder / "tracking"
     folder.mkdir(parents=True, exist_ok=True)
     run = TrackedRun(

@@ -29,9 +29,8 @@ from flows.sweeping.trials import (
     word_of_error,
     word_of_views,
 )
-from infra.host.processes import ProcessId
 from infra.jobs.failures import is_outage
-from infra.orchestrator.members import Diary, Member, RequestStop
+from infra.orchestrator.members import Diary, Member, Source
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
 from infra.store.layout import sweep_call
@@ -76,8 +75,8 @@ class Outlook:
 
 
 @dataclass
-class Admission:
-    """Admits the trials of a sweep; a :class:`infra.orchestrator.members.Source`.
+class Admission(Source):
+    """Admits the trials of a sweep.
 
     Parameters
     ----------
@@ -109,7 +108,7 @@ class Admission:
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
-    request_stop: RequestStop = field(init=False)
+    request_stop: Callable[..., None] = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
@@ -125,7 +124,7 @@ class Admission:
     def __post_init__(self) -> None:
         self._trials = {t.name: t for t in self.plan.trials}
         call = sweep_call(self.plan.sweep.name)
-        self._diary = Diary(self.workspace, call, str(ProcessId.of()))
+        self._diary = Diary(self.workspace, call)
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the orchestrator

@@ -46,7 +46,7 @@ from infra.host.files import again, files_within, make_folder
 from infra.host.secrets import mask_keys_of, masked
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import CheckpointStore, Complete, hash_of, saved, step_name
+from infra.store.checkpoints import CheckpointStore, Complete, hash_of, step_name
 from infra.store.layout import StagePaths
 from infra.store.traces import encode_rollouts, list_rollouts, read_metrics
 from refiner_core.contract.config import RecipeConfig
@@ -342,7 +342,7 @@ class AttemptIO:
         if found is not None and not self._asked_for_checkpoint and self._last_step is None:
             self._take_over(found)
         self._asked_for_checkpoint = True
-        return None if found is None else saved(found)
+        return None if found is None else SavedCheckpoint(found.step, found.path)
 
     def pass_over(self, checkpoint: SavedCheckpoint, why: str) -> None:
         """The newest checkpoint is damaged: from now on the one before it is the newest. Call it

@@ -138,15 +138,6 @@ def make_folder(folder: Path) -> None:
         again(folder.mkdir, parents=True, exist_ok=True)
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a new file that nobody else can read, onto the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _look_anew(filename: str | bytes | None) -> None:
     """Have a network file system ask its server again: opening the folder makes it do so."""
     if isinstance(filename, str | os.PathLike):

@@ -15,8 +15,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from infra.disk.keeper import DiskKeeper
 from infra.jobs.failures import CLASSES, is_outage, outcome_of, without_progress
 from infra.jobs.protocol import AttemptRef
 from infra.orchestrator.reconcile import SILENT, CloseAttempt
@@ -147,20 +148,6 @@ SMALL_BYTES = 1 << 20
 BEGINNING_BYTES = 4 << 20
 
 
-class Keeper(Protocol):
-    """Interface of the disk's keeper; :class:`infra.disk.keeper.DiskKeeper` is the real one."""
-
-    def need_of(self, stage_id: str) -> int:
-        """Bytes that the stage's next save will need."""
-
-    def make_room(self, need_bytes: int, ref: AttemptRef | None = None) -> Any | None:
-        """Reclaim what the policy allows, if need be; None when it still does not fit, else a
-        value with ``bytes`` and ``items`` of what was reclaimed."""
-
-    def lacking(self, need_bytes: int, ref: AttemptRef | None = None) -> str:
-        """Say what a write of ``need_bytes`` waits for: bytes, or inodes."""
-
-
 @dataclass
 class _Waiting:
     """A stage that lacks room: since when, when it was last asked about, and what was said."""
@@ -185,7 +172,7 @@ class Rooms:
     """
 
     workspace: Workspace
-    keeper: Keeper
+    keeper: DiskKeeper
     config: DiskConfig
     clock: Callable[[], float]
     note: Callable[[Mapping[str, Any]], None]
@@ -288,7 +275,7 @@ class Rooms:
 
 def when_there_is_room(
     action: Callable[[], T],
-    keeper: Keeper,
+    keeper: DiskKeeper,
     config: DiskConfig,
     say: Callable[[str], None],
     *,

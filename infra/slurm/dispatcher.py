@@ -32,8 +32,8 @@ from infra.jobs.protocol import (
 from infra.jobs.signals import SIGNAL_LEAD
 from infra.slurm.profiles import Profile
 from infra.slurm.scheduler import (
+    PATIENCE,
     Answer,
-    Patience,
     RealSlurm,
     SchedulerView,
     SlurmUnavailable,
@@ -96,14 +96,14 @@ class SlurmDispatcher:
         scheduler_poll_s: float = 10.0,
         worker: WorkerCommand | None = None,
         commands: RealSlurm | None = None,
-        patience: Patience | None = None,
+        patience: tuple[int, float] = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
         adopt: bool = True,
     ) -> None:
         self.workspace, self.profile = workspace, profile
         given = worker or WorkerCommand(workspace.root)
         python = profile.python or given.python or sys.executable
-        self.worker = WorkerCommand(given.root, given.module, python)
+        self.worker = replace(given, python=python)
         self._submitter = Submitter(profile, python)
         self._commands = RealSlurm() if commands is None else commands
         self._view = SchedulerView(self._commands, scheduler_poll_s, patience=patience, clock=clock)
@@ -220,7 +220,7 @@ class SlurmDispatcher:
         return Wanted(job_id, name, task, user)
 
     def _sight(self, attempt: OpenAttempt, wanted: Wanted, answer: Answer) -> JobSight:
-        started = attempt.started is not None and not attempt.started.get("void")
+        started = attempt.begun
         if answer.facts is not None:
             job = answer.facts
             sight = sight_of(job, started, lambda: self._printed(attempt.ref, job.job_id))

@@ -46,7 +46,6 @@ from refiner_core.contract.errors import WorkspaceError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import OutputFile, to_json
-from refiner_core.contract.types import SavedCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -397,11 +396,6 @@ def _state_of(folder: Path) -> object:
 def tree_bytes(folder: Path) -> int:
     """Bytes in the files below ``folder``."""
     return sum(status.st_size for status in files_within(folder).values())
-
-
-def saved(checkpoint: Complete) -> SavedCheckpoint:
-    """As the science sees it."""
-    return SavedCheckpoint(checkpoint.step, checkpoint.path)
 
 
 _HOLD_NAME = re.compile(r"step-(\d+)-.+\.json")

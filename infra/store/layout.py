@@ -63,13 +63,18 @@ from infra.host.files import names_in
 _ATTEMPT = re.compile(r"\d{4,}")
 
 #: No run's id begins so.
-_SWEEP_CALL = "sweep:"
+_SWEEP_CALL, _NIGHT_CALL = "sweep:", "night:"
 
 
 def sweep_call(name: str) -> str:
     """Name of the work on a sweep where runs are called by their id: orchestrator, turns,
     wishes to end and events are kept in the same way."""
     return f"{_SWEEP_CALL}{name}"
+
+
+def night_call(name: str, night: str) -> str:
+    """Name of the work on one night of a nightly evaluation."""
+    return f"{_NIGHT_CALL}{name}/nights/{night}"
 
 
 def is_sweep(call: str) -> bool:
@@ -251,4 +256,6 @@ class Layout:
         """The files of one call; of a sweep, that is worked on like one, by :func:`sweep_call`."""
         if is_sweep(run_id):
             return RunPaths(self.sweeps / run_id.removeprefix(_SWEEP_CALL))
+        if run_id.startswith(_NIGHT_CALL):
+            return RunPaths(self.nightly / run_id.removeprefix(_NIGHT_CALL))
         return RunPaths(self.runs / run_id)

@@ -42,8 +42,6 @@ from refiner_core.contract.records import (
 #: The file in every publication that says what it consists of and what its card was made from.
 EVIDENCE = "refiner.json"
 CARD = "README.md"
-#: The manifest of publications that are older than the evidence file.
-OLD_MANIFEST = ".refiner.json"
 KIND = "refiner publication"
 _PAPERS = (CARD, EVIDENCE)
 
@@ -55,13 +53,13 @@ class Lying:
     Attributes
     ----------
     step, fingerprint
-        Of its weights; None for one that says neither (older than the evidence file).
+        Of its weights.
     files
         Without the card and the evidence file, which change when evaluations come in.
     """
 
-    step: int | None
-    fingerprint: str | None
+    step: int
+    fingerprint: str
     files: tuple[OutputFile, ...]
 
     @property
@@ -83,14 +81,10 @@ def read_evidence(text: str | bytes | None) -> Lying | None:
 
 
 def lying_at(place: Path) -> Lying | None:
-    """Publication at a place, if it is ours; also what older versions have put there."""
+    """Publication at a place, if it is ours."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return read_evidence(again((place / EVIDENCE).read_bytes))
-    old: dict[str, Any] | None = atomic.read_json(place / OLD_MANIFEST)
-    if old is None:
-        return None
-    found = (from_json(OutputFile, f) for f in old["files"])
-    return Lying(None, None, tuple(f for f in found if f.path not in _PAPERS))
+    return None
 
 
 def target_damage(report: Mapping[str, Any]) -> str | None:

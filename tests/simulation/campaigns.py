@@ -23,7 +23,7 @@ from flows.sweeping.status import last_words
 from flows.sweeping.trials import Trials, find_canary
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
-from infra.orchestrator.members import Given, Member, Source
+from infra.orchestrator.members import Member, Source
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import take_up
@@ -296,7 +296,7 @@ class Schedule:
         plans = {"": self.plan}
         if self.form == "night":
             plans = {f"seed{seed}": plan for seed, plan in trial_plans().items()}
-        return Given(
+        return Source(
             [
                 Member(plan, run_record(workspace, plan), workspace, name, clock)
                 for name, plan in plans.items()
