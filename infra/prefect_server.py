@@ -123,14 +123,8 @@ def _base_dir(env: Mapping[str, str]) -> Path:
         return Path(named).expanduser().absolute()
     home = env.get("XDG_STATE_HOME") or "~/.local/state"
     base = Path(home).expanduser() / "refiner"
-    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_network_file_system(base) else base
-
-
-def is_network_file_system(path: Path) -> str:
-    """The type of the file system that holds ``path`` where that is one of the network; else
-    empty."""
-    kind = mount_of(path).type.lower()
-    return kind if kind in _NETWORK_FILE_SYSTEMS else ""
+    is_remote = mount_of(base).type.lower() in _NETWORK_FILE_SYSTEMS
+    return Path(f"/var/tmp/refiner-{os.getuid()}") if is_remote else base
 
 
 class ServerError(RefinerError, RuntimeError):
@@ -354,11 +348,9 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
     port = _free_port(files)
     if files.log.exists() and files.log.stat().st_size > _LOG_LIMIT_BYTES:
         files.log.replace(files.log.with_suffix(".log.1"))
-    command = [sys.executable, "-P", "-m", "prefect", "server", "start"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
     descriptor = os.open(files.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "wb") as output:
-        child = start_apart(command, output, _server_env(files, port, env), cwd=files.folder)
+        child = start_apart(_command(port), output, _server_env(files, port, env), cwd=files.folder)
     record: dict[str, Any] = {
         # Not reaped before its number is noted, so that the number cannot mean another process.
         "process": str(ProcessId.of(child.pid)),
@@ -368,6 +360,11 @@ def _start(files: _Files, env: Mapping[str, str]) -> None:
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_json(files.json, record)
+
+
+def _command(port: int) -> list[str]:
+    command = [sys.executable, "-P", "-m", "prefect", "server", "start"]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def _server_env(files: _Files, port: int, env: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.attempt.stage_io import AttemptIO, Heartbeat, hash_files, redirect_output
+from infra.attempt.stage_io import AttemptIO, Heartbeat, redirect_output
 from infra.disk.keeper import DiskKeeper
 from infra.host.files import PASSING, exists, make_folder
 from infra.host.processes import ProcessId, host_name
@@ -42,7 +42,13 @@ from infra.jobs.protocol import AttemptRef
 from infra.jobs.signals import AttemptClosed, SlurmJob, StopFlag, why_stopped
 from infra.store import atomic
 from infra.store.atomic import is_no_space, is_read_only, no_space_guard
-from infra.store.checkpoints import CheckpointStore, checkpoint_to_export, held_steps, tree_bytes
+from infra.store.checkpoints import (
+    CheckpointStore,
+    checkpoint_to_export,
+    hash_files,
+    held_steps,
+    tree_bytes,
+)
 from infra.store.provenance import job_provenance
 from infra.store.workspace import Workspace, now_text
 from infra.tracking import TrackedRun, Tracker, without_paths

@@ -199,12 +199,6 @@ class Router:
         for stage in stages:
             self.dispatchers[self.executor_for(stage)].check(stage)
 
-    def submit(
-        self, executor: str, requests: Sequence[JobRequest]
-    ) -> Mapping[AttemptRef, Exception]:
-        """Start jobs of one executor; what went wrong, by attempt."""
-        return self.dispatchers[executor].submit(requests)
-
     def look(self, attempts: Sequence[OpenAttempt]) -> dict[AttemptRef, JobSight]:
         """All of them, by one look per dispatcher. Jobs of an executor that this call does not
         have are ``unknown``."""

@@ -111,16 +111,15 @@ class Actor:
         groups: dict[str, list[tuple[PlannedStage, JobRequest]]] = {}
         for action in actions:
             with errors.at(action.stage.id):
-                executor, record = (
-                    self.router.executor_for(action.stage),
-                    records.get(action.stage.id),
-                )
+                executor = self.router.executor_for(action.stage)
+                record = records.get(action.stage.id)
                 request = self._claim(action, executor, record.attempts if record else ())
                 if request is not None:
                     groups.setdefault(executor, []).append((action.stage, request))
         for executor, members in groups.items():
             with errors.at(*(stage.id for stage, _ in members)):
-                failed = self.router.submit(executor, [request for _, request in members])
+                requests = [request for _, request in members]
+                failed = self.router.dispatchers[executor].submit(requests)
                 for stage, request in members:
                     with errors.at(stage.id):
                         if error := failed.get(request.ref):

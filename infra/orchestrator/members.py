@@ -26,7 +26,7 @@ from infra.store.orchestrators import CallLeases, take_up
 from infra.store.provenance import require_snapshot
 from infra.store.workspace import Workspace, now_text
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import RunRecord
+from refiner_core.contract.records import RunRecord, picked
 from refiner_core.contract.types import StageView
 
 log = logging.getLogger(__name__)
@@ -67,15 +67,8 @@ class Diary:
 
 def stage_event(view: StageView) -> dict[str, Any]:
     """A stage's view as an event."""
-    return {
-        "event": "stage",
-        "stage": view.name,
-        "state": view.state,
-        "attempt": view.attempt,
-        "job": view.job_id,
-        "seconds": round(view.seconds, 3),
-        "message": view.message,
-    }
+    said = {"stage": view.name, "job": view.job_id, "seconds": round(view.seconds, 3)}
+    return {"event": "stage", **said, **picked(view, "state", "attempt", "message")}
 
 
 class Member(Diary):

@@ -23,7 +23,7 @@ from infra.disk.keeper import DiskKeeper
 from infra.host.processes import ProcessId, wait_for
 from infra.jobs.dispatch import Router
 from infra.jobs.failures import is_outage
-from infra.jobs.protocol import OpenAttempt
+from infra.jobs.protocol import AttemptRef, OpenAttempt
 from infra.orchestrator.acting import Actor, cancelled_of, left_to, seen_by
 from infra.orchestrator.members import Member, Source
 from infra.orchestrator.observe import Observer
@@ -46,7 +46,7 @@ from infra.orchestrator.reconcile import (
     union_of,
 )
 from infra.orchestrator.timeline import first_line
-from infra.orchestrator.waiting import Backoff, Rooms, Trouble
+from infra.orchestrator.waiting import Rooms, Trouble, not_before
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import Interrupted
@@ -207,7 +207,7 @@ class Orchestrator:
             *(workspace, router, self.owner, self.members, self._homes, self._rooms),
             *(self._settings.grace_s, clock),
         )
-        self._backoff = Backoff(self._settings.backoff_s, clock)
+        self._ready_at: dict[AttemptRef, float] = {}  # when an attempt after these may begin
         self._records: dict[str, StageRecord] = {}
         self._seen: dict[str, Seen] = {}
         self._open: dict[str, OpenAttempt] = {}
@@ -406,6 +406,8 @@ class Orchestrator:
             checkpoints=frozenset(checkpoints),
             ready=self._ready,
         )
+        now, began = self._clock(), self._ended_before
+        pauses = not_before(self._records, began, self._ready_at, self._settings.backoff_s, now)
         policy = Policy(
             max_parallel=self._settings.max_parallel,
             retries=self._settings.retries,
@@ -413,8 +415,8 @@ class Orchestrator:
             cancelled=frozenset(cancelled_of(self.members)),
             ended_before=self._ended_before,
             refused=self._actor.refused,
-            now=self._clock(),
-            not_before=self._backoff.not_before(self._records, self._ended_before),
+            now=now,
+            not_before=pauses,
             gave_up=self._rooms.gave_up(),
             runs_local=lambda stage: self.router.executor_for(stage) == "local",
         )

@@ -205,7 +205,7 @@ class NotReady(Exception):
     """It does not answer (yet)."""
 
 
-class PortTaken(KilledError):
+class _PortTaken(KilledError):
     """Somebody else was faster to listen there."""
 
 
@@ -309,7 +309,7 @@ class ServerProcess(abc.ABC):
                 return
             except BaseException as error:
                 self.stop(0.0)
-                if not isinstance(error, PortTaken) or tries == _PORTS_TRIED:
+                if not isinstance(error, _PortTaken) or tries == _PORTS_TRIED:
                     raise
                 log.warning("%s; trying another one", error.what)
 
@@ -348,14 +348,14 @@ class ServerProcess(abc.ABC):
         ------
         NotReady
             It does not, yet.
-        PortTaken
+        _PortTaken
             Somebody else does.
         """
         holder = "nobody"
         if self._child is not None:
             holder = holder_of(self.at.port, self._child.pid, by_daemon=self.by_daemon)
         if holder == "another":
-            raise PortTaken(
+            raise _PortTaken(
                 f"Port {self.at.port} was given to {self.name.lower()}, and a process that "
                 "it has not started listens there",
                 expected="that nobody takes a port between two looks",
@@ -386,7 +386,7 @@ class ServerProcess(abc.ABC):
             self._child.wait_read()
         said = self.last_word()
         if early and _PORT_TAKEN.search("\n".join(self._tail)):
-            return PortTaken(
+            return _PortTaken(
                 f"Port taken: {said}",
                 expected="a port that nobody listens on",
                 fix="nothing; another one is tried",

@@ -146,20 +146,15 @@ class SlurmDispatcher:
             groups[self._submitter.shape(request)].append(request)
         for group in groups.values():
             for start in range(0, len(group), self.profile.array_size):
-                members = group[start : start + self.profile.array_size]
+                members = tuple(group[start : start + self.profile.array_size])
                 alone = len(members) < self.profile.array_min
-                for together in [[m] for m in members] if alone else [members]:
-                    yield self._submission(together)
-
-    def _submission(self, requests: Sequence[JobRequest]) -> Submission:
-        first, layout = requests[0], self.workspace.layout
-        if len(requests) == 1:
-            name, folder = first.comment, layout.attempt(*first.ref).submitit
-        else:
-            name = f"refiner-array-{secrets.token_hex(8)}"
-            folder = layout.batches / name
-        commands = tuple(self.command(request) for request in requests)
-        return Submission(name, folder, tuple(requests), commands)
+                for together in [(m,) for m in members] if alone else [members]:
+                    first, layout = together[0], self.workspace.layout
+                    name, folder = first.comment, layout.attempt(*first.ref).submitit
+                    if len(together) > 1:
+                        name = f"refiner-array-{secrets.token_hex(8)}"
+                        folder = layout.batches / name
+                    yield Submission(name, folder, together, tuple(map(self.command, together)))
 
     def command(self, request: JobRequest) -> list[str]:
         """The job's argument list."""

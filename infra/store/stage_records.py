@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from infra.host.files import again, exists, is_folder, make_folder, names_in, opens, status_of
+from infra.host.files import again, exists, is_folder, make_folder, names_in, opens
 from infra.store import atomic
 from infra.store.atomic import no_space_guard
-from infra.store.checkpoints import MARKER, hash_of, reclaimed_text
+from infra.store.checkpoints import MARKER, hash_of, reclaimed_text, size_damage
 from infra.store.layout import Layout
 from infra.store.records import DAMAGED_FILE, RecordFiles, now_text
 from refiner_core.contract.config import RecipeConfig
@@ -116,14 +116,6 @@ def target_damage(report: Mapping[str, Any]) -> str | None:
         if there.get(name) != digest:
             return f"{target / name} has been replaced by another publication"
     return next(filter(None, (size_damage(target / f["path"], f["bytes"]) for f in weights)), None)
-
-
-def size_damage(path: Path, size: int) -> str | None:
-    """Say that a file is not there, or not as long as it was; None if it is."""
-    found = status_of(path)
-    if found is None:
-        return f"{path} is gone"
-    return None if found.st_size == size else f"{path} has {found.st_size} bytes instead of {size}"
 
 
 @dataclass(frozen=True)
