@@ -34,7 +34,7 @@ from infra.store import atomic
 from infra.store.atomic import no_space_guard
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import TrackingConfig
-from refiner_core.contract.errors import RefinerError, UnsupportedError
+from refiner_core.contract.errors import RefinerError, SystemOutage, UnsupportedError
 
 #: Where an online run can be looked at: `{"url": …}`.
 ADDRESS_FILE = "tracking.json"
@@ -228,7 +228,7 @@ def send(runs: Sequence[OfflineRun], tell: Callable[[int, int], None]) -> int:
 
     Raises
     ------
-    TrackerOutage
+    SystemOutage
         The server cannot be reached, or refuses; what was sent is noted.
     UnsupportedError
         Nobody is logged in.
@@ -270,7 +270,7 @@ def check_server(address: str) -> None:
 
     Raises
     ------
-    TrackerOutage
+    SystemOutage
         It does not.
     """
     try:
@@ -280,7 +280,7 @@ def check_server(address: str) -> None:
         return  # it has answered
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise TrackerOutage(
+        raise SystemOutage(
             f"The W&B server {shown_address(address)} does not answer ({reason}).",
             expected="a node from which it can be reached",
             fix="run the same command where the network is, or set WANDB_BASE_URL to your server",
@@ -333,7 +333,7 @@ def _refused(said: str, done: int, total: int) -> RefinerError:
             fix="set it, and run the same command again",
         )
     lines = [line.removeprefix("wandb: ").strip() for line in said.splitlines() if line.strip()]
-    return TrackerOutage(
+    return SystemOutage(
         f"W&B took {done} of {total} runs and then: {lines[-1][:200] if lines else 'nothing'}",
         expected="all of them sent",
         fix="run the same command again; what was sent is not sent twice",

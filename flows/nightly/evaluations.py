@@ -20,7 +20,7 @@ from flows.running.calls import pin_code, record_run
 from flows.running.console import Console
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
@@ -81,7 +81,7 @@ def carry_out(
 
     config = members[0].plan.config
     router = make_router(config.dispatch, workspace)
-    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
+    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
     return {member.name: (member.run.run, member.views()) for member in members}
 
 

@@ -24,7 +24,7 @@ from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import find_run, unfinished_runs
 from infra.host.secrets import mask_keys_of
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.store import atomic
 from infra.store.orchestrators import orchestrator_of
 from infra.store.workspace import Workspace, now_text
@@ -75,7 +75,7 @@ def pin_code(workspace: Workspace) -> Pinned:
     """
     from infra.store import provenance
 
-    code = provenance.snapshot_code(workspace).id
+    code = provenance.snapshot_code(workspace).name
     checkout, command = provenance.checkout_of(), provenance.this_command()
     known = provenance.run_provenance(command, code, checkout)
     diff = provenance.limited_diff(checkout.diff) if checkout.diff else ""
@@ -399,7 +399,7 @@ def work_on(
             say=shown.warn,
         )
     views = orchestrate(
-        Given([member]),
+        Source([member]),
         workspace,
         router,
         plan.config,

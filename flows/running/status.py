@@ -22,7 +22,7 @@ from infra.disk.probe import Prober, Room
 from infra.jobs.dispatch import LocalDispatcher, Router, router_to_look
 from infra.jobs.failures import CLASSES, budget_left
 from infra.jobs.protocol import AttemptRef, JobSight, OpenAttempt
-from infra.orchestrator.observe import Observer, Patience
+from infra.orchestrator.observe import Observer
 from infra.orchestrator.reconcile import NO_ROOM, Seen
 from infra.orchestrator.timeline import Incident, devices_of, first_line, run_events, run_incidents
 from infra.store.orchestrators import Orchestrator, Standing, orchestrator_of
@@ -432,12 +432,11 @@ class Watcher:
         self.workspace, self.run = workspace, run
         settings = from_json(DispatchConfig, run.config.get("dispatch") or {})
         self._retries = settings.retries
-        patience = Patience(settings.heartbeat_timeout_s, settings.hung_after_s)
         near = {"local": LocalDispatcher(workspace)}
         alone = Router(near, lambda _: "local", missing="no scheduler was asked")
         router = router_to_look(settings, workspace) if ask else alone
         self._router = HurriedRouter(router, wait_s)
-        self._observer = Observer(workspace, self._router, patience)
+        self._observer = Observer(workspace, self._router, settings)
         config = from_json(DiskConfig, run.config.get("disk") or {})
         self._room = Prober(workspace.layout.data, config), _Hurry[Room](wait_s)
 

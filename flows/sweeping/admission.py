@@ -35,9 +35,9 @@ from flows.running.calls import Pinned, pin_code, record_run
 from flows.sweeping.budget import Budget
 from flows.sweeping.forecasting import canary_text, forecast_lines
 from flows.sweeping.status import last_words
-from infra.host.processes import ProcessId, own_python, start_apart
+from infra.host.processes import own_python, start_apart
 from infra.jobs.failures import is_outage
-from infra.orchestrator.members import Diary, Member, RequestStop
+from infra.orchestrator.members import Diary, Member, Source
 from infra.orchestrator.timeline import first_line
 from infra.orchestrator.waiting import Outage, with_patience
 from infra.store import atomic
@@ -246,8 +246,8 @@ class LivePage:
 
 
 @dataclass
-class Admission:
-    """Admits the trials of a sweep; a :class:`infra.orchestrator.members.Source`.
+class Admission(Source):
+    """Admits the trials of a sweep.
 
     Parameters
     ----------
@@ -289,7 +289,7 @@ class Admission:
     tell: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     page: LivePage | None = None
-    request_stop: RequestStop = field(init=False)
+    request_stop: Callable[..., None] = field(init=False)
     live: dict[str, Member] = field(default_factory=dict)
     words: dict[str, TrialWord] = field(default_factory=dict)
     held: str = ""
@@ -308,7 +308,7 @@ class Admission:
         self._name = self.plan.sweep.name
         self._most = _concurrency(self.plan)
         self._told = last_words(self.workspace, self._name)
-        self._diary = Diary(self.workspace, sweep_call(self._name), str(ProcessId.of()))
+        self._diary = Diary(self.workspace, sweep_call(self._name))
         self._outage = Outage(self.poll_s, lambda: self.clock(), self.note)
 
     # ------------------------------------------------------------ for the orchestrator

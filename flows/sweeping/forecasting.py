@@ -25,14 +25,14 @@ from flows.sweeping.budget import UseReader, judge_calls_in
 from flows.sweeping.status import use_file
 from infra.disk.forecast import Knowledge, forecast_disk, size_of_model
 from infra.jobs.protocol import tail_of
-from infra.orchestrator.timeline import devices_of, rough, size_text
+from infra.orchestrator.timeline import devices_of, rough
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.placement import STAGES
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import StageRecord, picked
 from refiner_core.contract.services import is_service
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import size, table_lines
 from sweeps.forecast import (
     CanaryMeasure,
     History,
@@ -217,9 +217,9 @@ def forecast_lines(
     lines = [_total_line(forecast), *table_lines(rows, indent="  ")]
     lines += [f"  canary: {canary_text(measured)}" for measured in forecast.canary]
     if forecast.disk_bytes is not None:
-        free = "" if free_bytes is None else f", {size_text(free_bytes)} free"
+        free = "" if free_bytes is None else f", {size(free_bytes)} free"
         note = f" ({forecast.disk_basis})" if forecast.disk_basis else ""
-        lines.append(f"Disk: {size_text(forecast.disk_bytes)} at a time{free}{note}")
+        lines.append(f"Disk: {size(forecast.disk_bytes)} at a time{free}{note}")
     lines += [f"Limit: {p.text}" for p in passed]
     return lines
 
@@ -257,7 +257,7 @@ def canary_text(measured: CanaryMeasure) -> str:
     if measured.tokens_per_second is not None:
         parts.append(f"{measured.tokens_per_second:.0f} tokens/s")
     if measured.peak_memory_bytes is not None:
-        parts.append(f"{size_text(measured.peak_memory_bytes)} of memory at most")
+        parts.append(f"{size(measured.peak_memory_bytes)} of memory at most")
     return f"{measured.steps} steps of {measured.stage}: {', '.join(parts) or 'no numbers'}"
 
 

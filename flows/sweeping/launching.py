@@ -151,7 +151,7 @@ def pin_for(workspace: Workspace, name: str) -> Pinned:
     """The code as it is now, and where it comes from, kept beside the sweep: who works on it in the
     background imports the snapshot, and knows nothing of a checkout."""
     code = snapshot_code(workspace)
-    path = sweep_folder(workspace, name) / "pinned" / f"{code.id}.json"
+    path = sweep_folder(workspace, name) / "pinned" / f"{code.name}.json"
     if (found := workspace.read_control(path)) is not None:
         return from_json(Pinned, found)
     pinned = pin_code(workspace)

@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 from infra.foreign.process import TrainerProcess, kernel_oom_kills
-from infra.host.files import write_private
 from infra.host.processes import environment, free_port, node_address
 from infra.jobs.failures import class_of_text
 from infra.jobs.signals import SlurmJob
@@ -130,9 +129,8 @@ class OtherNodes:
         self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> OtherNodes:
-        temporary = atomic.temporary_name(self._path)
-        write_private(temporary, json.dumps(self._note))  # it holds a key
-        temporary.replace(self._path)
+        note = json.dumps(self._note).encode()
+        atomic.write_bytes(self._path, note, mode=0o600)  # it holds a key
         return self
 
     def __exit__(self, *_: object) -> None:

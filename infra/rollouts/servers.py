@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import psutil
 
@@ -40,7 +40,6 @@ from infra.services.process import (
     Listening,
     NotReady,
     ServerProcess,
-    Words,
     ask_server,
     server_environment,
     shell_text,
@@ -240,19 +239,7 @@ class _RolloutServer(ServerProcess):
     place: Place
     weights: Path
     shared: set[Path] = field(default_factory=set)
-
-    @property
-    def words(self) -> Words:
-        """See :class:`~infra.services.process.ServerProcess`."""
-        return Words(
-            self.name,
-            not_found="set grpo.rollout_server.python to the interpreter that has vLLM, or make "
-            "`vllm` known in grpo.rollout_server.setup",
-            mistake="correct grpo.rollout_server.args, and see that this vLLM knows the model",
-            container="grpo.rollout_server.container",
-            timeout="grpo.rollout_server.start_timeout_s",
-            again="run the same command again; the stage goes on from its last checkpoint",
-        )
+    section: ClassVar[str] = "grpo.rollout_server"
 
     @property
     def settings(self) -> RolloutServerConfig:

@@ -21,7 +21,7 @@ from flows.sweeping.admission import Admission, find_canary
 from flows.sweeping.budget import Budget, UseReader
 from infra.disk.keeper import DiskKeeper
 from infra.jobs.dispatch import Router
-from infra.orchestrator.members import Given, Member, Source
+from infra.orchestrator.members import Member, Source
 from infra.orchestrator.orchestrator import Orchestrator
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import take_up
@@ -294,7 +294,7 @@ class Schedule:
         plans = {"": self.plan}
         if self.form == "night":
             plans = {f"seed{seed}": plan for seed, plan in trial_plans().items()}
-        return Given(
+        return Source(
             [
                 Member(plan, run_record(workspace, plan), workspace, name, clock)
                 for name, plan in plans.items()
