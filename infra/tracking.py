@@ -162,13 +162,6 @@ def tracked_address(folder: Path) -> str | None:
     return str(address) if address else None
 
 
-class TrackerOutage(RefinerError, RuntimeError):
-    """The W&B server cannot be reached, or did not take what it was sent."""
-
-    exit_code = 7
-    resumable = True
-
-
 @dataclass(frozen=True)
 class OfflineRun:
     """One attempt's offline run.

@@ -20,7 +20,7 @@ from flows.running.calls import pin_code, record_run
 from flows.running.console import Console
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Member
+from infra.orchestrator.members import Member, Source
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
