@@ -114,7 +114,7 @@ def submit(*_):
     sys.stdout.flush()
     os._exit(0)
 
-dispatch.Router.submit = submit
+dispatch.LocalDispatcher.submit = submit
 from flows.cli.main import main
 sys.argv = ["refiner", "run", "tiny", "workspace={folder}", "--no-server"]
 main()
