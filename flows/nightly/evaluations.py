@@ -24,7 +24,6 @@ from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, StageResult
@@ -37,12 +36,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class At:
-    """Context of a night; ``base`` is the recipe."""
+    """Context of a night."""
 
     nightly: Nightly
     workspace: Workspace
     records: NightlyRecords
-    base: RecipeConfig
     tell: Tell
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,6 @@ from flows.nightly.evaluations import (
     harvest,
     night_held,
 )
-from flows.nightly.files import load_nightly, workspace_of
 from flows.nightly.history import deliver, raise_alerts, read_history
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
@@ -33,11 +32,13 @@ from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.files import readable
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import picked, to_json
+from refiner_core.contract.shipped import find_file, shipped_files
 from refiner_core.evaluation.metrics import has_metric, metrics_of
-from refiner_core.nightly.definition import Nightly, Schedule
+from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
 from refiner_core.nightly.page import Reading, open_alerts, trend_page
 from refiner_core.report.printing import measured
 
@@ -105,6 +106,57 @@ class NightlyHistory(NamedTuple):
     records: NightlyRecords
 
 
+def shipped_nightlies() -> dict[str, Path]:
+    """Names and files of the nightly evaluations that come with refiner."""
+    return shipped_files("flows.nightly")
+
+
+def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
+    """The nightly evaluation of a shipped name or a YAML file.
+
+    Parameters
+    ----------
+    overrides
+        Of the recipe, for this call: they come after those of the file. ``workspace=DIR`` is taken
+        from the current folder.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file, or what it says cannot be meant.
+    """
+    shipped = shipped_nightlies()
+    path = find_file(file, "nightly evaluation", shipped).absolute()
+    folder = Path.cwd() if file in shipped else path.parent
+    with readable(path, f"The nightly file {path}"):
+        text = path.read_text(encoding="utf-8")
+    nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
+    return replace(nightly, overrides=(*nightly.overrides, *map(_whole, overrides)))
+
+
+def _whole(override: str) -> str:
+    """The same from any folder."""
+    key, sep, value = override.partition("=")
+    if sep and key.strip() == "workspace":
+        return f"workspace={Path(value).expanduser().absolute()}"
+    return override
+
+
+def workspace_of(nightly: Nightly) -> Path:
+    """The folder of the workspace that its recipe and overrides name."""
+    with contextlib.chdir(nightly.folder):
+        config = load_recipe(nightly.recipe, nightly.overrides)
+        return Path(config.workspace).expanduser().absolute()
+
+
+def due_night(nightly: Nightly, now: datetime) -> str:
+    """The newest night, where something was done before and it is not; else empty."""
+    workspace = Workspace.read_only(workspace_of(nightly))
+    records = NightlyRecords(workspace, nightly.name)
+    night = Schedule(nightly.schedule, nightly.timezone).night_at(now)
+    return night if records.nights() and records.ended(night) is None else ""
+
+
 def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
     """Whether a nightly evaluation can be carried out. Changes nothing.
 
@@ -131,7 +183,7 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
         base = load_recipe(nightly.recipe, nightly.overrides)
         workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
         canary = _pinned_canary(nightly, workspace)
-        plan = night_plan(nightly, canary, "2026-01-01", base)
+        plan = night_plan(nightly, canary, "2026-01-01")
         if alien := next((m for m in nightly.alerts.metrics if not has_metric(base, m)), None):
             known = metrics_of(base)
             raise ConfigurationError(
@@ -316,7 +368,7 @@ def run_night(
                 return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
             entries: tuple[_Entry, ...] = ()
             if records.ended(wanted) is None:
-                entries = _tonight(At(nightly, workspace, records, base, tell), wanted)
+                entries = _tonight(At(nightly, workspace, records, tell), wanted)
                 if all(e.state != "failed" for e in entries):
                     states = {e.checkpoint: e.state for e in entries}
                     records.end_night(wanted, {"entries": states})
@@ -344,7 +396,7 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
     for checkpoint in at.nightly.everybody:
         try:
             found = resolve(checkpoint, at.workspace)
-            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night, at.base))
+            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night))
         except NothingYet as error:
             at.records.miss(night, checkpoint.name, error.what)
             entries[checkpoint.name] = _Entry(checkpoint.name, "missing", error.what)

@@ -330,7 +330,7 @@ class Engine:
             item.avoid = server
             item.tries += 1
             over = item.tries > config.max_retries
-            doubtful = over and trouble is Trouble.GONE and server.breaker.state == "closed"
+            doubtful = over and trouble is Trouble.GONE and server.state == "closed"
             if doubtful and not await self._found(server):
                 continue
             wait_s = self._wait_s(item, server, answer)
@@ -507,7 +507,7 @@ class Engine:
         self._paused_since, self.pause = None, ""
 
     async def _probe(self, server: Server) -> None:
-        server.breaker.probed(await self._client.alive(server))
+        server.probed(await self._client.alive(server))
 
     def _renew(self) -> None:
         """Look up where servers are: at once, or in a thread where that may take its time."""
@@ -543,8 +543,8 @@ class Engine:
             look = self._looks[server] = asyncio.create_task(self._client.alive(server))
             look.add_done_callback(lambda _: self._looks.pop(server))
         alive = await asyncio.shield(look)
-        if not alive and server.breaker.state == "closed":
-            server.breaker.open()
+        if not alive and server.state == "closed":
+            server.open()
         return alive
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

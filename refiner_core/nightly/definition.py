@@ -25,6 +25,7 @@ is for who has a workspace.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,16 +244,17 @@ class Schedule:
         ConfigurationError
             It is no date, or the schedule has no night on it.
         """
-        day = _date(night)
-        start = datetime(day.year, day.month, day.day, tzinfo=self._zone) - timedelta(seconds=1)
-        begins = self.next_after(start)
-        if begins.date() != day:
-            raise ConfigurationError(
-                f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
-                expected=f"a date on which it has one, such as {begins.date()}",
-                fix="name another --night, or correct `schedule`",
-            )
-        return begins
+        with contextlib.suppress(ValueError):
+            day = date.fromisoformat(night)
+            start = datetime(day.year, day.month, day.day, tzinfo=self._zone)
+            begins = self.next_after(start - timedelta(seconds=1))
+            if begins.date() == day:
+                return begins
+        raise ConfigurationError(
+            f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
+            expected="a date (YYYY-MM-DD) on which it has one",
+            fix="name another --night, or correct `schedule`",
+        )
 
     def _here(self, moment: datetime) -> datetime:
         """The moment in the zone, as a plain one: Prefect's are of a kind that computes otherwise,
@@ -293,15 +295,6 @@ def _zone(name: str) -> ZoneInfo:
             f"There is no time zone {name!r}.{suggest(name, available_timezones())}",
             expected="an IANA name such as Europe/Berlin, or UTC",
             fix="correct `timezone`",
-        ) from error
-
-
-def _date(text: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{text!r} is no date.", expected="a night as YYYY-MM-DD", fix="correct --night"
         ) from error
 
 

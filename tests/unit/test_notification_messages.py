@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import apprise
@@ -210,11 +211,17 @@ class Watched(NamedTuple):
 
 def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: bool) -> Watched:
     heard, clock, supervisor = Heard(), [0.0], Sweep(states)
+    record = SimpleNamespace(recipe="tiny", started_at="")
+    about = (
+        sweep_call("betas"),
+        record,
+        NotifyConfig(command="true"),
+        Workspace.open(root),
+        before,
+    )
     watching = SweepWatching(
-        supervisor, resumed=resumed, before=before, topic=replace(TOPIC, call=sweep_call("betas")),
-        notify=NotifyConfig(command="true"), workspace=Workspace.open(root), sender=heard,
-        clock=lambda: clock[0],
-    )  # fmt: skip
+        supervisor, *about, resumed=resumed, say=print, sender=heard, clock=lambda: clock[0]
+    )
     watching.show(supervisor.views())
     return Watched(supervisor, watching, heard.told, clock)
 
