@@ -5,6 +5,9 @@ In: a nightly evaluation and a night (default: the newest that has begun). Out: 
 at once: one process works on a night, lines of the history are written once, and what is done is
 not done again. A night that an earlier process has left unfinished goes on. Its trend page is
 ``WORKSPACE/nightly/NAME/page.html``, one file that needs nothing else.
+
+Relative paths of a nightly file mean what they say below the file's own folder, wherever a clock
+has started us (of a shipped one, below the current folder).
 """
 
 from __future__ import annotations

@@ -126,12 +126,10 @@ def prove(found: list[Sighting], step: int | None) -> list[Sighting]:
     """
     proved = list(found)
     for number, sighting in reversed([*enumerate(found)]):
-        if not sighting.usable or step not in (None, sighting.step):
-            continue
-        damage = contents_damage(sighting.path)
-        if damage is None:
-            break
-        proved[number] = sighting._replace(damage=damage)
+        if sighting.usable and step in (None, sighting.step):
+            if (wrong := contents_damage(sighting.path)) is None:
+                break
+            proved[number] = sighting._replace(damage=wrong)
     return proved
 
 

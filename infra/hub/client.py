@@ -318,8 +318,8 @@ class _HubSession(httpx2.Client):
                 why, asked = _words(response), asked_wait(response)
             failures += 1
             if not self._patience.wait(failures, asked, since):
-                when = "" if asked is None else f" It asks to wait {asked:.0f} s."
-                raise outage(why, self.doing, self._repo_id, when=when) from None
+                why += "" if asked is None else f"; it asks to wait {asked:.0f} s"
+                raise outage(why, self.doing, self._repo_id) from None
             if begin is not None:
                 body.seek(begin)
 

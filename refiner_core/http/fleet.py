@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -30,17 +29,10 @@ from refiner_core.contract.types import Endpoint
 State = Literal["closed", "open", "probing", "half_open"]
 
 
-class Trouble(Enum):
-    """What a call says about its server."""
-
-    #: It answered.
-    NONE = "none"
-    #: It asked for patience (408, 429): neither well nor ill.
-    BUSY = "busy"
-    #: It is there and does not work: 500, time-out.
-    SICK = "sick"
-    #: It is not there: connection lost or refused, 502, 503, 504.
-    GONE = "gone"
+#: What a call says about its server: it answered (``none``); it asked for patience (408, 429), and
+#: is neither well nor ill (``busy``); it is there and ill: 500, time-out (``sick``); it is
+#: not there: connection lost or refused, 502, 503, 504 (``gone``).
+Trouble = Literal["none", "busy", "sick", "gone"]
 
 
 @dataclass(frozen=True)
@@ -99,12 +91,12 @@ class Server:
 
     def note(self, call: Hashable, trouble: Trouble) -> None:
         """A call has ended."""
-        if trouble is Trouble.BUSY:
+        if trouble == "busy":
             return
-        if trouble is Trouble.NONE:
+        if trouble == "none":
             self.state, self._in_vain = "closed", 0
             self._failing.clear()
-        elif self.state == "half_open" and trouble is Trouble.GONE:
+        elif self.state == "half_open" and trouble == "gone":
             self._in_vain += 1
             self.open()
         elif self.state in ("closed", "half_open"):
@@ -226,7 +218,7 @@ class Fleet:
         server.in_flight -= 1
         server.on_trial -= trial
         server.note(call, trouble)
-        return trouble is Trouble.GONE and not trial and server.state != "closed"
+        return trouble == "gone" and not trial and server.state != "closed"
 
     def due_probes(self) -> list[Server]:
         """Servers to look at now; each answer goes to their breakers."""

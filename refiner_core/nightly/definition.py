@@ -42,7 +42,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.records import from_json
-from refiner_core.contract.sections.steering import Alarm, is_place
+from refiner_core.contract.sections.steering import Alarm, check_places
 from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.
@@ -453,14 +453,8 @@ def _alerts(value: Any) -> dict[str, Any]:
         if channel == "webhook":
             warn_former("alerts.channels.webhook", "it works as `url`, which takes its place", "")
             channel = "url"
-        if channel == "url" and not is_place(str(what)):
-            raise ConfigurationError(
-                "`alerts.channels.url` is an address, or something else that is no name of a "
-                "variable.",
-                expected="the name of the environment variable, or the path (from / or ~/) of the "
-                "file, that holds the address, which is often a secret",
-                fix="write `url: NIGHTLY_HOOK`, and export that variable",
-            )
+        if channel == "url":
+            check_places("alerts.channels.url", [str(what)])
         alarms.append({"channel": channel, "what": what})
     return {**values, "alarms": alarms}
 

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from refiner_core.contract.types import Endpoint
 from refiner_core.http.fleet import BreakerSettings, Fleet, Server, Trouble
 
-NONE, BUSY, SICK, GONE = Trouble.NONE, Trouble.BUSY, Trouble.SICK, Trouble.GONE
+NONE: Trouble = "none"
+BUSY: Trouble = "busy"
+SICK: Trouble = "sick"
+GONE: Trouble = "gone"
 
 
 class Clock:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import apprise
 import psutil
 import pytest
 
@@ -400,10 +399,3 @@ def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failu
         hook.status = 302
         with pytest.raises(ChannelFailed, match="Address 1 in TEAM_HOOK did not take"):
             channels.send(Alarm("url", "TEAM_HOOK"), message)
-
-
-def test_services_are_known_by_the_addresses_that_they_give_out() -> None:
-    address = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7F"
-    asset = apprise.AppriseAsset()
-    service, is_plain = channels._service(address, words.stopped(TOPIC, "why"), asset)
-    assert (type(service).__name__, is_plain) == ("NotifySlack", False)
