@@ -132,7 +132,7 @@ def random_model(order: Order, folder: Path) -> Path:
     """A model of the order's shape with random weights in its type, as a folder, made where it
     will run: on a CPU four billion random numbers take minutes."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     from refiner_core.models import tiny_tokenizer
 
@@ -149,13 +149,8 @@ def random_model(order: Order, folder: Path) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, order.dtype))
-    try:
-        with torch.device(order.device):
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(order.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, order.dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
