@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
-from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage
+from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, refused
 from infra.publishing import (
     FileToPublish,
     FolderTarget,
@@ -187,12 +187,7 @@ class _Publishing:
             self.hub.create(private=wanted)
             info = self.hub.info()
         if info is None:
-            raise HubRefused(
-                f"The Hub shows no {publication.repo_id} to this token, and does not make it.",
-                expected="a repository that the token may see and write to",
-                fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
-                "publish.repo_id",
-            )
+            raise refused(404, "it is not made, either", "asking for it", publication.repo_id)
         for note in check_visibility(
             publication.repo_id, is_private=bool(info.private), wanted=wanted
         ):
@@ -434,21 +429,19 @@ def _check_name(repo_id: str) -> None:
 def _check_token(who: Mapping[str, Any], repo_id: str) -> None:
     owner, token = repo_id.partition("/")[0], (who.get("auth") or {}).get("accessToken") or {}
     roles = {str(o.get("name")): str(o.get("roleInOrg") or "") for o in who.get("orgs") or ()}
-    if owner != who.get("name") and roles.get(owner) not in _WRITING:
-        may = [str(who.get("name")), *(o for o, role in roles.items() if role in _WRITING)]
-        raise HubRefused(
-            f"The token of {who.get('name')} may not write to {owner} on the Hub.",
-            expected=f"an owner that it may write to: {', '.join(sorted(may))}",
-            fix="name one of them in publish.repo_id, or use another token (`hf auth login`, or "
-            "HF_TOKEN)",
-        )
-    if token.get("role") == "read" or _scoped_elsewhere(token, owner, repo_id):
-        raise HubRefused(
-            f"The token of {who.get('name')} may not write to {repo_id} on the Hub.",
-            expected="a token with write access to it",
-            fix="make one (Settings, Access Tokens) and log in with `hf auth login`, or set "
-            "HF_TOKEN where the publish stages run",
-        )
+    may = {str(who.get("name")), *(o for o, role in roles.items() if role in _WRITING)}
+    if owner not in may:
+        said = f"write to {', '.join(sorted(may))} alone"
+    elif token.get("role") == "read" or _scoped_elsewhere(token, owner, repo_id):
+        said = "not write there"
+    else:
+        return
+    raise HubRefused(
+        f"{repo_id} could not be published: the token of {who.get('name')} may {said}.",
+        expected=f"a token that may write to {owner}",
+        fix="use one with write access (`hf auth login`, or HF_TOKEN where the publish stages "
+        "run), or name another owner in publish.repo_id",
+    )
 
 
 def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> bool:
