@@ -92,7 +92,6 @@ def adopt_run(
     WorkspaceError
         The workspace cannot be used.
     """
-    beside = None if companions is None else Path(companions)
     place = Path(folder).expanduser().absolute()
     _refuse_ours(place)
     found = prove(sight(place), step)
@@ -104,20 +103,18 @@ def adopt_run(
         "workspace": str(Path(root).expanduser().absolute()),
         **{"dry_run": dry_run, "how": HOW_IN_WORDS[how]},
         "checkpoints": [_checkpoint_json(sighting, place) for sighting in found],
-        **{"adopted": None, "step": None, "recipe": None, "notes": [], "next": []},
+        **{"adopted": None, "step": None, "recipe": None, "notes": []},
+        "next": ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"],
     }
     if chosen is None:
-        report["next"] = ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"]
         return report
     model = name or (place.parent.name if chosen.path == place else place.name)
     stem = re.sub(r"[^\w.-]+", "-", f"{model}-step{chosen.step}").strip("-.")
     made = Path(report["workspace"]) / "adopted" / f"{stem}.yaml"
     rest = [o for o in overrides if not o.startswith("workspace=")]
-    report |= {
-        "step": chosen.step,
-        "recipe": str(made),
-        "next": ["refiner", "run", str(made), *rest],
-    }
+    report |= {"step": chosen.step, "recipe": str(made)}
+    report["next"] = ["refiner", "run", str(made), *rest]
+    beside = None if companions is None else Path(companions)
     if missing := missing_in(chosen.path, beside):
         report["notes"] = [
             f"step {chosen.step} lacks {', '.join(missing)}, so it can be neither published nor "
@@ -131,13 +128,13 @@ def adopt_run(
     if recipe is not None or "model.name_or_path" in given:
         # Refuses overrides that cannot be meant, before anything is made.
         base = load_recipe(recipe or "tiny", overrides).model.name_or_path
-    if dry_run:
-        return report
-    workspace = Workspace.open(root)
-    digest, report["adopted"] = adopt_checkpoint(workspace, chosen, how, beside, base)
-    fields = _recipe_fields(recipe, given, report)
-    fields["description"] = f"Another trainer's checkpoint, adopted from {Path(folder).name}."
-    write_recipe(made, digest, fields)
+    if not dry_run:
+        workspace = Workspace.open(root)
+        digest, report["adopted"] = _adopt(workspace, chosen, how, beside, base)
+        fields = _recipe_fields(recipe, given, report, digest)
+        text = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(made, f"# Written by `refiner adopt`. Edit it as any recipe.\n{text}")
     return report
 
 
@@ -159,14 +156,19 @@ def _checkpoint_json(found: Sighting, place: Path) -> dict[str, Any]:
 
 
 def _recipe_fields(
-    recipe: str | None, given: Mapping[str, str], report: Mapping[str, Any]
+    recipe: str | None, given: Mapping[str, str], report: Mapping[str, Any], digest: str
 ) -> dict[str, Any]:
+    """A recipe that publishes (and evaluates) what was adopted; the same call gives the same."""
     evaluates = recipe is not None or "data.rl_path" in given
     stages = ["data", "command", "publish", "evaluate"] if evaluates else ["command", "publish"]
+    source = Path(report["source"]).name
     fields: dict[str, Any] = {
-        **{"description": "", "workspace": report["workspace"], "stages": stages},
+        "description": f"Another trainer's checkpoint, adopted from {source}.",
+        **{"workspace": report["workspace"], "stages": stages},
         "publish": {"repo_id": f"refiner/{Path(report['recipe']).stem}"},
+        "command": {"run": "", "adopted": digest, "version": "", "env": []},
     }
+    fields["command"] |= {"resume_arguments": "", "companions": ""}
     if recipe is not None:
         # The adopted recipe lies elsewhere.
         is_file = Path(recipe).expanduser().is_file()
@@ -182,28 +184,14 @@ def _recipe_fields(
 # ---------------------------------------------------------------- the stage
 
 
-def adopt_checkpoint(
-    workspace: Workspace,
-    checkpoint: Sighting,
-    how: How = "link",
-    companions: Path | None = None,
-    base_model: str = "",
+def _adopt(
+    workspace: Workspace, checkpoint: Sighting, how: How, companions: Path | None, base_model: str
 ) -> tuple[str, dict[str, Any]]:
     """Record a checkpoint as the result of a `command` stage; its digest, and what ``adopt --json``
     says of it: ``new`` is False where it was there already.
 
     ``companions`` is a folder with the configuration and tokenizer that it lacks; ``base_model``
     what its training started from, where somebody knows.
-
-    Raises
-    ------
-    ConfigurationError
-        It cannot be linked here (``how="link"`` across file systems), or has links that lead out
-        of it.
-    NoSpaceError
-        It did not fit; nothing of it stays.
-    WorkspaceError
-        Somebody else is adopting it at this moment.
     """
     wanted = model_files(checkpoint.path, companions)
     files = tuple(_described(f"model/{name}", path) for name, path in sorted(wanted.items()))
@@ -224,17 +212,6 @@ def adopt_checkpoint(
     folder = folder or _record(workspace, stage, config, wanted, files, report)
     listed = [picked(file, "path", "bytes", "sha256") for file in files]
     return digest, {"id": stage.id, "new": new, "model": str(folder / "model"), "files": listed}
-
-
-def write_recipe(path: Path, digest: str, fields: dict[str, Any]) -> None:
-    """A recipe that publishes (and evaluates) what was adopted; the same call writes the same."""
-    command = {
-        **{"run": "", "adopted": digest, "version": "", "env": []},
-        **{"resume_arguments": "", "companions": ""},
-    }
-    text = yaml.safe_dump({**fields, "command": command}, sort_keys=False, allow_unicode=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, f"# Written by `refiner adopt`. Edit it as any recipe.\n{text}")
 
 
 def _record(

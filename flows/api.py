@@ -143,8 +143,7 @@ if TYPE_CHECKING:
     )
     from flows.sweeping.status import status_of_sweep, watch_sweep
     from flows.tracking import Synced, sync_tracking
-    from flows.why.explanation import explain_number
-    from flows.why.figures import find_numbers
+    from flows.why.explanation import explain_number, find_numbers
     from infra.prefect_server import server_status as prefect_server_status
     from infra.prefect_server import stop_server as stop_prefect_server
     from infra.slurm.profiles import list_profiles as list_slurm_profiles
@@ -161,7 +160,10 @@ _MODULES = {
 #: Former names: their successors take the workspace by its name.
 _FORMER = {"deploy_nightly": "deploy", "serve_nightly": "serve"}
 #: Functions whose rows were objects, and are mappings now.
-_ROWS = ("diff_runs", "explain_number", "make_sweep_report", "report_of_run", "try_channels")
+_ROWS = (
+    *("diff_runs", "explain_number", "make_sweep_report", "report_of_run", "rescore_share"),
+    "try_channels",
+)
 
 
 class _Row(dict[str, Any]):

@@ -7,14 +7,12 @@ and ``reference``, a card is markdown under ``card``.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from infra.orchestrator.timeline import Incident, clock_text
 from refiner_core.contract.types import StageView
-from refiner_core.report.printing import table
+from refiner_core.report.printing import short, table
 
 #: Prefect shows markdown as a whole; a card is a few kilobytes.
 _CARD_LIMIT_BYTES = 200_000
@@ -49,21 +47,6 @@ def shortened(text: str, path: str) -> str:
     return f"{whole}\n\nThe rest is in `{path}`.\n"
 
 
-def incidents_markdown(incidents: Sequence[Incident]) -> str:
-    """The timeline as a table, and what it cost in all."""
-    rows = [
-        {
-            "time (UTC)": clock_text(i.at),
-            "stage": i.stage,
-            "what": i.text,
-            "state": "resolved" if i.resolved else "open",
-        }
-        for i in incidents
-    ]
-    steps = sum(i.lost_steps or 0 for i in incidents)
-    return f"{markdown_table(rows)}\n\n{steps} steps were done again."
-
-
 def numbers_in(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Every evaluated number of a report, in its order."""
     found = [*report.get("evaluations", ()), *report.get("reference", ())]
@@ -90,9 +73,5 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    text = _number(value) if isinstance(value, float) else str("" if value is None else value)
+    text = short(value) if isinstance(value, float) else str("" if value is None else value)
     return inert(text).replace("|", "\\|").replace("\n", " ")
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) and abs(value) < 1e4 else f"{value:g}"

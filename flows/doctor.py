@@ -11,7 +11,6 @@ forecast of the disk, and its judge.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -36,8 +35,7 @@ from infra.host.secrets import mask_keys_of, masked, shown_override
 from infra.store.provenance import read_certificate
 from infra.tracking import shown_address
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
 from refiner_core.contract.loading import apply_overrides, load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.services import asks_judge, serves
@@ -86,11 +84,7 @@ def examine(
     """
     for area in only:
         if area not in AREAS:
-            raise ConfigurationError(
-                f"There is no area {area!r}.{suggest(area, AREAS)}",
-                expected="one of: " + ", ".join(AREAS),
-                fix="see `refiner doctor --help`",
-            )
+            raise no_such("There is no area", area, AREAS)
     config = load_recipe(recipe, overrides) if recipe else _defaults(overrides)
     mask_keys_of(config)
     plan, refusal = _planned(recipe, overrides) if recipe else (None, None)
@@ -237,7 +231,6 @@ def _judge(look: Look) -> Iterator[Finding]:
         yield fine(f"{judge.model}: word overlap, needs no server")
         return
     if judge.base_url or judge.base_urls:
-        yield _key(judge)
         yield _answer(look, judge)
     elif serves(judge):
         served = f"{judge.model} is served by refiner itself ({judge.serve.engine})"
@@ -251,16 +244,8 @@ def _judge(look: Look) -> Iterator[Finding]:
         )
 
 
-def _key(judge: JudgeConfig) -> Finding:
-    name = judge.api_key_env
-    if os.environ.get(name):
-        return fine(f"{name} is set", name="key")
-    what, why = "not set: the server is asked without a key", "only where the server asks for one"
-    return found("missing", f"{name} is {what}", f"export {name}=KEY", why, name="key")
-
-
 def _answer(look: Look, judge: JudgeConfig) -> Finding:
-    from flows.judges import KINDS, ask_examples
+    from flows.judges import KINDS, ask_in_turn, examples
     from infra.store.workspace import Workspace
 
     words = map(shown_address, _as_overrides(judge))
@@ -269,7 +254,7 @@ def _answer(look: Look, judge: JudgeConfig) -> Finding:
         workspace = Workspace.read_only(look.workspace)
         # An environment asks about assertions, and no more.
         kinds = KINDS[:1] if look.config.environment.name else KINDS
-        asked = ask_examples(workspace, judge, kinds)
+        asked = ask_in_turn(workspace, judge, examples(kinds))
     except RefinerError as error:
         return found(doubtful(look.recipe), error.what, mend, error.fix)
     what = f"{asked.judge} answered in {asked.seconds:.2f} s; schema {asked.schema}"

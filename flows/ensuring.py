@@ -17,9 +17,11 @@ Who does what:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -30,7 +32,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Completed, Failed, State
 
-from flows.flow_runs import LAST_LINE_S, TERMINATION_S, ShownStage, Views, as_task, flow_run_state
+from flows.flow_runs import LAST_LINE_S, TERMINATION_S, as_task, flow_run_state, show_stage
 from flows.running import calls
 from flows.running.background import detach
 from flows.running.following import Follower, Node
@@ -151,15 +153,17 @@ def _ensure(run: Run, stage: str) -> State[Any]:
             expected="it to work on the stage",
             fix=f"see {left.log}, then retry the flow run",
         )
-    followed = _Followed(room, part)
-    node = followed.follower.nodes[names[0]]
+    follower = Follower(room, part.run, part.stages)
+    node, followed = follower.nodes[names[0]], _Followed(room, part, follower)
     try:
-        state = ShownStage(part.run, node).until_over(followed)
+        state = show_stage(part.run, node, partial(followed.look, node.name))
     except TerminationSignal:
         followed.cancel()
-        followed.wait_for_saves()
+        until = time.monotonic() + TERMINATION_S
+        while time.monotonic() < until and followed.works:
+            time.sleep(0.2)
         raise
-    failed = [v for v in followed.follower.look().values() if v.state == "failed"]
+    failed = [v for v in follower.look().values() if v.state == "failed"]
     if failed:
         return Failed(message="; ".join(f"{v.name}: {v.message}" for v in failed))
     return _completed(room, node) if state.is_completed() else state
@@ -202,28 +206,23 @@ def _record_part(room: Workspace, whole: RunRecord, plan: Plan, names: list[str]
     return part
 
 
-class _Followed(Views):
-    """The newest views of a part, read when somebody waits for one; it hears what is wanted of
-    this flow run."""
+@dataclass
+class _Followed:
+    """A part that is read when somebody waits for a stage; it hears what is wanted of this flow
+    run."""
 
-    def __init__(self, room: Workspace, part: RunRecord) -> None:
-        super().__init__()
-        self.follower = Follower(room, part.run, part.stages)
-        self._room, self._part = room, part
-        self._gone_since: float | None = None
-        self._asked = False
+    room: Workspace
+    part: RunRecord
+    follower: Follower
+    gone_since: float = math.inf
+    asked: bool = False
 
-    def wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
+    def look(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
         """The view, and whether nobody works on the part any more."""
-        works = self._works()
+        now = time.monotonic()
+        self.gone_since = math.inf if self.works else min(self.gone_since, now)
         view = self.follower.look()[name]
-        if view.terminal:
-            return view, True
-        if works:
-            self._gone_since = None
-        else:
-            self._gone_since = self._gone_since or time.monotonic()
-        if self._gone_since and time.monotonic() - self._gone_since > LAST_LINE_S:
+        if view.terminal or now - self.gone_since > LAST_LINE_S:
             return view, True
         state = flow_run_state(this_run.id)
         if state is not None and (state.is_cancelling() or state.is_cancelled()):
@@ -235,15 +234,11 @@ class _Followed(Views):
         """Ask for the end of the part, once: its stages save."""
         from flows.running.cancelling import cancel
 
-        if not self._asked:
-            cancel(self._room, self._part, wait_s=0)
-        self._asked = True
+        if not self.asked:
+            cancel(self.room, self.part, wait_s=0)
+        self.asked = True
 
-    def wait_for_saves(self) -> None:
-        """As long as the runner gives."""
-        until = time.monotonic() + TERMINATION_S
-        while time.monotonic() < until and self._works():
-            time.sleep(0.2)
-
-    def _works(self) -> bool:
-        return orchestrator_of(self._room, self._part.run).works
+    @property
+    def works(self) -> bool:
+        """True if somebody works on the part."""
+        return orchestrator_of(self.room, self.part.run).works

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from uuid import UUID
@@ -49,7 +50,6 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from flows.artifacts import (
     artifact_key,
     artifacts_of,
-    incidents_markdown,
     inert,
     markdown_table,
     shortened,
@@ -87,19 +87,8 @@ _EVENTS = "refiner"
 _begun_in_terminal: ContextVar[bool] = ContextVar("begun_in_terminal", default=False)
 
 
-class Views:
-    """The newest views, for threads that wait for one of them."""
-
-    def __init__(self) -> None:
-        self.views: Mapping[str, StageView] = {}
-        self.closed = False  # nothing more will come
-
-    def wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
-        """The view, once it has ended or after a while; and whether nothing more will come."""
-        until = time.monotonic() + timeout_s
-        while not (self.closed or self.views[name].terminal) and time.monotonic() < until:
-            time.sleep(_GLANCE_S)
-        return self.views[name], self.closed
+#: Waits for a while, or until a stage has ended: its view then, and whether nothing more will come.
+Look = Callable[[float], tuple[StageView, bool]]
 
 
 def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
@@ -114,15 +103,6 @@ def as_task(follow: Callable[..., State[Any]], name: str, title: str) -> Any:
     )
 
 
-def stage_task(call: str, node: Node, shared: Views) -> Any:
-    """The task ``ensure`` of one stage of a call: it follows the stage until that has ended."""
-
-    def ensure() -> State[Any]:
-        return ShownStage(call, node).until_over(shared)
-
-    return as_task(ensure, node.name, node.title)
-
-
 def flow_run_state(run_id: object) -> State[Any] | None:
     """The state of a flow run as the server has it now; None where it does not answer: work goes on
     without it."""
@@ -134,38 +114,41 @@ def flow_run_state(run_id: object) -> State[Any] | None:
     return state
 
 
-class ShownStage:
-    """One stage as its task run shows it."""
+def show_stage(call: str, node: Node, look: Look) -> State[Any]:
+    """Show a stage as its task run until it has ended; the state that says honestly how."""
+    shown = _ShownStage(call, node)
+    while True:
+        view, closed = look(_LOOK_S)
+        with warned(shown.log, node.name):
+            shown.show(view)
+        if view.terminal:
+            with warned(shown.log, node.name):
+                for found in artifacts_of(call, view):
+                    create_markdown_artifact(**found)
+            return state_of(view)
+        if closed:
+            return Crashed(message=f"It was {view.state} when it was last seen.")
 
+
+class _ShownStage:
     def __init__(self, call: str, node: Node) -> None:
         self._call, self._node = call, node
-        self._log = get_run_logger()
+        self.log = get_run_logger()
         self._state = "Running"
         self._progress: UUID | None = None
         self._posted = (float("-inf"), None)
         self._file, self._position = "", 0
 
-    def until_over(self, shared: Views) -> State[Any]:
-        """Show the stage until it has ended; the state that says honestly how."""
-        while True:
-            view, closed = shared.wait(self._node.name, _LOOK_S)
-            with warned(self._log, self._node.name):
-                self._show(view)
-            if view.terminal:
-                with warned(self._log, self._node.name):
-                    for found in artifacts_of(self._call, view):
-                        create_markdown_artifact(**found)
-                return state_of(view)
-            if closed:
-                return Crashed(message=f"It was {view.state} when it was last seen.")
-
-    def _show(self, view: StageView) -> None:
+    def show(self, view: StageView) -> None:
         name = view.state.capitalize()
         name = name if name in ("Waiting", "Queued", "Paused") else "Running"
         if name != self._state and not view.terminal:
             self._state = name
-            self._log.info("%s", f"{view.state} {view.message}".strip())
-            self._set_state(Running(name=name, message=view.message or None))
+            self.log.info("%s", f"{view.state} {view.message}".strip())
+            if (context := TaskRunContext.get()) is not None:
+                state = Running(name=name, message=view.message or None)
+                with get_client(sync_client=True) as client:
+                    client.set_task_run_state(context.task_run.id, state, force=True)
         self._show_log(view)
         now, progress = time.monotonic(), view.progress
         if progress is not None and view.state == "done":  # its last word may have come before that
@@ -176,11 +159,6 @@ class ShownStage:
             self._posted = (now, progress)  # type: ignore[assignment]
             self._show_progress(progress)
 
-    def _set_state(self, state: State[Any]) -> None:
-        if (context := TaskRunContext.get()) is not None:
-            with get_client(sync_client=True) as client:
-                client.set_task_run_state(context.task_run.id, state, force=True)
-
     def _show_log(self, view: StageView) -> None:
         """The stage's own log lines, which are masked where they are written."""
         if view.log != self._file:
@@ -189,7 +167,7 @@ class ShownStage:
             return
         lines, self._position = new_lines(Path(self._file), self._position)
         for line in lines[-_MOST_LINES:]:
-            self._log.info("%s", line)
+            self.log.info("%s", line)
 
     def _show_progress(self, progress: Progress) -> None:
         percent = min(100.0, 100.0 * progress.done / progress.total)
@@ -218,7 +196,7 @@ def warned(log: Any, what: str) -> Iterator[None]:
     """Guard of what is only shown: that it is missing is said, and the work goes on."""
     try:
         yield
-    except (httpx.HTTPError, PrefectException, OSError) as error:
+    except (httpx.HTTPError, PrefectException, RefinerError, OSError) as error:
         log.warning("%s is not shown: %s", what, error)
 
 
@@ -349,12 +327,12 @@ class _Follow:
     def __init__(self, call: Call) -> None:
         self._call, self._noun = call, call.noun
         self._follower = call.follower
-        self._shared = Views()
+        self._views: Mapping[str, StageView] = {}
+        self._closed = False  # nothing more will come
         self._futures: dict[str, PrefectFuture[Any]] = {}
         self._log = get_run_logger()
         self._run_id = UUID(str(this_run.id))
         self._ends = ""  # "cancel" or "suspend" once somebody wants it
-        self._skips_told = False
         self._incidents: list[Incident] = []
         self._report = (0, 0)
 
@@ -368,12 +346,12 @@ class _Follow:
             self._wait_for_saves()
             raise
         finally:
-            self._shared.closed = True
+            self._closed = True
         for future in self._futures.values():
             future.wait()
         if is_sweep(self._call.id):
             self._wait_for_report()
-        return self._last_word(self._shared.views, lost)
+        return self._last_word(self._views, lost)
 
     def _until_over(self) -> str:
         """Follow until it is over; why the call said no end itself, empty where it did."""
@@ -389,7 +367,7 @@ class _Follow:
                 self._hear()
                 time.sleep(_LOOK_S)
                 continue
-            self._shared.views = views
+            self._views = views
             self._show(views)
             if views and all(view.terminal for view in views.values()):
                 return ""
@@ -434,9 +412,9 @@ class _Follow:
         """Before the runner kills this process: as long as it gives, then say what goes on."""
         until = time.monotonic() + TERMINATION_S
         while time.monotonic() < until and orchestrator_of(self._call.room, self._call.id).works:
-            self._shared.views = self._follower.look()
+            self._views = self._follower.look()
             time.sleep(0.2)
-        self._shared.views = self._follower.look()
+        self._views = self._follower.look()
         saves = orchestrator_of(self._call.room, self._call.id).works
         head = "Stages still save." if saves else "All stages have saved and ended."
         self._put(head, "cancelled", "What was saved")
@@ -448,11 +426,6 @@ class _Follow:
         with TagsContext(current_tags=set()):  # each tag costs a request for a concurrency slot
             for name in self._call.follower.nodes:
                 self._submit(name, views)
-        skipped = [v for v in views.values() if v.state == "skipped"]
-        if skipped and not self._skips_told and not any(v.state == "waiting" for v in skipped):
-            self._skips_told = True
-            rows = [{"stage": v.name, "fingerprint": v.fingerprint[:8]} for v in skipped]
-            self._put(markdown_table(rows), "skipped", "Stages that were done before")
         with warned(self._log, "what else has happened"):
             self._tell_news()
 
@@ -462,19 +435,24 @@ class _Follow:
         begun = view.state not in ("waiting", "skipped", "blocked")
         if name in self._futures or not (begun and (view.attempt or not node.id)):
             return
-        inputs = self._inputs(name)
+        inputs: list[str] = []
+        with warned(self._log, f"what {name} is made from"):
+            inputs = inputs_of(self._call.room, self._call.follower.nodes, name)
         for before in inputs:
             self._submit(before, views)
         over = [n for n in inputs if n in self._futures and views[n].state == "done"]
-        ensure = stage_task(self._call.name, node, self._shared)
-        self._futures[name] = ensure.submit(wait_for=[self._futures[n] for n in over])
 
-    def _inputs(self, name: str) -> list[str]:
-        try:
-            return inputs_of(self._call.room, self._call.follower.nodes, name)
-        except (RefinerError, OSError) as error:  # an edge of the graph
-            self._log.warning("What %s is made from is not shown: %s", name, error)
-            return []
+        def ensure() -> State[Any]:
+            return show_stage(self._call.name, node, partial(self._wait, name))
+
+        made = as_task(ensure, node.name, node.title)
+        self._futures[name] = made.submit(wait_for=[self._futures[n] for n in over])
+
+    def _wait(self, name: str, timeout_s: float) -> tuple[StageView, bool]:
+        until = time.monotonic() + timeout_s
+        while not (self._closed or self._views[name].terminal) and time.monotonic() < until:
+            time.sleep(_GLANCE_S)
+        return self._views[name], self._closed
 
     def _tell_news(self) -> None:
         news = self._follower.news()
@@ -495,7 +473,8 @@ class _Follow:
         if found and found != self._incidents:
             self._incidents = found
             title = f"What went wrong in {self._call.name}, and what it cost"
-            self._put(incidents_markdown(found), "incidents", title)
+            text = "\n".join(f"- {incident.line}" for incident in found)
+            self._put(text, "incidents", title)
 
     def _wait_for_report(self) -> None:
         """The last one is made after the last trial, by whoever works on the sweep."""

@@ -2,7 +2,7 @@
 
 In: a workspace, a run or none, overrides of `judge` and `reward`. Out: a
 :data:`~refiner_core.judge_report.build.Report`, and ``report.md`` with ``report.json``; or an
-:class:`Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
+:class:`_Asked`. Past the workspace's store: answers that are kept would repeat themselves for ever.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from flows.running.status import required_run
 from flows.stages.judging import Endpoints, endpoints_by_hand
@@ -25,8 +25,7 @@ from infra.store import atomic
 from infra.store.workspace import Workspace
 from refiner_core.contract.checks.recipe import check_config
 from refiner_core.contract.config import JudgeConfig, RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
-from refiner_core.contract.fields import suggest
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.fingerprint import canonical_json
 from refiner_core.contract.loading import apply_overrides
 from refiner_core.contract.records import picked
@@ -47,14 +46,13 @@ ANSWERS = 2
 PATIENCE_S = 20.0
 SHORT_S = 5.0
 
-Kind = Literal["rubric", "citation_recall", "citation_needed", "citation_precision"]
+Kind = Literal["rubric", "citation_recall", "citation_precision", "citation_needed"]
 #: What a run asks, each with scores of its own that are allowed.
-KINDS: tuple[Kind, ...] = ("rubric", "citation_recall", "citation_precision", "citation_needed")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 REPORT, TEXT = "report.json", "report.md"
 
 
-@dataclass(frozen=True)
-class Made:
+class _Made(NamedTuple):
     """A report, and what it is called: the same question to the same judge has the same name."""
 
     name: str
@@ -70,7 +68,7 @@ def measure_judge(
     sample: int | None = None,
     repeats: int = 3,
     tell: Callable[[str, int], None] = lambda what, count: None,
-) -> Made:
+) -> _Made:
     """Measure a judge: repeatability, agreement, bias, hostile answers, cost. Writes nothing.
 
     Parameters
@@ -92,7 +90,7 @@ def measure_judge(
 
     Returns
     -------
-    Made
+    report, name
         The report, and what it is called; ``flows.judges.write_report`` writes it.
 
     Raises
@@ -126,14 +124,14 @@ def measure_judge(
             told=tell,
         )
     identity = canonical_json([*map(report.get, ("judge", "against", "material")), repeats])
-    return Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
+    return _Made(hashlib.sha256(identity.encode()).hexdigest()[:12], report)
 
 
-def write_report(made: Made, folder: Path) -> None:
+def write_report(report: Report, folder: Path) -> None:
     """``report.md`` and, last, ``report.json``."""
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(folder / TEXT, markdown(made.report) + "\n")
-    text = json.dumps(report_json(made.report), indent=1, ensure_ascii=False, allow_nan=False)
+    atomic.write_text(folder / TEXT, markdown(report) + "\n")
+    text = json.dumps(report_json(report), indent=1, ensure_ascii=False, allow_nan=False)
     atomic.write_text(folder / REPORT, text + "\n")
 
 
@@ -205,8 +203,7 @@ def _judge(
 # ---------------------------------------------------------------- one question
 
 
-@dataclass(frozen=True)
-class Asked:
+class _Asked(NamedTuple):
     """One question by hand. ``usage`` is None of a judge that is no server; ``schema`` says whether
     the server took the schema of the reply."""
 
@@ -219,12 +216,9 @@ class Asked:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "version": 1,
-            **asdict(self.judgement),
-            **picked(self, "judge", "request", "seconds", "schema"),
-            "usage": None if self.usage is None else usage_to_json(self.usage),
-        }
+        usage = None if self.usage is None else usage_to_json(self.usage)
+        said = picked(self, "judge", "request", "seconds", "schema")
+        return {"version": 1, **asdict(self.judgement), **said, "usage": usage}
 
 
 def ask_judge(
@@ -235,7 +229,7 @@ def ask_judge(
     question: str | None = None,
     answer: str | None = None,
     criterion: str | None = None,
-) -> Asked:
+) -> _Asked:
     """Ask a judge one question.
 
     Parameters
@@ -252,7 +246,7 @@ def ask_judge(
 
     Returns
     -------
-    Asked
+    NamedTuple
         The judgement with its time and tokens; ``judgement.score`` is None where there is none.
 
     Raises
@@ -263,7 +257,7 @@ def ask_judge(
         Nobody answered within a few seconds.
     """
     config = _checked(RecipeConfig(), overrides).judge
-    requests = [_example(k) for k in ((kind,) if kind else KINDS)]
+    requests = examples((kind,) if kind else KINDS)
     if any(part is not None for part in (question, answer, criterion)):
         kind = kind or "rubric"
         request = JudgeRequest(kind, question or "", answer or "", criterion or "")
@@ -271,38 +265,36 @@ def ask_judge(
         if kind == "citation_needed" and not criterion:  # then the passage is all of the answer
             request = replace(request, reference=request.text)
         requests = [request]
-    return _ask_in_turn(Workspace.read_only(workspace), config, requests)
+    return ask_in_turn(Workspace.read_only(workspace), config, requests)
 
 
-def ask_examples(workspace: Workspace, config: JudgeConfig, kinds: Sequence[Kind] = KINDS) -> Asked:
-    """Ask the judge of a configuration an example of each kind, since each allows other scores:
-    the first without a judgement, or else the first of all. Errors as of :func:`ask_judge`."""
-    return _ask_in_turn(workspace, config, [_example(kind) for kind in kinds])
-
-
-def _ask_in_turn(
+def ask_in_turn(
     workspace: Workspace, config: JudgeConfig, requests: Sequence[JudgeRequest]
-) -> Asked:
-    with endpoints_by_hand(workspace, config) as endpoints:
+) -> _Asked:
+    """Ask the judge of a configuration: the first question without a judgement, or else the first
+    of all. Errors as of :func:`ask_judge`."""
+    # A server that does not answer the first question is taken to be gone.
+    found: list[tuple[JudgeRequest, Judgement, float]] = []
+    with endpoints_by_hand(workspace, config) as endpoints, ExitStack() as ending:
         judge = _judge(config, endpoints, patience_s=SHORT_S, alone=True)
-        found: list[tuple[JudgeRequest, Judgement, float]] = []
-        try:
-            for request in requests:
-                began = time.perf_counter()
-                (judgement,) = judge.judge([request])
-                found.append((request, judgement, time.perf_counter() - began))
-                if judgement.status != "scored":
-                    break
-            usage = usage_of(judge)
-        finally:
-            getattr(judge, "close", lambda: None)()
+        ending.callback(getattr(judge, "close", lambda: None))
+        for request in requests:
+            began = time.perf_counter()
+            (judgement,) = judge.judge([request])
+            found.append((request, judgement, time.perf_counter() - began))
+            if judgement.status != "scored":
+                break
+        usage = usage_of(judge)
     named = config.model if config.kind == "lexical" else f"{config.model} ({config.form})"
-    request, judgement, seconds = found[-1] if judgement.status != "scored" else found[0]
-    return Asked(request, judgement, named, seconds, usage, _schema_taken(config, usage))
+    shown = found[-1] if found[-1][1].status != "scored" else found[0]
+    request, judgement, seconds = shown
+    return _Asked(request, judgement, named, seconds, usage, _schema_taken(config, usage))
 
 
-def _example(kind: Kind) -> JudgeRequest:
-    return next(i.request for i in shipped_material().items if i.request.kind == kind)
+def examples(kinds: Sequence[Kind] = KINDS) -> list[JudgeRequest]:
+    """A question of each kind, since each allows other scores."""
+    known = [item.request for item in shipped_material().items]
+    return [next(request for request in known if request.kind == kind) for kind in kinds]
 
 
 def _require_said(request: JudgeRequest) -> None:
@@ -405,12 +397,7 @@ def stop_judge_servers(
     room = Workspace.read_only(workspace)
     found = services_of(room, service)
     if service is not None and not found:
-        names = [one.id for one in services_of(room)]
-        raise ConfigurationError(
-            f"{workspace} has no server {service!r}.{suggest(service, names)}",
-            expected=f"one of: {', '.join(names) or '(none was ever started)'}",
-            fix="see `refiner judge servers`",
-        )
+        raise no_such(f"{workspace} has no server", service, [one.id for one in services_of(room)])
     wanted = [one for one in found if one.state in (*RUNNING, "killed")]
     if service is None:
         wanted = [one for one in wanted if not one.leases]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.prefect_server import ServerInfo, usable_server
-from refiner_core.contract.errors import ConfigurationError, RefinerError
+from refiner_core.contract.errors import ConfigurationError, RefinerError, no_such
 from refiner_core.contract.loading import load_recipe
 from refiner_core.nightly.definition import Nightly
 
@@ -209,11 +209,8 @@ def _check_pool(pool: str) -> None:
         except ObjectNotFound as error:
             # Without a limit the client sends null for it, which the server refuses.
             known = [p.name for p in client.read_work_pools(limit=_MOST_POOLS)]
-            raise ConfigurationError(
-                f"The server has no work pool {pool!r}.",
-                expected=f"one of: {', '.join(known) or '(there are none)'}",
-                fix=f"`prefect work-pool create {pool} --type process`, or name another --pool",
-            ) from error
+            fix = f"`prefect work-pool create {pool} --type process`, or name another --pool"
+            raise no_such("The server has no work pool", pool, known, fix) from error
 
 
 def _url(info: ServerInfo, deployment: Any) -> str:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from flows.running.status import find_run
+from flows.running.status import required_run
 from infra.store.sweep_records import read_sweep, sweep_versions
 from infra.store.workspace import Workspace
 from infra.tracking import OfflineRun, offline_runs, offline_runs_in, send
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 
 
 class Synced(NamedTuple):
@@ -54,7 +53,7 @@ def sync_tracking(
     ------
     ConfigurationError
         There is no such run or sweep.
-    TrackerOutage
+    SystemOutage
         The server cannot be reached, or refuses; what was sent is noted.
     WorkspaceError
         Somebody else may have written what would be sent.
@@ -78,12 +77,6 @@ def _offline_runs(workspace: Workspace, names: Sequence[str]) -> list[OfflineRun
                     stages += trial.stages.values()
             reports += offline_runs_in(workspace.layout.reports / name / "tracking", name)
             continue
-        run = find_run(workspace, name)
-        if run is None:
-            raise ConfigurationError(
-                f"{workspace.root} has no runs.",
-                expected="a workspace in which something was trained",
-                fix="name another one with workspace=DIR",
-            )
+        run = required_run(workspace, name, "a workspace in which something was trained")
         stages += run.stages.values()
     return [*offline_runs(workspace, stages), *reports]

@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol
 
 from infra.store import atomic
 from infra.store.atomic import no_space_guard, put_back, swap_in
-from infra.store.stage_records import CARD, EVIDENCE, OLD_MANIFEST, Lying, lying_at, read_evidence
+from infra.store.stage_records import CARD, EVIDENCE, Lying, lying_at, read_evidence
 from refiner_core.cards.facts import step_revision
 from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, Interrupted, StageFailed
@@ -187,26 +187,19 @@ def all_files(publication: Publication, before: Lying | None) -> tuple[OutputFil
 
 def holds(lying: Lying | None, publication: Publication) -> bool:
     """True if a place holds this very step of this very run."""
-    if lying is None:
-        return False
-    known = lying.step is None or lying.step == publication.step
-    return known and lying.fingerprint in (None, publication.fingerprint)
+    here = (publication.step, publication.fingerprint)
+    return lying is not None and (lying.step, lying.fingerprint) == here
 
 
 def moves_main(lying: Lying | None, publication: Publication, config: PublishConfig) -> bool:
     """True if ``main`` of a shared repository moves to this step.
 
-    It never goes back: a step that comes late gets its own name only, and what says no step (older
-    than the evidence file) is the last one of its run. With ``publish.which=best`` one step is
-    published, and main is it, whichever was before.
+    It never goes back: a step that comes late gets its own name only. With ``publish.which=best``
+    one step is published, and main is it, whichever was before.
     """
     if publication.only_these:
         return holds(lying, publication)
-    if config.which == "best" or lying is None:
-        return True
-    if lying.step is None:
-        return publication.final
-    return lying.step <= publication.step
+    return config.which == "best" or lying is None or lying.step <= publication.step
 
 
 def check_run(
@@ -217,7 +210,7 @@ def check_run(
 
     Names with {fingerprint} never meet; a name of one's own is easily used twice.
     """
-    if lying is None or lying.fingerprint in (None, publication.fingerprint):
+    if lying is None or lying.fingerprint == publication.fingerprint:
         return
     what = (
         f"{where} holds step {lying.step} of another run ({lying.fingerprint[:8]}, this is "
@@ -425,7 +418,7 @@ def _lies(place: Path, before: Lying | None, file: FileToPublish) -> bool:
 
 def _keep_strangers(place: Path, temporary: Path, before: Lying | None) -> None:
     """Take along what others have put into a folder of ours."""
-    ours = {OLD_MANIFEST, *(before.names if before else ())}
+    ours = before.names if before else frozenset[str]()
     for path in sorted(place.rglob("*")) if place.is_dir() else ():
         name = path.relative_to(place)
         at = temporary / name

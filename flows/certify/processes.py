@@ -3,7 +3,7 @@
 In: an order and a scratch folder. Out: checks.
 
 Ranks: plain torch and ZeRO-1 to 3 on 1 to N of them, against one process; collectives. Each number
-of ranks is one start of torchrun, through the launcher that training stages use
+of ranks is one start, through the launcher that training stages use
 (:mod:`infra.ranks.launch`), with every engine in turn.
 
 Servers, where an environment has vLLM: the start, every way of weight transfer, and the key of the
@@ -30,7 +30,7 @@ from flows.certify.rank import train
 from flows.certify.work import Order, absent, check, open_io, recipe, write_rows
 from flows.proving.planning import plan_resume_proofs
 from flows.proving.runs import prove_resume
-from infra.ranks.launch import RanksJob, run_ranks
+from infra.ranks.launch import run_ranks
 from infra.rollouts import servers as opening
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import UnsupportedError
@@ -57,14 +57,10 @@ def rank_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
         gpus = tuple(range(world)) if order.gpus else ()
         place = folder / f"ranks-{world}"
         write_rows(place / "rows", _RANK_LENGTHS)
-        job = RanksJob(
-            placement=Placement(1, world, gpus),
-            module=order.rank_module,
-            order={"order": str(asked), "folder": str(place)},
-            folder=place,
-        )
+        told = {"order": str(asked), "folder": str(place)}
+        placement = Placement(1, world, gpus)
         try:
-            found = run_ranks(job, open_io(place))
+            found = run_ranks(placement, order.rank_module, told, open_io(place), place)
         except Exception as error:
             yield check(f"{world} ranks", False, f"{type(error).__name__}: {error}")
             continue
@@ -148,7 +144,7 @@ def _served(order: Order, way: str, folder: Path) -> Iterator[CertifiedCheck]:
                     parameter.mul_(_CHANGE)
             rollouts.sync(whole(), "after")
             seconds = time.monotonic() - began
-            [endpoint] = rollouts.weights.endpoints()
+            [endpoint] = rollouts.fleet.endpoints()
             admin = Admin(endpoint, 60.0)
             gap = admin.difference(make_canary(model, tokenizer, _WINDOW), "after")
             stale = admin.difference(old, "after")

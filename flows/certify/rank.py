@@ -1,6 +1,6 @@
-"""Program of each rank of a certification: ``python -m flows.certify.rank``, under torchrun.
+"""Program of each rank of a certification: ``python -m flows.certify.rank``.
 
-In: the order of the part, and torchrun's settings. Out: over the bridge of rank 0, per engine the
+In: the order of the part, and the agent's settings. Out: over the bridge of rank 0, per engine the
 losses and gradient norms of a short SFT, and what a sum over all ranks gave and took.
 """
 

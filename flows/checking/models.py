@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infra.foreign.checkpoints import safetensors_header
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError, UnsupportedError
-from refiner_core.contract.kinds import KINDS, kinds_of
+from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.placement import STAGES
 from refiner_core.generation.load import BUILTIN_PREFIX, resolve_ref
 
@@ -63,21 +62,10 @@ class ModelFiles:
     @property
     def cut_short(self) -> str | None:
         """A weight file that is shorter than its own header says."""
-        for path, begin, header in self._headers():
-            ends = [v["data_offsets"][1] for v in header.values()]
-            if ends and path.stat().st_size < begin + max(ends):
+        for path in sorted(self.folder.glob("*.safetensors")):
+            if path.stat().st_size < _length(path, _state_of(path)):
                 return path.name
         return None
-
-    @property
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors in safetensors files, by name."""
-        tensors = (item for *_, header in self._headers() for item in header.items())
-        return {name: tuple(v["shape"]) for name, v in tensors}
-
-    def _headers(self) -> Iterator[tuple[Path, int, Mapping[str, Any]]]:
-        for path in sorted(self.folder.glob("*.safetensors")):
-            yield path, *_header(path, _state_of(path))
 
     @property
     def has_weights(self) -> bool:
@@ -91,20 +79,6 @@ class ModelFiles:
         highest = _highest_id(path, _state_of(path))
         return highest if highest is not None and highest >= words else None
 
-    def knows_token(self, text: str) -> bool:
-        """True if a token stands in ``tokenizer.json``; True where that cannot be read."""
-        added = self.json("tokenizer_config.json").get("added_tokens_decoder")
-        if isinstance(added, dict) and any(
-            isinstance(token, dict) and token.get("content") == text for token in added.values()
-        ):
-            return True
-        try:
-            data = (self.folder / "tokenizer.json").read_bytes()
-        except OSError:
-            return True
-        forms = {json.dumps(text, ensure_ascii=ascii_only) for ascii_only in (True, False)}
-        return any(form.encode() in data for form in forms)
-
 
 def model_files(ref: str, revision: str) -> ModelFiles | None:
     """The files of ``builtin:…``, a folder, or a Hub id whose snapshot is in the cache."""
@@ -114,27 +88,18 @@ def model_files(ref: str, revision: str) -> ModelFiles | None:
         return None  # whoever resolves sources says it
     if ref.startswith(BUILTIN_PREFIX) or Path(resolved).is_dir():
         return ModelFiles(Path(resolved), whole=True)
-    repository = _hub_cache() / f"models--{resolved.replace('/', '--')}"
+    from huggingface_hub import try_to_load_from_cache
+
     try:
-        commit = (repository / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        commit = revision
-    folder = repository / "snapshots" / commit
-    if not (folder / "config.json").is_file():
+        found = try_to_load_from_cache(resolved, "config.json", revision=revision)
+    except ValueError:
+        return None  # no name of a repository; whoever resolves sources says it
+    if not isinstance(found, str):
         return None
-    files = ModelFiles(folder, whole=False)
-    on_their_way = next((repository / "blobs").glob("*.incomplete"), None) is not None
-    whole = not on_their_way and files.has_weights and not files.missing_shards
-    return ModelFiles(folder, whole)
-
-
-def _hub_cache() -> Path:
-    """Folder where the Hub client keeps snapshots, by its own rules."""
-    if path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(path).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = os.environ.get("HF_HOME") or f"{home}/huggingface"
-    return Path(root).expanduser() / "hub"
+    files = ModelFiles(Path(found).parent, whole=False)
+    blobs = files.folder.parents[1] / "blobs"
+    on_their_way = next(blobs.glob("*.incomplete"), None) is not None
+    return replace(files, whole=not on_their_way and files.has_weights and not files.missing_shards)
 
 
 def _state_of(path: Path) -> tuple[int, int]:
@@ -156,12 +121,13 @@ def _json(path: Path, state: tuple[int, int]) -> Mapping[str, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _header(path: Path, state: tuple[int, int]) -> tuple[int, Mapping[str, Any]]:
-    """Where the data of a safetensors file begins, and its header; empty where it has none."""
+def _length(path: Path, state: tuple[int, int]) -> int:
+    """Length that a safetensors file has by its header; 0 where it has none."""
     try:
-        return safetensors_header(path)
+        begin, header = safetensors_header(path)
+        return begin + max((v["data_offsets"][1] for v in header.values()), default=0)
     except (OSError, ValueError):
-        return 0, {}
+        return 0
 
 
 @functools.lru_cache(maxsize=16)
@@ -181,27 +147,19 @@ _READERS = {"data", *STAGES, "evaluate"}
 _TRAINERS = set(STAGES)
 #: Layers that carry a state from token to token, across the border between packed sequences.
 _RECURRENT = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"}
-#: Models whose config.json does not name such layers.
-_RECURRENT_MODELS = {
-    *("mamba", "mamba2", "falcon_mamba", "rwkv", "recurrent_gemma", "xlstm", "jamba", "bamba"),
-    *("falcon_h1", "zamba", "zamba2", "lfm2", "lfm2_moe"),
-}
 _TOKENIZERS = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "tekken.json", "tiktoken.model"),
 )
 #: Tokenizer classes that have no end-of-text token unless one is named.
 _WITHOUT_DEFAULTS = {"PreTrainedTokenizerFast", "TokenizersBackend", "PreTrainedTokenizer"}
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
 def asked_of_model(config: RecipeConfig) -> tuple[object, ...]:
     """All that decides what :func:`check_model_files` says: trials that agree are checked once."""
     stages = frozenset(config.only or config.stages) & frozenset(config.stages)
-    grpo, longest = config.grpo, config.data.max_prompt_token_length
-    lengths = (longest, grpo.response_length)
-    sampling = tuple((s.generation_backend, s.resources.gpus) for s in (grpo, config.sample))
-    return config.model, stages, lengths, sampling
+    lengths = (config.data.max_prompt_token_length, config.grpo.response_length)
+    return config.model, stages, lengths, config.grpo.max_token_length, config.environment.name
 
 
 def check_model_files(config: RecipeConfig) -> None:
@@ -212,7 +170,7 @@ def check_model_files(config: RecipeConfig) -> None:
     ConfigurationError
         Files are missing or cut short, or their sizes do not fit the recipe or each other.
     UnsupportedError
-        The model's layers cannot be trained in packs, or not be sampled from here.
+        The model's layers cannot be trained in packs.
     """
     stages = set(config.only or config.stages) & set(config.stages)
     if not stages & _READERS:
@@ -232,9 +190,6 @@ def check_model_files(config: RecipeConfig) -> None:
         _check_window(config, model)
     if stages & _TRAINERS:
         _check_layers(config, model)
-    for kind in kinds_of(stages):
-        if kind.samples_with:
-            _check_sampling(config, model, kind.samples_with)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -250,24 +205,14 @@ def _check_tokenizer(config: RecipeConfig, files: ModelFiles) -> None:
             fix="copy the tokenizer's files there, or set model.tokenizer_name_or_path",
         )
     settings = files.json("tokenizer_config.json")
-    end = _text(settings.get("eos_token"))
-    if end is None and files.whole:
-        others = files.json("special_tokens_map.json")
-        named = "eos_token" in settings and not others.get("eos_token")
-        bare = not others.get("eos_token") and settings.get("tokenizer_class") in _WITHOUT_DEFAULTS
-        if named or bare:
-            raise ConfigurationError(
-                f"The tokenizer in {files.folder} ({field}) has no end-of-text token "
-                "(`eos_token`): a model would never learn to stop.",
-                expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
-                fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
-            )
-    if end is not None and not files.knows_token(end):
+    named = settings.get("eos_token") or files.json("special_tokens_map.json").get("eos_token")
+    bare = settings.get("tokenizer_class") in _WITHOUT_DEFAULTS or "eos_token" in settings
+    if files.whole and not named and bare:
         raise ConfigurationError(
-            f"The end-of-text token {end!r} of the tokenizer in {files.folder} ({field}) is not in "
-            "its vocabulary; it would be added behind the model's last embedding.",
-            expected="an `eos_token` that tokenizer.json has",
-            fix="correct `eos_token` in tokenizer_config.json",
+            f"The tokenizer in {files.folder} ({field}) has no end-of-text token (`eos_token`): a "
+            "model would never learn to stop.",
+            expected="`eos_token` in tokenizer_config.json, such as <|im_end|>",
+            fix="name it there, or set model.tokenizer_name_or_path to a chat model's",
         )
 
 
@@ -288,12 +233,6 @@ def _check_template(config: RecipeConfig, files: ModelFiles) -> None:
         )
 
 
-def _text(token: Any) -> str | None:
-    """A special token, which stands in files as text or as a mapping."""
-    value = token.get("content") if isinstance(token, dict) else token
-    return value if isinstance(value, str) and value else None
-
-
 def _tokenizer_field(config: RecipeConfig) -> str:
     own = config.model.tokenizer_name_or_path is None
     return "model.name_or_path" if own else "model.tokenizer_name_or_path"
@@ -304,54 +243,19 @@ def _tokenizer_field(config: RecipeConfig) -> str:
 
 def _check_weights(config: RecipeConfig, model: ModelFiles) -> None:
     """All files are there, as long as they should be, and of the configuration's shape."""
-    missing = model.missing_shards if model.whole else []
+    missing, why = model.missing_shards if model.whole else [], ""
     if missing:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) lacks {len(missing)} of the weight files that "
-            f"its index names, {missing[0]} first.",
-            expected="a complete checkpoint",
-            fix="fetch or export it again; it may have been cut short",
-        )
-    if model.whole and not model.has_weights:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has a configuration, but no weights.",
-            expected="*.safetensors beside config.json",
-            fix="fetch or export it again, or correct model.name_or_path",
-        )
-    if (name := model.cut_short) is not None:
+        why = f"lacks {len(missing)} of the weight files that its index names, {missing[0]} first"
+    elif model.whole and not model.has_weights:
+        why = "has a configuration, but no weights"
+    elif (name := model.cut_short) is not None:
         size = (model.folder / name).stat().st_size
+        why = f"has {name} that is cut short: it has {size:,} bytes, and its header names more"
+    if why:
         raise ConfigurationError(
-            f"{model.folder / name} (model.name_or_path) is cut short: it has {size:,} bytes, and "
-            "its header names more.",
-            expected="a complete checkpoint",
-            fix="fetch or export it again",
-        )
-    _check_head(model)
-
-
-def _check_head(model: ModelFiles) -> None:
-    """Embeddings are as many as the configuration says, and logits come from somewhere."""
-    shapes, words = model.weights, model.text_config.get("vocab_size")
-    rows = [s[0] for n, s in shapes.items() if n.endswith(_EMBEDDINGS) and len(s) == 2]
-    if len(rows) != 1 or not isinstance(words, int):
-        return
-    if rows[0] != words:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has embeddings of {rows[0]:,} tokens, and its "
-            f"config.json says vocab_size {words:,}.",
-            expected="weights and configuration of one model",
-            fix=f"set vocab_size to {rows[0]} in config.json if the weights are right, or export "
-            "it again",
-        )
-    untied = model.json("config.json").get("tie_word_embeddings") is False
-    plain = all(n.startswith(("model.", "lm_head.")) for n in shapes)
-    if untied and plain and model.whole and "lm_head.weight" not in shapes:
-        raise ConfigurationError(
-            f"{model.folder} (model.name_or_path) has no lm_head.weight, and its config.json says "
-            "tie_word_embeddings false: its output head would be random numbers.",
-            expected="an output head, or tie_word_embeddings true where it is the embedding",
-            fix="export it again, or set tie_word_embeddings to true in config.json if it was "
-            "trained so",
+            f"{model.folder} (model.name_or_path) {why}.",
+            expected="a complete checkpoint: *.safetensors beside config.json",
+            fix="fetch or export it again, or correct model.name_or_path",
         )
 
 
@@ -407,42 +311,19 @@ def _check_layers(config: RecipeConfig, model: ModelFiles) -> None:
     text = model.text_config
     found = text.get("layer_types") or text.get("layers_block_type")
     kinds = set(map(str, found if isinstance(found, list) else ())) & _RECURRENT
-    if text.get("model_type") in _RECURRENT_MODELS:
-        kinds = kinds | {str(text["model_type"])}
-    if kinds:
-        raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has layers of kind {', '.join(sorted(kinds))}, "
-            "whose state runs on from one packed sequence into the next.",
-            expected="layers of full or sliding attention, which can be kept apart",
-            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
-        )
     cap = text.get("final_logit_softcapping")
     scale = text.get("logits_scaling", text.get("logit_scale"))
-    if cap or (isinstance(scale, int | float) and scale != 1):
+    why = ""
+    if kinds:
+        why = f"layers of kind {', '.join(sorted(kinds))}, whose state runs on from one packed "
+        why += "sequence into the next"
+    elif cap or (isinstance(scale, int | float) and scale != 1):
         name = "final_logit_softcapping" if cap else "a scale of logits"
+        why = f"{name} ({cap or scale}): its logits are more than output head times hidden state, "
+        why += "from which log-probabilities are taken in chunks"
+    if why:
         raise UnsupportedError(
-            f"{model.folder} (model.name_or_path) has {name} ({cap or scale}): its logits are more "
-            "than output head times hidden state, from which log-probabilities are taken in "
-            "chunks.",
-            expected="a plain output head",
-            fix="set model.name_or_path to a model with one (Qwen3, Llama, Mistral …)",
+            f"{model.folder} (model.name_or_path) has {why}.",
+            expected="layers of full or sliding attention, and a plain output head",
+            fix="set model.name_or_path to such a model (Qwen3, Llama, Mistral …)",
         )
-
-
-def _check_sampling(config: RecipeConfig, model: ModelFiles, section: str) -> None:
-    """The backend of a section can decode such layers, and heads of that width."""
-    text, sampler = model.text_config, getattr(config, section)
-    longest = config.data.max_prompt_token_length + config.grpo.response_length
-    if sampler.generation_backend == "transformers":
-        window = text.get("sliding_window")
-        if not text.get("use_sliding_window", True):
-            window = None
-        if isinstance(window, int) and longest > window:
-            raise UnsupportedError(
-                f"{model.folder} (model.name_or_path) attends to the last {window:,} tokens only "
-                f"(sliding_window), and a prompt with its response may have {longest:,} "
-                "(data.max_prompt_token_length + grpo.response_length): the transformers backend "
-                "cannot decode that.",
-                expected=f"{section}.generation_backend=vllm, or lengths within that window",
-                fix=f"set {section}.generation_backend=vllm, or lower data.max_prompt_token_length",
-            )

@@ -1,37 +1,31 @@
-"""Memory, time and programs that a plan's training stages will take, before anything runs.
+"""Memory and programs that a plan's training stages will take, before anything runs.
 
-In: a plan, the model's files, the newest certificate of its workspace. Out: estimates by stage,
-sentences for people, and refusals of programs that are not there. Imports nothing heavy. What GPUs
-have is not known before a job runs, so that of them only the figures are given. Speed is taken to
-fall with the number of parameters, and to grow with that of processes: a rule of thumb.
+In: a plan, the model's files. Out: estimates by stage, sentences for people, and refusals of
+programs that are not there. Imports nothing heavy. What GPUs have is not known before a job runs,
+so that of them only the figures are given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from flows.checking.models import model_files
 from infra.disk.forecast import ModelSize, model_size
 from infra.disk.keeper import gib
-from infra.orchestrator.timeline import rough
-from infra.store.provenance import read_certificates
 from infra.store.workspace import Workspace
-from refiner_core.contract.checks.training import sampling_notes, training_notes
+from refiner_core.contract.checks.training import training_notes
 from refiner_core.contract.config import RecipeConfig, RolloutServerConfig, ServeConfig
 from refiner_core.contract.errors import UnsupportedError
 from refiner_core.contract.placement import (
     STAGES,
     MemoryNeed,
     ModelShape,
-    placement_of,
     section_of,
     training_memory,
 )
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.proofs import Certificate
-from refiner_core.contract.records import picked, to_json
+from refiner_core.contract.records import picked
 from refiner_core.contract.services import asks_judge, engine_of, serves
 
 _GIB = 2**30
@@ -61,7 +55,7 @@ def memory_json(plan: Plan) -> list[dict[str, Any]]:
 def planning_notes(plan: Plan) -> list[str]:
     """Notes on how a plan trains, before it runs; nothing of it is refused."""
     config = plan.config
-    notes = [*training_notes(config), *sampling_notes(config)]
+    notes = training_notes(config)
     if config.environment.name:
         from refiner_core.environments.registry import environment_notes
 
@@ -81,12 +75,6 @@ def planning_notes(plan: Plan) -> list[str]:
 
 def _asked(config: RecipeConfig, need: MemoryNeed) -> int:
     return section_of(config, need.stage).resources.memory_gb * _GIB
-
-
-def model_parameters(config: RecipeConfig) -> int | None:
-    """Number of parameters of the recipe's model; None where nothing says so."""
-    found = _shape_of(config)
-    return None if found is None else found.parameters
 
 
 def _shape_of(config: RecipeConfig) -> ModelShape | None:
@@ -110,91 +98,6 @@ def _shape_of(config: RecipeConfig) -> ModelShape | None:
         pairs=width * (number("num_key_value_heads") or heads),
         words=number("vocab_size"),
     )
-
-
-#: Checks of a certificate that measure what a stage does most, by kind of stage.
-_SFT, _GRPO, _SAMPLING = "SFT throughput", "GRPO update", "sampling by transformers"
-
-
-@dataclass(frozen=True)
-class TimeForecast:
-    """Time that a training stage takes at most, seconds; ``by`` says what that is taken from."""
-
-    stage: str
-    seconds: float
-    by: str
-
-
-def time_forecasts(plan: Plan) -> list[TimeForecast]:
-    """Forecasts of the training stages of a plan whose number of steps is known.
-
-    Raises
-    ------
-    WorkspaceError
-        A certificate in the workspace is damaged.
-    """
-    config = plan.config
-    parameters = model_parameters(config)
-    if parameters is None:
-        return []
-    kinds = {stage.kind for stage in plan.stages}
-    found = []
-    for kind, seconds_of in (("sft", _sft_s), ("grpo", _grpo_s)):
-        newest = _newest(config, getattr(config, kind).resources.gpus)
-        seconds = newest and kind in kinds and seconds_of(config, newest, parameters)
-        if newest and seconds:
-            by = f"the certificate of {newest.host['name']}, {newest.made_at[:10]}"
-            found.append(TimeForecast(kind, seconds, by))
-    return found
-
-
-def time_json(plan: Plan) -> list[Mapping[str, Any]]:
-    """The forecasts for scripts."""
-    return [{**to_json(f), "seconds": round(f.seconds)} for f in time_forecasts(plan)]
-
-
-def time_notes(plan: Plan) -> list[str]:
-    """The forecasts in words."""
-    return [
-        f"{found.stage} will take up to about {rough(found.seconds)}, by {found.by}."
-        for found in time_forecasts(plan)
-    ]
-
-
-def _newest(config: RecipeConfig, gpus: int) -> Certificate | None:
-    """The newest certificate of a node with GPUs, or for a stage that has none, without."""
-    found = read_certificates(Workspace.read_only(config.workspace))
-    return next((one for one in reversed(found) if bool(one.gpus) == bool(gpus)), None)
-
-
-def _rate(certificate: Certificate, check: str, parameters: int) -> float | None:
-    """Tokens per second of one process for a model of so many parameters."""
-    per_s = certificate.figure(check, "tokens_per_s")
-    size = certificate.figure(check, "parameters")
-    return per_s * size / parameters if per_s and size else None
-
-
-def _sft_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
-    rate, sft = _rate(certificate, _SFT, parameters), config.sft
-    if rate is None or sft.max_train_steps is None:
-        return None
-    packs = sft.per_device_train_batch_size * sft.gradient_accumulation_steps
-    world = placement_of(config, "sft").world
-    return sft.max_train_steps * packs * sft.pack_length / (rate * world)
-
-
-def _grpo_s(config: RecipeConfig, certificate: Certificate, parameters: int) -> float | None:
-    """Updates, and where transformers samples also that; judges are not in it."""
-    rate, grpo = _rate(certificate, _GRPO, parameters), config.grpo
-    if rate is None:
-        return None
-    world = placement_of(config, "grpo").world
-    samples = grpo.num_unique_prompts_rollout * grpo.num_samples_per_prompt_rollout
-    step_s = samples * grpo.max_token_length * grpo.num_epochs / (rate * world)
-    sampled = _rate(certificate, _SAMPLING, parameters)
-    if grpo.generation_backend == "transformers" and sampled is not None:
-        step_s += samples * grpo.response_length / (sampled * world)
-    return grpo.num_training_steps * step_s
 
 
 def check_server_programs(plan: Plan) -> None:

@@ -20,7 +20,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.kinds.serve import JUDGE_WEIGHTS
 from refiner_core.contract.planned import HUB_DIGEST
 from refiner_core.contract.protocols import configs_under, refused_under, under
-from refiner_core.contract.sections.environment import check_domains, check_kinds
+from refiner_core.contract.sections.environment import check_settings
 from refiner_core.contract.services import engine_of, serves
 from refiner_core.data.sources import source_digest
 from refiner_core.generation.load import resolve_ref
@@ -49,8 +49,7 @@ def _check_shaping(config: RecipeConfig) -> None:
     if known is None:
         return
     domains, kinds = known
-    check_domains(config.environment.shaping, domains)
-    check_kinds(config.environment.shaping, kinds, domains)
+    check_settings(config.environment.shaping, domains, kinds)
 
 
 def _known_names(name: str) -> tuple[Collection[str], Collection[str]] | None:
@@ -76,20 +75,17 @@ def _check_best(config: RecipeConfig) -> None:
     metric, decoding = config.publish.best_metric, config.publish.best_decoding
     known = metrics_of(config)
     if not has_metric(config, metric) or _of_no_domain(config, metric):
-        raise ConfigurationError(
-            f"`publish.best_metric` is {metric!r}, which no evaluation of this recipe gives."
-            f"{suggest(base_of(metric), known)}",
-            expected="one of: " + ", ".join(known),
-            fix="correct publish.best_metric",
-        )
-    if decoding not in config.evaluate.decoding:
-        raise ConfigurationError(
-            f"`publish.best_decoding` is {decoding}, and the recipe evaluates with "
-            f"{', '.join(config.evaluate.decoding)} decoding alone.",
-            expected="a decoding of evaluate.decoding",
-            fix=f"set publish.best_decoding={config.evaluate.decoding[0]}, or add {decoding} to "
-            "evaluate.decoding",
-        )
+        what, name, offered = "metric", metric, known
+        hint = suggest(base_of(metric), known)
+    elif decoding not in config.evaluate.decoding:
+        what, name, offered, hint = "decoding", decoding, config.evaluate.decoding, ""
+    else:
+        return
+    raise ConfigurationError(
+        f"`publish.best_{what}` is {name!r}, which no evaluation of this recipe gives.{hint}",
+        expected="one of: " + ", ".join(offered),
+        fix=f"correct publish.best_{what}, or evaluate what it names",
+    )
 
 
 def _of_no_domain(config: RecipeConfig, metric: str) -> bool:

@@ -11,13 +11,13 @@ import click
 from flows.cli.options import (
     command_line,
     json_option,
+    misuse,
     progress,
     say_next,
     show,
     split_workspace,
 )
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from flows.tracking import Synced
     from infra.disk.usage import Row
 
-#: By whether the copy is elsewhere than the weights here; None: they are not here.
-_HERE = {True: "too", False: "too, on the same quota", None: ""}
 _SHOWN = 12  # runs and pins that are listed one by one; the JSON has all
 
 
@@ -57,17 +55,9 @@ def disk_command(
     overrides = [w for w in rest if w.startswith("disk.") and "=" in w]
     verbs = [w for w in rest if w not in overrides]
     if verbs and not (len(verbs) == 2 and verbs[0] in ("pin", "unpin")):
-        raise ConfigurationError(
-            f"`refiner disk` does not know {shlex.join(verbs)!r}.",
-            expected="nothing, `pin STAGE` or `unpin STAGE`",
-            fix="see `refiner disk --help`",
-        )
+        raise misuse(f"`refiner disk` does not know {shlex.join(verbs)!r}.")
     if (dry_run or caches or judgements) and not reclaim:
-        raise ConfigurationError(
-            "--dry-run, --caches and --judgements say how to reclaim.",
-            expected="--reclaim with them",
-            fix="add it",
-        )
+        raise misuse("--dry-run, --caches and --judgements say how to reclaim: add --reclaim.")
     again = ["--reclaim", *["--caches"] * caches, *["--judgements"] * judgements]
     if verbs:
         kept = verbs[0] == "pin"
@@ -148,50 +138,17 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
     yield from table_lines(rows or [("", "nothing yet", "", "")], ("run", "kind", "size", "files"))
     if len(runs) > _SHOWN:
         yield f"({len(runs) - _SHOWN} older runs: --json)"
-    yield from _judgements(found["judgements"])
-    yield from _publications(found)
+    yield from _kept(found)
     may_go = found["reclaimable"]
     yield f"\nA reclaim would free {gib(sum(c['bytes'] for c in may_go))} ({len(may_go)} things)."
 
 
-def _judgements(store: dict[str, Any]) -> Iterator[str]:
-    """Stored judgements, and how often judges were not asked again."""
+def _kept(report: dict[str, Any]) -> Iterator[str]:
+    """Stored judgements, checkpoints that stages wait for, and exports that nobody will read."""
     from infra.disk.keeper import gib
 
-    if not store["files"]:
-        return
-    tokens = store["saved_prompt_tokens"] + store["saved_completion_tokens"]
-    saved = ""
-    if store["saved_judgements"]:
-        count = store["saved_judgements"]
-        saved = f"; {count:,} times one was not asked again ({tokens:,} tokens)"
-    yield (
-        f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])} in "
-        f"{store['files']:,} files){saved}"
-    )
-
-
-def _publications(report: dict[str, Any]) -> Iterator[str]:
-    """Publications, stages that wait for checkpoints, and exports that nobody will read."""
-    from infra.disk.keeper import gib
-
-    if published := report["published"]:
-        yield ""
-        rows = [
-            (
-                p["stage_id"],
-                p["target"] + (f" @ {p['commit'][:12]}" if p["commit"] else ""),
-                p["revision"] or "",
-                _HERE[p["elsewhere"]] or ("reclaimed" if p["reclaimed"] else "gone"),
-                gib(p["here_bytes"]),
-            )
-            for p in published[-_SHOWN:]
-        ]
-        yield from table_lines(
-            rows, ("weights of", "published to", "revision", "weights here", "gives back")
-        )
-        if len(published) > _SHOWN:
-            yield f"({len(published) - _SHOWN} more: --json)"
+    if (store := report["judgements"])["files"]:
+        yield f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])})"
     for hold in report["holds"]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"

@@ -165,7 +165,7 @@ def certify_command(
     if made.count("fail"):
         say("Next: see what failed, then\n  refiner doctor --only gpu")
     elif not only:
-        say("Recorded: doctor, plan and cards use it. Next:\n  refiner plan tiny")
+        say("Recorded: doctor and cards use it. Next:\n  refiner plan tiny")
     return 0 if made.passed or not made.count("fail") else 1
 
 

@@ -26,7 +26,7 @@ from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
-    from flows.judges import Asked, Made, Stopped
+    from flows.judges import Stopped
     from flows.rescoring.planning import Planned
     from infra.services.judges import ServiceStatus
 
@@ -71,7 +71,7 @@ def report_command(
     """
     from flows.judges import measure_judge, write_report
     from infra.store.workspace import Workspace
-    from refiner_core.judge_report.build import report_json
+    from refiner_core.judge_report.build import markdown, report_json
 
     where, rest = split_workspace(words)
     names, overrides = split_overrides(rest)
@@ -89,10 +89,10 @@ def report_command(
     if folder is None and layout.format_file.exists():
         folder = layout.judge_reports / made.name
     if folder is not None:
-        write_report(made, folder)
+        write_report(made.report, folder)
     kept = None if folder is None else str(folder)
     value = {**report_json(made.report), "id": made.name, "folder": kept}
-    show(as_json, lambda: value, lambda: _report_lines(made))
+    show(as_json, lambda: value, markdown(made.report).splitlines)
     if as_json:
         return
     if folder is None:
@@ -102,17 +102,6 @@ def report_command(
     if not against:
         words = (*words, "--against", "judge.model=OTHER")
         say_next(command_line("judge", "report", *words))
-
-
-def _report_lines(made: Made) -> Iterator[str]:
-    from refiner_core.judge_report.build import about, sections
-
-    yield from about(made.report)
-    for section in sections(made.report):
-        yield f"\n{section.title}"
-        if section.rows:
-            yield from table_lines(section.rows, section.header)
-        yield from section.words
 
 
 @judge_command.command(
@@ -142,7 +131,7 @@ def ask_command(words: tuple[str, ...], as_json: bool, **question: Any) -> int:
     return 0 if asked.judgement.status == "scored" else 1
 
 
-def _answer_lines(asked: Asked) -> Iterator[str]:
+def _answer_lines(asked: Any) -> Iterator[str]:
     judgement = asked.judgement
     if judgement.score is None:
         yield f"no score     {asked.request.kind}: {judgement.detail}"
@@ -313,7 +302,7 @@ def rescore_command(words: tuple[str, ...], **options: Any) -> None:
         lambda: ["", *document_lines(document)],
     )
     if not as_json:
-        for line in next_lines(document, folder, words, planned.runs[0].overrides):
+        for line in next_lines(document, folder, words):
             say(line)
 
 

@@ -20,7 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from infra.host.terminal import raw
-from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.report.printing import counted, table_lines
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,26 +124,19 @@ def output_folder(out: str | Path) -> Path:
     from infra.store.atomic import no_space_guard
 
     folder = Path(out).expanduser().absolute()
-    refused = ConfigurationError(
-        f"The results cannot be written to {folder}",
-        expected="a folder, or a path where one can be made",
-        fix="name another one with --out DIR",
-    )
     with no_space_guard(folder, "making the folder for the results"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            raise refused from error
     if not os.access(folder, os.W_OK):
-        raise refused
+        raise ConfigurationError(
+            f"The results cannot be written to {folder}",
+            expected="a folder, or a path where one can be made",
+            fix="name another one with --out DIR",
+        )
     return folder
-
-
-def print_table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> None:
-    """Print a plain table on stdout."""
-    print_lines(table_lines(rows, header))
 
 
 def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -159,25 +152,23 @@ def split_workspace(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names, and ``key=value``."""
-    return [w for w in words if "=" not in w], [w for w in words if "=" in w]
+    """Names, which may be paths of files with such a sign in them, and ``key=value``."""
+    overrides = [
+        w for w in words if "=" in w and "/" not in w.partition("=")[0] and not Path(w).is_file()
+    ]
+    return [w for w in words if w not in overrides], overrides
+
+
+def misuse(what: str) -> click.UsageError:
+    """Refusal of words that do not go together: with it is said how the command is called."""
+    return click.UsageError(what, click.get_current_context())
 
 
 def at_most_one(names: Sequence[str], noun: str, default: str = "") -> str | None:
-    """The run or other ``noun`` that a command was given, if it was.
-
-    Raises
-    ------
-    ConfigurationError
-        It was given several.
-    """
+    """The run or other ``noun`` that a command was given, if it was; several are refused."""
     if len(names) > 1:
-        command = click.get_current_context().command_path
-        raise ConfigurationError(
-            f"`{command}` was given {len(names)} {noun}s: {' '.join(names)}.",
-            expected=f"one {noun}, or none{default}",
-            fix="call it for one after another",
-        )
+        given = f"{len(names)} {noun}s: {' '.join(names)}"
+        raise misuse(f"It was given {given}. It takes one {noun}, or none{default}.")
     return names[0] if names else None
 
 
@@ -273,14 +264,9 @@ class LazyGroup(click.Group):
             There is none; names the nearest.
         """
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            from refiner_core.contract.fields import suggest
-
-            raise ConfigurationError(
-                f"There is no command `{ctx.command_path} {args[0]}`."
-                f"{suggest(args[0], self._table)}",
-                expected="one of: " + ", ".join(self._table),
-                fix=f"see `{ctx.command_path} --help`",
-            )
+            path, known = ctx.command_path, self._table
+            fix = f"see `{path} --help`"
+            raise no_such(f"`{path}` has no command", args[0], known, fix)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -13,16 +13,17 @@ import click
 from flows.cli.options import (
     command_line,
     json_option,
+    misuse,
     overrides_argument,
     print_json,
-    print_table,
+    print_lines,
     recipe_argument,
     say_next,
     show,
     split_workspace,
 )
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
+from refiner_core.report.printing import table_lines
 
 if TYPE_CHECKING:
     from flows.disk import PlannedRoom
@@ -43,7 +44,7 @@ def plan_command(
 
     Changes nothing, and needs neither network nor GPU.
     """
-    from flows.checking.resources import memory_json, planning_notes, time_json, time_notes
+    from flows.checking.resources import memory_json, planning_notes
     from flows.disk import disk_of_plan
     from flows.plans import forecast, plan_json
     from flows.running.calls import make_recipe_plan
@@ -55,11 +56,10 @@ def plan_command(
     room, change = disk_of_plan(plan, fit=with_fit)
     if as_json:
         value = {**plan_json(plan, forecast(plan)), "disk": _disk_json(room)}
-        value |= {"memory": memory_json(plan), "time": time_json(plan)}
-        value |= {"notes": [*planning_notes(plan), *time_notes(plan)]}
+        value |= {"memory": memory_json(plan), "time": [], "notes": planning_notes(plan)}
         if with_fit:
             value["disk"]["fit"] = None if change is None else list(change.overrides)
-            value["disk"]["save_freq"] = {}  # nothing is proposed any more
+            value["disk"]["save_freq"] = {}  # as of `time`, nothing is said any more
         print_json(value)
         return
     _show_disk(room, stages=with_disk or with_fit)
@@ -86,7 +86,7 @@ def _show_disk(room: PlannedRoom, *, stages: bool) -> None:
         if judged := found.judgements:
             rows.append(("(judgements)", gib(judged), gib(judged), "", "estimated"))
         click.echo("")
-        print_table(rows, ("stage", "at most", "in the end", "files", "by"))
+        print_lines(table_lines(rows, ("stage", "at most", "in the end", "files", "by")))
     if stages or not room.fits:
         verdict = "fits" if room.fits else "does not fit"
         more = f" and {gib(room.reclaimable_bytes)} may go" * bool(room.reclaimable_bytes)
@@ -117,12 +117,12 @@ def _disk_json(room: PlannedRoom) -> dict[str, Any]:
 def show_plan(plan: Plan, recipe: str, overrides: Sequence[str], as_json: bool) -> None:
     """Print a recipe's plan as a table or as JSON, what is worth knowing of how it trains, and what
     to do next."""
-    from flows.checking.resources import planning_notes, time_notes
+    from flows.checking.resources import planning_notes
 
     show_made_plan(plan, as_json)
     if as_json:
         return
-    for note in (*planning_notes(plan), *time_notes(plan)):
+    for note in planning_notes(plan):
         click.echo(f"\nnote: {note}")
     command = command_line("run", recipe, *overrides)
     explain = command_line("explain", plan.stages[-1].name, recipe, *overrides)
@@ -143,7 +143,7 @@ def show_made_plan(plan: Plan, as_json: bool) -> None:
         (f.stage.name, f.stage.fingerprint[:12], f.action, _resources(f.stage.resources), f.reason)
         for f in forecasts
     ]
-    print_table(rows, ("stage", "fingerprint", "action", "resources", "why"))
+    print_lines(table_lines(rows, ("stage", "fingerprint", "action", "resources", "why")))
 
 
 def _resources(asked: Resources) -> str:
@@ -203,27 +203,23 @@ def diff_command(
     """Compare two runs: configuration, rows, code, judge, environment, training, numbers.
 
     A and B are runs (ids, or parts of them that no other has), trials (SWEEP:ARM/seedN), or single
-    stages (RUN:STAGE, a stage's id, with #N one of its attempts). With two executions of one recipe
-    in two workspaces it finds the first step and sample in which they part.
+    stages (RUN:STAGE, a stage's id). With two executions of one recipe in two workspaces it finds
+    the first step and sample in which they part.
 
     The exit code is 0 once both could be compared; with --exit-code it is 1 where what came out is
     not bitwise the same, or is not all there yet.
     """
-    from flows.diffing.document import as_json as document
     from flows.diffing.document import diff_runs, difference_lines, next_commands
+    from refiner_core.contract.records import to_json
 
     where, names = split_workspace(words)
     if len(names) != 2:
-        raise ConfigurationError(
-            f"`refiner diff` compares two, and was given {len(names)}.",
-            expected="two runs, trials (SWEEP:ARM/seedN) or stages (RUN:STAGE)",
-            fix="name two; `refiner status --all` lists runs",
-        )
+        raise misuse(f"It compares two, and was given {len(names)}; see `refiner status --all`.")
     found = diff_runs(names[0], names[1], where, other=other)
-    show(as_json, lambda: document(found), lambda: difference_lines(found))
+    show(as_json, lambda: to_json(found), lambda: difference_lines(found))
     if not as_json and (commands := next_commands(found)):
         say_next(*commands, gap=True)
-    return 1 if exit_code and found.equal is not True else 0
+    return 1 if exit_code and found["equal"] is not True else 0
 
 
 @click.command("why", context_settings={"ignore_unknown_options": True})
@@ -246,9 +242,10 @@ def why_command(
         counted_samples,
         explain_number,
         explanation_lines,
+        find_numbers,
         sample_name,
+        words_apart,
     )
-    from flows.why.figures import find_numbers, words_apart
 
     where, rest = split_workspace(words)
     figures = find_numbers(rest, where, card=card)

@@ -13,6 +13,7 @@ from flows.cli.options import (
     at_most_one,
     command_line,
     json_option,
+    misuse,
     overrides_argument,
     print_json,
     say,
@@ -25,7 +26,6 @@ from flows.cli.options import (
 )
 from flows.cli.run import finish, leave_to, stop_on_signals
 from infra.disk.keeper import gib
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import table_lines
 
@@ -217,11 +217,7 @@ def adopt_command(
     from flows.adopting import adopt_run
 
     if copy and in_place:
-        raise ConfigurationError(
-            "--copy and --in-place exclude each other.",
-            expected="one of them, or neither for hard links",
-            fix="leave one out",
-        )
+        raise misuse("--copy and --in-place exclude each other; leave one out, or both.")
     how: How = "copy" if copy else "in-place" if in_place else "link"
     report = adopt_run(folder, overrides, how=how, **options)
     show(as_json, lambda: report, lambda: _adopted_lines(report))

@@ -13,6 +13,7 @@ from flows.cli.options import (
     Listing,
     command_line,
     json_option,
+    misuse,
     print_json,
     say,
     show,
@@ -20,7 +21,6 @@ from flows.cli.options import (
     split_overrides,
     until_nobody_reads,
 )
-from refiner_core.contract.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from refiner_core.contract.config import RecipeConfig
@@ -136,11 +136,7 @@ def show_command(
     field = "" if every or search or not names else names.pop(0)
     recipe = names.pop(0) if names else ""
     if names or (overrides and not recipe):
-        raise ConfigurationError(
-            f"`refiner show` was given {' '.join(words)}.",
-            expected="a field or section, then a recipe, then key=value overrides of it",
-            fix="write e.g. `refiner show grpo.beta tiny grpo.beta=0.01`",
-        )
+        raise misuse(f"It was given {' '.join(words)}; overrides follow a recipe.")
     facts, found = explain_fields(field, recipe, overrides, search=search)
 
     def again(name: str) -> str:
@@ -165,7 +161,7 @@ def show_command(
     if len(facts) > 1:
         with_value = ("value", "source") if found else ("default",)
         header = ("field", "mark", *with_value, "what it is")
-        rows = field_rows([one.path for one in facts], found)
+        rows = field_rows(facts, found)
         show_listing(as_json, value, rows, header, [again(facts[0].path)])
         return
     path = facts[0].path

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,18 @@ from flows.cli.options import (
     ask_leave,
     at_most_one,
     json_option,
+    misuse,
     overrides_argument,
     print_json,
     recipe_argument,
     say,
     say_next,
     show,
+    split_overrides,
     split_workspace,
     until_nobody_reads,
     working_options,
 )
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.contract.records import picked
 from refiner_core.report.printing import measured, table_lines
 
@@ -182,11 +182,7 @@ def logs_command(words: tuple[str, ...], follow: bool, attempt: int | None) -> N
 
     where, rest = split_workspace(words)
     if not rest:
-        raise ConfigurationError(
-            "`refiner logs` was given no stage.",
-            expected="STAGE, such as grpo, and perhaps RUN and workspace=DIR",
-            fix="name one; `refiner status` shows the stages of the newest run",
-        )
+        raise misuse("It was given no STAGE; `refiner status` shows those of the newest run.")
     stage, *runs = rest
     run = runs[0] if runs else None
     if follow:
@@ -216,8 +212,7 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
     from infra.store.workspace import Workspace
 
     workspace = Workspace.read_only(outcome.plan.config.workspace)
-    yield from _rows_kept(outcome)
-    yield from _attempts_kept(outcome)
+    yield from _kept(outcome)
     numbers = evaluations_of(outcome.plan, workspace)
     for under, decoding in dict.fromkeys((n["under"], n["decoding"]) for n in numbers):
         here = [n for n in numbers if (n["under"], n["decoding"]) == (under, decoding)]
@@ -226,70 +221,49 @@ def summary_lines(outcome: RunOutcome) -> Iterator[str]:
         yield ""
         yield f"{decoding} decoding, {measured} (95 % interval)"
         yield from _table(here)
-    yield from _damages(outcome, workspace)
-    yield from _publications(outcome, workspace)
+    yield from _outputs(outcome, workspace)
 
 
-def _damages(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
-    """Finished stages whose output is not what it was, and how to make it again."""
+def _outputs(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
+    """Finished stages whose output is not what it was, and how to make it again; then one line for
+    each publication that is there, by step; what the repository ends at is last."""
+    made = []
     for view in outcome.views.values():
         stage_id = outcome.plan.by_name[view.name].id
         if damage := workspace.output_damage(stage_id):
             folder = workspace.layout.stage(stage_id).control
-            yield ""
-            yield f"{view.name} is done, but {damage}. To make it again: delete {folder}"
-
-
-def _publications(outcome: RunOutcome, workspace: Workspace) -> Iterator[str]:
-    """One line for each publication that is there, by step; what the repository ends at is last."""
-    made = []
-    for view in outcome.views.values():
-        stage_id = outcome.plan.by_name[view.name].id
-        there = view.kind == "publish" and "target" in view.report
-        if there and workspace.output_damage(stage_id) is None:
+            yield f"\n{view.name} is done, but {damage}. To make it again: delete {folder}"
+        elif view.kind == "publish" and "target" in view.report:
             made.append(view.report)
-    if made:
-        yield ""
+    yield from [""] if made else []
     for report in sorted(made, key=lambda r: (bool(r.get("final")), int(r.get("step") or 0))):
-        yield f"published: {report['target']} ({_which(report)})"
+        said = [f"step {report['step']}"] if "step" in report else []
+        if report.get("revision", "main") != "main":
+            said.append(f"revision {report['revision']}")
+        if best := report.get("best"):
+            said.append(f"the best of {len(best['candidates'])} by {best['metric']}")
+        yield f"published: {report['target']} ({', '.join(said) or 'the last step'})"
 
 
-def _which(report: Mapping[str, Any]) -> str:
-    said = [f"step {report['step']}"] if "step" in report else []
-    if report.get("revision", "main") != "main":
-        said.append(f"revision {report['revision']}")
-    if report.get("best"):
-        said.append(
-            f"the best of {len(report['best']['candidates'])} by {report['best']['metric']}"
-        )
-    return ", ".join(said) or "the last step"
-
-
-def _rows_kept(outcome: RunOutcome) -> Iterator[str]:
-    """Rows that the data stage kept and dropped, and why."""
+def _kept(outcome: RunOutcome) -> Iterator[str]:
+    """Rows that the data stage kept and dropped, and why; attempts that the sample stage kept."""
     data = outcome.views.get("data")
     report = data.report if data is not None else {}  # another trainer brings its own data
     for which, label in (("sft", "demonstrations"), ("rl", "prompts")):
         counts = report.get(which) or {}
-        if not counts.get("read"):
-            continue
-        dropped = [f"{n} {reason}" for reason, n in sorted((counts.get("dropped") or {}).items())]
-        why = f" (dropped: {', '.join(dropped)})" if dropped else ""
-        yield f"{counts['kept']} of {counts['read']} {label} kept{why}"
-
-
-def _attempts_kept(outcome: RunOutcome) -> Iterator[str]:
-    """Attempts that the sample stage kept."""
+        if counts.get("read"):
+            reasons = sorted((counts.get("dropped") or {}).items())
+            dropped = ", ".join(f"{n} {reason}" for reason, n in reasons)
+            why = f" (dropped: {dropped})" if dropped else ""
+            yield f"{counts['kept']} of {counts['read']} {label} kept{why}"
     sampled = outcome.views.get("sample")
-    report = sampled.report if sampled is not None else {}
-    if not report.get("kept"):
-        return
-    kept, attempts, prompts = report["kept"], report["attempts"], report["prompts"]
-    yield (
-        f"{kept['demonstrations']} of {attempts['total']} attempts kept "
-        f"({kept['full_success']} full successes, {kept['best_partial']} best partial ones) at "
-        f"{prompts['total']} prompts, {prompts['full']} of them solved"
-    )
+    if sampled is not None and (kept := sampled.report.get("kept")):
+        prompts = sampled.report["prompts"]
+        yield (
+            f"{kept['demonstrations']} of {sampled.report['attempts']['total']} attempts kept, "
+            f"{kept['full_success']} of them full successes; {prompts['full']} of "
+            f"{prompts['total']} prompts solved"
+        )
 
 
 def _table(numbers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -340,20 +314,20 @@ def sweep_command(
     Exit codes: 0 when every trial is done, 1 when one has failed, 6 when some were stopped or are
     held by a limit, 5 or 7 when a full disk or a judge stands in the way; the same command goes on.
     """
-    from flows.sweeping.evidence import rescore_share
+    from flows.running.status import is_finished
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import (
         begin_sweep,
-        is_finished,
         work_on_sweep,
         workspace_of,
     )
     from flows.sweeping.planning import make_sweep_plan, show_sweep_plan, sweep_json
 
-    names = [word for word in words if not _is_override(word)]
-    overrides = [word for word in words if _is_override(word)]
+    names, overrides = split_overrides(words)
     if not names:
         where, rest = split_workspace(overrides)
-        _refuse_without_one(rest, dry_run or yes or rescore is not None or detach is not None)
+        if rest or dry_run or yes or rescore is not None or detach is not None:
+            raise misuse("No sweep is named; `refiner sweep` alone lists them.")
         _list(where, as_json)
         return 0
     at_most_one(names, "sweep")
@@ -362,11 +336,11 @@ def sweep_command(
         share = rescore_share(plan, rescore) if rescore is not None else None
         show(
             as_json,
-            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share.json()}),
-            lambda: [*show_sweep_plan(plan), *(() if share is None else share.lines())],
+            lambda: sweep_json(plan) | ({} if share is None else {"rescore": share}),
+            lambda: [*show_sweep_plan(plan), *(() if share is None else share_lines(share))],
         )
         return 0
-    finished = is_finished(plan, workspace_of(plan))
+    finished = is_finished(workspace_of(plan), plan.stages())
     look = None if finished else _looked_at(plan, rescore, shown=not (launch.quiet and yes))
     if not finished and not yes:
         why = "Nothing was launched: this is no terminal, so nobody can be asked."
@@ -381,7 +355,7 @@ def sweep_command(
 
 def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLook:
     """Forecast of a sweep, before anybody is asked; refuses what cannot be."""
-    from flows.sweeping.evidence import rescore_share
+    from flows.sweeping.evidence import rescore_share, share_lines
     from flows.sweeping.launching import check_launch
     from flows.sweeping.planning import forecast_sweep, show_sweep_plan
     from sweeps.forecast import refuse_what_cannot_fit
@@ -390,7 +364,7 @@ def _looked_at(plan: SweepPlan, rescore: str | None, *, shown: bool) -> SweepLoo
     look = forecast_sweep(plan)
     if shown:
         share = rescore_share(plan, rescore) if rescore is not None else None
-        for line in [*show_sweep_plan(plan, look), *(() if share is None else share.lines())]:
+        for line in [*show_sweep_plan(plan, look), *(() if share is None else share_lines(share))]:
             say(line)  # stdout is for the result
     refuse_what_cannot_fit(look.passed)
     return look
@@ -422,25 +396,9 @@ def _leave_sweep_to(
     return say_left(left, workspace, "sweep", name, (f"status {name} -w",), as_json)
 
 
-def _is_override(word: str) -> bool:
-    """True if it is ``key=value``, not the path of a file with such a sign in it."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key and not Path(word).is_file()
-
-
-def _refuse_without_one(overrides: list[str], to_do: bool) -> None:
-    """A list of sweeps is no answer to somebody who wants one to be carried out."""
-    if overrides or to_do:
-        given = f": {' '.join(overrides)} changes one" if overrides else ""
-        raise ConfigurationError(
-            f"No sweep is named{given}.",
-            expected="a shipped sweep's name or the path of a YAML file",
-            fix="name it: refiner sweep SWEEP (`refiner sweep` alone lists them)",
-        )
-
-
 def _list(where: str, as_json: bool) -> None:
     """Shipped sweeps, and those of a workspace."""
+    from flows.running.console import states_text
     from flows.sweeping.planning import list_sweeps
 
     known = list_sweeps(where)
@@ -452,10 +410,7 @@ def _list(where: str, as_json: bool) -> None:
         if not found:
             yield f"No sweep is recorded in {where}."
             return
-        rows = [
-            (name, str(s.record.number), ", ".join(f"{n} {state}" for state, n in s.counts.items()))
-            for name, s in found.items()
-        ]
+        rows = [(name, str(s.record.number), states_text(s.counts)) for name, s in found.items()]
         yield from table_lines(rows, (f"sweeps of {where}", "version", "trials"))
 
     recorded = [
@@ -524,33 +479,28 @@ def _sweep_to_resume(workspace: Workspace, word: str | None) -> str | None:
 _BY_HAND = ("only", "publish.evaluate", "stages")
 
 
-def _what_differs(run: RunRecord) -> list[str]:
+def _what_differs(run: RunRecord) -> Iterator[str]:
     """Notes on what a new `refiner run` would do otherwise; the record is what counts here."""
-    from flows.running.calls import in_folder_of
+    from flows.running.calls import in_folder
     from refiner_core.contract.errors import RefinerError
     from refiner_core.contract.loading import leaves, load_recipe
     from refiner_core.contract.records import to_json
 
     recipe = run.provenance.get("recipe")
     if not recipe:
-        return []
+        return
     try:
-        with in_folder_of(run):
-            now = to_json(load_recipe(str(recipe), run.overrides))
+        with in_folder(run.provenance.get("folder")):
+            new = dict(leaves("", to_json(load_recipe(str(recipe), run.overrides))))
     except RefinerError as error:
-        return [f"the recipe cannot be read any more ({error.what}); the record is used"]
-    by_hand = _BY_HAND if run.provenance.get("publishes") else ()
-    new = dict(leaves("", now))
+        yield f"the recipe cannot be read any more ({error.what}); the record is used"
+        return
+    passed = ("workspace", *(_BY_HAND if run.provenance.get("publishes") else ()))
     # A field that is newer than the run says nothing.
-    fields = sorted(
-        path
-        for path, value in leaves("", run.config)
-        if path != "workspace" and path not in by_hand and new.get(path) != value
-    )
-    if not fields:
-        return []
-    shown = ", ".join(fields[:5]) + (f" and {len(fields) - 5} more" if len(fields) > 5 else "")
-    return [f"the recipe {recipe} has changed since ({shown}); the run goes on as recorded"]
+    fields = sorted(p for p, v in leaves("", run.config) if p not in passed and new.get(p) != v)
+    if fields:
+        shown = ", ".join([*fields[:5], *[f"{len(fields) - 5} more"] * (len(fields) > 5)])
+        yield f"the recipe {recipe} has changed since ({shown}); the run goes on as recorded"
 
 
 def _leave_the_node(_number: int, _frame: FrameType | None) -> None:

@@ -22,7 +22,7 @@ from flows.cli.options import (
     split_overrides,
 )
 from refiner_core.contract.records import picked
-from refiner_core.report.printing import table_lines
+from refiner_core.report.printing import short, table_lines
 
 if TYPE_CHECKING:
     from refiner_core.nightly.page import Reading
@@ -215,9 +215,7 @@ nightly_command.add_command(former(deploy_command))
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "" if value is None else str(value)
+    return short(value) if isinstance(value, float) else str("" if value is None else value)
 
 
 @click.command("server")

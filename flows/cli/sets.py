@@ -22,7 +22,7 @@ from flows.cli.options import (
     wrong_text,
 )
 from refiner_core.contract.records import picked, to_json
-from refiner_core.report.printing import counted, table_lines
+from refiner_core.report.printing import counted, folded, table_lines
 
 if TYPE_CHECKING:
     from refiner_core.environments.protocol import Environment, Message, Task, ToolCall
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _WRONG = 3
 _SHOWN_FINDINGS = 3  # findings of each kind that are printed; the JSON has all
 _SHOWN_TASKS = 20
-_WIDTH = 98
 
 
 def _group(name: str, text: str, epilog: str) -> click.Group:
@@ -49,10 +48,6 @@ def _group(name: str, text: str, epilog: str) -> click.Group:
 
     group.add_command(listed)
     return group
-
-
-def _filled(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
 # ---------------------------------------------------------------- rubrics
@@ -81,12 +76,12 @@ def show_rubrics(name: str, as_json: bool) -> None:
             if text:
                 yield f"{label}: {text}"
         if rubrics.description:
-            yield f"\n{_filled(rubrics.description)}"
+            yield f"\n{folded(rubrics.description)}"
         for rubric, origin in zip(rubrics.rubrics, rubrics.origins, strict=True):
             said = f" ({origin})" if origin and origin != rubrics.source else ""
             sign = "-" if rubric.polarity == "negative" else "+"
             yield f"\n{sign} {rubric.title}, weight {rubric.weight:g}{said}"
-            yield _filled(rubric.description, "  ")
+            yield folded(rubric.description, "  ")
 
     show(as_json, lambda: {"version": 1, "file": str(path), "set": set_json(rubrics)}, lines)
 
@@ -146,7 +141,7 @@ def _checked_lines(checked: Checked, show_all: bool) -> Iterator[str]:
     for rule, found in checked.by_rule().items():
         known = RULES[rule]
         yield f"{known.severity} {rule}: {len(found)}"
-        yield _filled(f"Why: {known.why}. To mend it: {known.fix}.", "  ")
+        yield folded(f"Why: {known.why}. To mend it: {known.fix}.", "  ")
         shown = found if show_all else found[:_SHOWN_FINDINGS]
         for finding in shown:
             place = f" {finding.place}" if finding.place else ""
@@ -192,7 +187,7 @@ def show_protocol_command(name: str, as_json: bool) -> None:
         yield f"{protocol.name}, fingerprint {known.fingerprint}"
         yield f"file: {known.path}"
         if known.description:
-            yield "\n" + _filled(known.description)
+            yield "\n" + folded(known.description)
         yield "\nfixed (what the file leaves out of a section that it names has its default):"
         for path, value in protocol.values().items():
             said = "" if path in protocol.fields else "   (default)"

@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from flows.cli.aliases import former_flag
 from flows.cli.options import (
     at_most_one,
     command_line,
@@ -24,7 +24,6 @@ from flows.cli.options import (
     split_workspace,
 )
 from infra.host.terminal import raw
-from refiner_core.contract.errors import ConfigurationError
 from refiner_core.report.printing import counted, table_lines
 
 if TYPE_CHECKING:
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from flows.sweeping.status import SweepStatus
     from infra.store.workspace import Workspace
     from refiner_core.contract.records import RunRecord
-    from refiner_core.report.run.document import RunReport
-    from refiner_core.report.sweep.document import SweepReport
 
 
 _REFRESH_S = 2.0
@@ -236,11 +233,12 @@ class _Page(NamedTuple):
     below: Sequence[str]
     following: Sequence[str] = ()
 
-    def lines(self) -> Iterator[str]:
-        """All of it, once."""
-        yield self.heading
-        yield from table_lines(self.rows, self.header)
-        yield from ("", *self.below)
+    def lines(self, most: int | None = None) -> list[str]:
+        """All of it; of the rows at most so many."""
+        table = table_lines(self.rows[:most], self.header)
+        more = 0 if most is None else len(self.rows) - most
+        cut = [f"and {more} more {self.header[0]}s"] if more > 0 else []
+        return [self.heading, *table, "", *cut, *self.below]
 
 
 def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -> Any:
@@ -256,20 +254,12 @@ def _watched(look: Callable[[], Any], page: Callable[[Any], _Page], what: str) -
         with screen if sys.stdout.isatty() else contextlib.nullcontext() as live:
             while (status := look()).orchestrator.works:
                 if live is not None:
-                    live.update(drawn(_cut(page(status))), refresh=True)
+                    live.update(drawn(page(status).lines(_ROWS)), refresh=True)
                 time.sleep(_REFRESH_S)
             return status
     except KeyboardInterrupt:
         say(f"Watching has ended; the {what} has not.")
         return None
-
-
-def _cut(shown: _Page) -> list[str]:
-    """Lines of a page that is redrawn."""
-    more = len(shown.rows) - _ROWS
-    cut = [f"and {more} more {shown.header[0]}s"] if more > 0 else []
-    table = table_lines(shown.rows[:_ROWS], shown.header)
-    return [shown.heading, *table, "", *cut, *shown.below]
 
 
 def _run_page(status: RunStatus, workspace: Workspace) -> _Page:
@@ -280,8 +270,7 @@ def _run_page(status: RunStatus, workspace: Workspace) -> _Page:
     elif status.orchestrator.works:
         following = [command_line("status", status.run, "--watch", where)]
     heading = f"{status.run}: {command_line(*status.command[1:])}"
-    below = [*closing_lines(status, workspace)]
-    return _Page(heading, _HEADER, rows, below, following)
+    return _Page(heading, _HEADER, rows, [*closing_lines(status, workspace)], following)
 
 
 def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
@@ -290,17 +279,10 @@ def _sweep_page(status: SweepStatus, workspace: Workspace) -> _Page:
     (header, rows), record = table_of(status), status.record
     version = f", version {record.number}" if record.number > 1 else ""
     heading = f"sweep {record.name} of {record.recipe}{version}; baseline {record.baseline}"
-    below = [*status_lines(status, workspace)]
-    return _Page(heading, header, rows, below)
+    return _Page(heading, header, rows, [*status_lines(status, workspace)])
 
 
 # ---------------------------------------------------------------- reports
-
-
-W = TypeVar("W", "Written[SweepReport]", "Written[RunReport]")
-_MOST_INCIDENTS = 5
-#: Tables of numbers that a terminal shows; the page has all.
-_MOST_TABLES = 2
 
 
 @click.command("report")
@@ -309,72 +291,56 @@ _MOST_TABLES = 2
 @click.option("--watch", is_flag=True, help="make it again until nobody works on it")
 @click.option("--every", "every_s", type=click.IntRange(min=1), default=15, show_default=True,
               metavar="SECONDS", help="how often, with --watch")  # fmt: skip
-@click.option("--wandb", "to_wandb", is_flag=True, help="put a sweep's tables into a W&B run, too")
+@former_flag("--wandb", "Log a sweep's numbers yourself: wandb.Table(dataframe=flows.api."
+             "comparisons_frame(SWEEP)), or report.csv.")  # fmt: skip
 @json_option
 def report_command(
     words: tuple[str, ...],
     out: str | None,
     watch: bool,
     every_s: int,
-    to_wandb: bool,
     as_json: bool,
 ) -> None:
     """Say what RUN has done and learned, or what SWEEP has shown (default: the newest).
 
     RUN is an id, or enough of its beginning or end; a trial of a sweep is also SWEEP:ARM/seed1.
-    Writes report.html, a page that needs nothing but a browser, with report.md and report.json
-    beside it (of a sweep report.csv and trials.csv too). While a run or sweep is worked on, its
-    page loads itself again; --watch keeps it fresh.
+    Prints report.md, and writes report.html, a page that needs nothing but a browser, with
+    report.md and report.json beside it (of a sweep report.csv and trials.csv too). While a run or
+    sweep is worked on, its page loads itself again; --watch keeps it fresh.
     """
     from flows.reporting.run.report import report_run
-    from flows.reporting.writing import log_report, report_sweep
+    from flows.reporting.writing import report_sweep
+    from flows.running.status import required_run
     from infra.store.workspace import Workspace
     from refiner_core.report.pages import values
+    from refiner_core.report.sweep.document import TEXT
 
     where, rest = split_workspace(words)
     workspace = Workspace.read_only(where)
     sweep, run = subject(workspace, at_most_one(rest, "run or sweep", " for the newest"))
-    name = sweep or (run.run if run is not None else "")
-    if not name:
-        raise ConfigurationError(
-            f"{workspace.root} has no runs and no sweeps.",
-            expected="a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called",
-            fix="name another one with workspace=DIR",
-        )
-    if to_wandb and not sweep:
-        raise ConfigurationError(
-            f"{name} is a run, and --wandb is for the tables of a sweep.",
-            expected="the name of a sweep; a run logs its own numbers to W&B while it trains",
-            fix="leave out --wandb; `refiner track sync` sends what was logged offline",
-        )
+    what = "a workspace in which `refiner run RECIPE` or `refiner sweep FILE` was called"
+    name = sweep or (run or required_run(workspace, None, what)).run
     folder = output_folder(out or workspace.layout.reports / name)
-    every = every_s if watch else 0
-
+    make: Callable[[], Written[Any]] = partial(
+        report_sweep if sweep else report_run, name, where, folder=folder, reload_s=every_s
+    )
+    made = _written(make, every_s if watch else 0)
+    report = made.report
+    document = {**values(report), "folder": str(folder)}
     if sweep:
-        make = partial(report_sweep, name, workspace.root, folder=folder, reload_s=every_s)
-        made = _written(make, every, "sweep")
-        logged = log_report(workspace, made) if to_wandb else ""
-        document = {**values(made.report), "folder": str(folder), "wandb": logged}
-        show(as_json, lambda: document, lambda: _sweep_lines(made.report))
-        if not as_json:
-            say(f"\nPage: {made.page}")
-            say("Beside it: report.md, report.csv, trials.csv, report.json")
-            if logged:
-                say(f"W&B: {logged}")
-            if made.report.state == "running":
-                say_next(f"refiner report {name} --watch workspace={workspace.root}")
+        document["wandb"] = ""
+    show(as_json, lambda: document, (folder / TEXT).read_text(encoding="utf-8").splitlines)
+    if as_json:
         return
-
-    make_run = partial(report_run, name, where, folder=folder, reload_s=every_s)
-    written = _written(make_run, every, "run")
-    report = written.report
-    show(as_json, lambda: {**values(report), "folder": str(folder)}, lambda: _run_lines(report))
-    if not as_json:
-        say(f"\nPage: {written.page}\nBeside it: report.md, report.json")
+    beside = "report.md, report.csv, trials.csv, report.json" if sweep else "report.md, report.json"
+    say(f"\nPage: {made.page}\nBeside it: {beside}")
+    if sweep and report.state == "running":
+        say_next(command_line("report", name, "--watch", f"workspace={workspace.root}"))
+    elif not sweep:
         say_next(*report.next_commands)
 
 
-def _written(make: Callable[[], W], every_s: int, noun: str) -> W:
+def _written(make: Callable[[], Written[Any]], every_s: int) -> Written[Any]:
     """The report; with ``every_s`` the last of those that are made until nobody works on it any
     more. Ctrl-C ends the watching, not the work."""
     written = make()
@@ -385,59 +351,5 @@ def _written(make: Callable[[], W], every_s: int, noun: str) -> W:
             time.sleep(every_s)
             written = make()
     except KeyboardInterrupt:
-        say(f"Watching has ended; the {noun} has not.")
+        say("Watching has ended; the work has not.")
     return written
-
-
-def _run_lines(report: RunReport) -> Iterator[str]:
-    from refiner_core.report.printing import moment, plain
-    from refiner_core.report.run import rendering as words
-
-    def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> Iterator[str]:
-        return table_lines([[plain(cell) for cell in row] for row in rows], header)
-
-    yield f"{report.run}  ({report.state}; as of {moment(report.made_at)})"
-    yield plain(report.state_text)
-    for text in report.warnings:
-        yield f"warning: {plain(text)}"
-    yield ""
-    yield from table([words.stage_cells(row) for row in report.stages], words.STAGE_HEADER)
-    for found in islice(words.number_tables(report, narrow=True), _MOST_TABLES):
-        yield f"\n{found.title}"
-        yield from table(found.rows, found.header)
-    if report.incidents:
-        yield f"\n{words.incidents_text(report).capitalize()}"
-        for incident in report.incidents[-_MOST_INCIDENTS:]:
-            over = "" if incident["resolved"] else " (open)"
-            text = f"{incident['stage']}: {plain(incident['text'])}"
-            yield f"  {moment(incident['at'])} {text}{over}"
-    yield f"\nCost: {words.cost_text(report)}"
-    for one in report.published:
-        yield f"Published: {plain(one['target'])}"
-
-
-def _sweep_lines(report: SweepReport) -> Iterator[str]:
-    from refiner_core.report.printing import moment, plain
-    from refiner_core.report.sweep import wording as words
-
-    title = plain(report.title or report.sweep)
-    yield f"{title}  ({report.state}; as of {moment(report.made_at)})"
-    yield f"{words.state_text(report)} {words.cost_text(report)}."
-    for text in report.warnings:
-        yield f"warning: {plain(text)}"
-    if report.question:
-        yield f"\nQuestion  {plain(report.question)}"
-    yield f"Answer    {words.answer(report)}\n"
-    if (primary := report.primary) is None:
-        return
-    yield words.key_text(primary.key)
-    column = words.column_of(primary, report)
-    shown = (words.arm_row(n, column, report) for n in primary.numbers)
-    pairs = (("value", "bounds"), ("difference", "difference_bounds"), ("sign", "verdict"))
-    rows = [
-        (r["arm"], *texts[:2], r["p_adjusted"], texts[2], r["note"])
-        for r in shown
-        for texts in [[f"{r[one]} {r[other]}".strip() for one, other in pairs]]
-    ]
-    header = ("arm", primary.key.metric, "difference", "p (adjusted)", "says", "")
-    yield from table_lines(rows, header)

@@ -7,10 +7,5 @@
                                                 │       evaluations under one protocol
                                     document ───┴──> lines, JSON
 
-In: two names, and the workspaces that they are recorded in. Out: a :class:`Difference`. Reads only.
+In: two names, and the workspaces that they are recorded in. Out: one document. Reads only.
 """
-
-from flows.diffing.document import Difference, diff_sides
-from flows.diffing.sides import Side, find_side
-
-__all__ = ["Difference", "Side", "diff_sides", "find_side"]

@@ -1,7 +1,7 @@
 """In what two sides were made otherwise, and came out differently: as one value, as JSON, and for a
 terminal.
 
-In: two :class:`~flows.diffing.sides.Side` and their pairs of stages. Out: a :class:`Difference`:
+In: two :class:`~flows.diffing.sides.Side` and their pairs of stages. Out: a :data:`Difference`:
 configuration, sources, judge, rubrics, code, environment; prepared rows, training steps (the first
 whose numbers or rollouts are not bitwise the same), samples, numbers; lines and JSON of it, and the
 commands that go on from it. Fields that decide what is computed (identity) are told from those that
@@ -16,8 +16,7 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.kinds import KINDS, TRAINED
 from refiner_core.contract.marks import ABSENT, walk
 from refiner_core.contract.proofs import MEASURED
-from refiner_core.contract.records import to_json
 from refiner_core.contract.services import CONSUMERS
 from refiner_core.report.pages import template_of
 
@@ -84,20 +82,17 @@ def stage_change(pair: Pair) -> Row:
     execution), ``different``, ``only a``, ``only b``; ``because`` says in what they differ, and
     ``outputs`` which output files are not bitwise the same (None: not both are done)."""
     a, b = pair.a, pair.b
-    ids = {"stage": pair.name, "a": a and a.stage_id, "b": b and b.stage_id}
+    relation, because = "same", tuple[str, ...]()
+    outputs: tuple[str, ...] | None = ()
     if a is None or b is None:
-        only = "only b" if a is None else "only a"
-        return {**ids, "relation": only, "because": (), "outputs": None}
-    if pair.same:
-        return {**ids, "relation": "same", "because": (), "outputs": ()}
-    alike = a.stage_id == b.stage_id
-    done = a.result is not None and b.result is not None
-    return {
-        **ids,
-        "relation": "alike" if alike else "different",
-        "because": () if alike else tuple(_because(a, b)),
-        "outputs": tuple(differing(a.digests, b.digests)) if done else None,
-    }
+        relation, outputs = "only b" if a is None else "only a", None
+    elif not pair.same:
+        alike = a.stage_id == b.stage_id
+        relation, because = ("alike", ()) if alike else ("different", tuple(_because(a, b)))
+        done = a.result is not None and b.result is not None
+        outputs = tuple(differing(a.digests, b.digests)) if done else None
+    ids = {"stage": pair.name, "a": a and a.stage_id, "b": b and b.stage_id}
+    return {**ids, "relation": relation, "because": because, "outputs": outputs}
 
 
 def _because(a: Half, b: Half) -> Iterator[str]:
@@ -124,67 +119,43 @@ def shortened(value: Any, limit: int) -> str:
 # ---------------------------------------------------------------- sources, judge, rubrics
 
 
-def changes(
-    pairs: Iterable[Pair], values: Callable[[Half], Mapping[str, Any]], *kinds: str
-) -> list[Row]:
-    """Differences of such values, each once, with the stages (of these kinds) that have them."""
-    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
-    for name, a, b in both_of(pairs, *kinds):
-        one, other = values(a), values(b)
-        if not one or not other:
-            continue
-        for what, (x, y) in differing(one, other).items():
-            found.setdefault((what, str(x), str(y)), (x, y, []))[2].append(name)
-    return [
-        {"what": k[0], "a": x, "b": y, "stages": tuple(names)} for k, (x, y, names) in found.items()
-    ]
+_RUBRICS = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
 
 
-def sources_of(half: Half) -> Mapping[str, Any]:
-    """Digests of what came from outside: rows, weights, rubric sets, prompts of the judge."""
-    return {} if half.spec is None else half.spec.sources
-
-
-def judge_of(half: Half) -> dict[str, Any]:
-    """The judge: its fields, the digest of its prompts, what its server called itself."""
-    found: dict[str, Any] = {}
-    if half.spec is not None:
-        found = {k: v for k, v in half.spec.identity.items() if k.startswith("judge.")}
-        if "judge_prompt" in half.spec.sources:
-            found["prompt digest"] = half.spec.sources["judge_prompt"]
-    for protocol in (half.report.get("protocols") or {}).values():
-        if digest := (protocol.get("judge") or {}).get("prompt_digest"):
-            found["prompt digest"] = digest
+def facts_of(half: Half, section: str) -> Mapping[str, Any]:
+    """Facts of a stage: ``sources`` (digests of rows, weights, rubric sets, the judge's prompts),
+    ``judge``, ``rubrics``, and ``environment`` (versions, machine, devices of the worker)."""
+    identity, sources = (half.spec.identity, half.spec.sources) if half.spec else ({}, {})
+    if section == "sources":
+        return sources
+    if section == "environment":
+        provenance, host = half.provenance, half.provenance.get("host") or {}
+        said = {"Python": provenance.get("python"), "host": host.get("name")}
+        said |= {"processor": host.get("cpu"), "GPUs": host.get("gpus")}
+        return {**(provenance.get("versions") or {}), **said} if provenance else {}
+    names = [f"reward.{name}" for name in _RUBRICS]
+    digest, label = "rubrics", "rubric set's digest"
+    if section == "judge":
+        names = [name for name in identity if name.startswith("judge.")]
+        digest, label = "judge_prompt", "prompt digest"
+    found = {name: identity[name] for name in names if name in identity}
+    found |= {label: sources[digest]} if digest in sources else {}
     usage = half.report.get("judge") or half.report.get("judge_usage") or {}
-    if models := usage.get("models"):
-        found["server says it is"] = sorted(models)
+    if section == "judge" and usage.get("models"):
+        found["server says it is"] = sorted(usage["models"])
     return found
 
 
-def rubrics_of(half: Half) -> dict[str, Any]:
-    """Rubrics, and what the sets said."""
-    if half.spec is None:
-        return {}
-    names = ("rubric_source", "static_rubrics", "instance_rubrics_only", "rubric_aggregation")
-    identity = half.spec.identity
-    found = {f"reward.{n}": identity[f"reward.{n}"] for n in names if f"reward.{n}" in identity}
-    if "rubrics" in half.spec.sources:
-        found["rubric set's digest"] = half.spec.sources["rubrics"]
-    return found
-
-
-def environment_of(half: Half) -> dict[str, Any]:
-    """Versions of libraries, Python, machine and devices of the worker."""
-    if not (provenance := half.provenance):
-        return {}
-    host = provenance.get("host") or {}
-    return {
-        **(provenance.get("versions") or {}),
-        "Python": provenance.get("python"),
-        "host": host.get("name"),
-        "processor": host.get("cpu"),
-        "GPUs": host.get("gpus"),
-    }
+def changes(pairs: Iterable[Pair], section: str, *kinds: str) -> list[Row]:
+    """Differences of such facts, each once, with the stages (of these kinds) that have them."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for name, a, b in both_of(pairs, *kinds):
+        one, other = facts_of(a, section), facts_of(b, section)
+        for what, (x, y) in differing(one, other).items() if one and other else ():
+            row = {"what": what, "a": x, "b": y, "stages": ()}
+            row = found.setdefault((what, str(x), str(y)), row)
+            row["stages"] = (*row["stages"], name)
+    return list(found.values())
 
 
 # ---------------------------------------------------------------- code
@@ -473,37 +444,13 @@ def _paired(rows: Sequence[Rows], metric: str) -> dict[str, float | None]:
     return {"difference": found.value, "low": found.low, "high": found.high}
 
 
+#: Version of the JSON that `diff --json` prints.
 DIFF_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Difference:
-    """In what two sides differ.
-
-    ``equal`` is about what came out: every stage of both is there, and outputs, rows, steps and
-    numbers are bitwise the same. Other machines, code or execution settings alone are listed, and
-    make nothing unequal. None: not all of it is done yet, and what is done is equal. The other
-    fields are as ``refiner diff --json`` has them.
-    """
-
-    a: str
-    b: str
-    a_workspace: str
-    b_workspace: str
-    equal: bool | None
-    stages: Sequence[Row]
-    fields: Sequence[Row]
-    sources: Sequence[Row]
-    rows: Sequence[Row]
-    code: Row | None
-    judge: Sequence[Row]
-    rubrics: Sequence[Row]
-    environment: Sequence[Row]
-    training: Sequence[Row]
-    samples: Sequence[Row]
-    numbers: Sequence[Row]
-    attempts: Sequence[Row]
-    incidents: Sequence[Sequence[str]]
+#: In what two sides differ, as ``refiner diff --json`` has it. ``equal`` is about what came out:
+#: every stage of both is there, and outputs, rows, steps and numbers are bitwise the same. Other
+#: machines, code or execution settings alone are listed, and make nothing unequal. None: not all
+#: of it is done yet, and what is done is equal.
+Difference = dict[str, Any]
 
 
 def diff_runs(
@@ -526,8 +473,9 @@ def diff_runs(
 
     Returns
     -------
-    Difference
-        ``equal`` is True where what came out is bitwise the same, None where not all is there.
+    dict
+        ``equal`` is True where what came out is bitwise the same, None where not all is there; the
+        rest is as ``refiner diff --json`` has it.
 
     Raises
     ------
@@ -543,27 +491,24 @@ def diff_sides(a: Side, b: Side) -> Difference:
     """In what two sides differ; reads records and files, imports nothing heavy."""
     pairs = pairs_of(a, b)
     numbers, samples = evaluation_changes(pairs)
-    found = Difference(
-        a=a.label,
-        b=b.label,
-        a_workspace=str(a.workspace.root),
-        b_workspace=str(b.workspace.root),
-        equal=None,
-        stages=[stage_change(pair) for pair in pairs],
-        fields=field_changes(a, b, pairs),
-        sources=changes(pairs, sources_of),
-        rows=list(row_changes(pairs)),
-        code=code_change(a, b, pairs),
-        judge=changes(pairs, judge_of, *CONSUMERS),
-        rubrics=changes(pairs, rubrics_of, *CONSUMERS),
-        environment=changes(pairs, environment_of),
-        training=list(divergences(pairs)),
-        samples=samples,
-        numbers=numbers,
-        attempts=list(_attempt_changes(pairs)),
-        incidents=(_incidents(a), _incidents(b)),
-    )
-    return replace(found, equal=_equal(found))
+    found: Difference = {
+        **{"version": DIFF_VERSION, "a": a.label, "b": b.label},
+        **{"a_workspace": str(a.workspace.root), "b_workspace": str(b.workspace.root)},
+        "equal": None,
+        "stages": [stage_change(pair) for pair in pairs],
+        "fields": field_changes(a, b, pairs),
+        "sources": changes(pairs, "sources"),
+        "rows": list(row_changes(pairs)),
+        "code": code_change(a, b, pairs),
+        "judge": changes(pairs, "judge", *CONSUMERS),
+        "rubrics": changes(pairs, "rubrics", *CONSUMERS),
+        "environment": changes(pairs, "environment"),
+        "training": list(divergences(pairs)),
+        **{"samples": samples, "numbers": numbers},
+        "attempts": list(_attempt_changes(pairs)),
+        "incidents": (_incidents(a), _incidents(b)),
+    }
+    return found | {"equal": _equal(found)}
 
 
 #: Output files that say where and when, beside what came out.
@@ -573,16 +518,16 @@ _COPIES = ("publish", "card", "fetch", "serve")
 
 
 def _equal(found: Difference) -> bool | None:
-    if any(s["relation"] in ("only a", "only b") for s in found.stages):
+    if any(s["relation"] in ("only a", "only b") for s in found["stages"]):
         return False
-    if found.rows or found.samples:
+    if found["rows"] or found["samples"]:
         return False
-    if any(d["step"] is not None or d["note"] for d in found.training):
+    if any(d["step"] is not None or d["note"] for d in found["training"]):
         return False
-    counted = [s for s in found.stages if (s["a"] or "").rpartition("-")[0] not in _COPIES]
+    counted = [s for s in found["stages"] if (s["a"] or "").rpartition("-")[0] not in _COPIES]
     outputs = [path for s in counted for path in s["outputs"] or ()]
     weighty = any(path.rpartition("/")[2] not in _OF_A_MOMENT for path in outputs)
-    if weighty or not all(n["same"] for n in found.numbers):
+    if weighty or not all(n["same"] for n in found["numbers"]):
         return False
     return None if any(s["outputs"] is None for s in counted) else True
 
@@ -607,11 +552,6 @@ def _incidents(side: Side) -> tuple[str, ...]:
     return tuple(i.line for i in found if i.stage in side.stages)
 
 
-def as_json(found: Difference) -> dict[str, Any]:
-    """All of it, JSON-ready."""
-    return {"version": DIFF_VERSION, **to_json(found)}
-
-
 def difference_lines(found: Difference) -> Iterator[str]:
     """All sections in which there is something to say; first whether what came out is equal."""
     text = template_of(__package__, "difference.txt.jinja")
@@ -620,24 +560,24 @@ def difference_lines(found: Difference) -> Iterator[str]:
 
 def verdict(found: Difference) -> str:
     """Verdict on what came out: equal, or where it first is not."""
-    if found.stages and all(s["relation"] == "same" for s in found.stages):
+    if found["stages"] and all(s["relation"] == "same" for s in found["stages"]):
         return "The same stages: whatever they made is one and the same."
-    if found.equal:
+    if found["equal"]:
         return "What came out is bitwise the same on both sides."
-    if found.equal is None:
+    if found["equal"] is None:
         return "Not all of it is done; what is done is the same on both sides."
     first = _first(found)
     return f"They differ{': first in ' + first if first else ''}."
 
 
 def _first(found: Difference) -> str:
-    for rows in found.rows:
+    for rows in found["rows"]:
         return f"the rows of {rows['stage']} ({rows['file']})"
-    for training in (t for t in found.training if t["step"] is not None):
+    for training in (t for t in found["training"] if t["step"] is not None):
         return f"step {training['step']} of {training['stage']}"
-    for sample in found.samples:
+    for sample in found["samples"]:
         return f"the samples of {sample['stage']}"
-    for alone in (s for s in found.stages if s["relation"] in ("only a", "only b")):
+    for alone in (s for s in found["stages"] if s["relation"] in ("only a", "only b")):
         return f"that only {alone['relation'][-1].upper()} has {alone['stage']}"
     return ""
 
@@ -650,12 +590,12 @@ def _show(value: Any, limit: int = 60) -> str:
 def next_commands(found: Difference) -> list[str]:
     """Exact commands that look further into the first thing that differs."""
     commands = []
-    parted = next((t for t in found.training if t["step"] is not None), None)
+    parted = next((t for t in found["training"] if t["step"] is not None), None)
     if parted is not None and (rollout := parted["rollout"]) is not None:
-        words = ["scores", f"step{parted['step']}", found.a.partition(":")[0]]
-        words += [f"workspace={found.a_workspace}", "--sample"]
+        words = ["scores", f"step{parted['step']}", found["a"].partition(":")[0]]
+        words += [f"workspace={found['a_workspace']}", "--sample"]
         words.append(f"{rollout['sample_id']}#{rollout['sample_index']}")
         commands.append(shlex.join(["refiner", "why", *words]))
-    if found.code is not None and found.code["folders"] is not None:
-        commands.append(shlex.join(["diff", "-ru", *found.code["folders"]]))
+    if found["code"] is not None and found["code"]["folders"] is not None:
+        commands.append(shlex.join(["diff", "-ru", *found["code"]["folders"]]))
     return commands

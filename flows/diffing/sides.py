@@ -6,22 +6,18 @@ stages that answer to each other.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flows.running.status import find_run, stage_names
 from flows.stored import the_stage
 from infra.store.layout import AttemptPaths
 from infra.store.sweep_records import sweep_versions
 from infra.store.workspace import Workspace
-from refiner_core.contract.errors import ConfigurationError, no_such
 from refiner_core.contract.records import Attempt, RunRecord, StageRecord, StageResult, StageSpec
-
-_ATTEMPT = re.compile(r"^(?P<rest>.+)#(?P<number>\d+)$")
 
 
 @dataclass(frozen=True)
@@ -36,16 +32,17 @@ class Side:
         The call; None for a stage by its own id.
     stages
         Names of stages -> ids; one only, where a stage was named.
-    attempt
-        The attempt that was named with ``STAGE#N``; None: the one that counts.
     """
 
     label: str
     workspace: Workspace
     run: RunRecord | None
     stages: Mapping[str, str]
-    attempt: int | None = None
-    single: bool = False
+
+    @property
+    def single(self) -> bool:
+        """True if it is one stage."""
+        return len(self.stages) == 1
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -90,13 +87,10 @@ class Half:
     @property
     def paths(self) -> AttemptPaths | None:
         """The files of the attempt whose files tell the whole story."""
-        number = self.side.attempt
-        if number is None and self.result is not None:
-            number = self.result.attempt
-        elif number is None and self.attempts:
-            number = self.attempts[-1].number
-        layout = self.side.workspace.layout
-        return None if number is None else layout.attempt(self.stage_id, number)
+        if self.record is None or not self.attempts:
+            return None
+        number = self.result.attempt if self.result else self.attempts[-1].number
+        return self.side.workspace.layout.attempt(self.stage_id, number)
 
     @property
     def output(self) -> Path | None:
@@ -123,8 +117,7 @@ class Half:
         return {} if self.result is None else self.result.report
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A stage of each side; None where a side has none of that name."""
 
     name: str
@@ -143,7 +136,7 @@ class Pair:
         """One and the same stage: nothing about it can differ."""
         if self.a is None or self.b is None:
             return False
-        one, other = ((h.stage_id, h.side.workspace.root, h.side.attempt) for h in (self.a, self.b))
+        one, other = ((h.stage_id, h.side.workspace.root) for h in (self.a, self.b))
         return one == other
 
 
@@ -185,32 +178,13 @@ def find_side(workspace: Workspace, word: str) -> Side:
     ----------
     word
         A run's id or a part of it that no other has; ``RUN:STAGE``; a stage's id; a trial as
-        ``SWEEP:ARM/seedN``; with a stage also ``#N``, an attempt.
+        ``SWEEP:ARM/seedN``.
 
     Raises
     ------
     ConfigurationError
         There is none, or several; suggests the nearest.
     """
-    match = _ATTEMPT.match(word)
-    rest, number = (match["rest"], int(match["number"])) if match else (word, None)
-    side = _find(workspace, rest)
-    if number is None:
-        return side
-    if not side.single:
-        raise ConfigurationError(
-            f"{word!r} names attempt {number} of a whole run.",
-            expected="an attempt of one stage",
-            fix=f"name the stage: RUN:STAGE#{number}",
-        )
-    (stage_id,) = side.stages.values()
-    known = workspace.layout.stage(stage_id).attempt_numbers()
-    if number not in known:
-        raise no_such(f"{stage_id} has no attempt", str(number), map(str, known))
-    return Side(word, workspace, side.run, side.stages, number, single=True)
-
-
-def _find(workspace: Workspace, word: str) -> Side:
     first, colon, rest = word.partition(":")
     if colon and sweep_versions(workspace, first):  # ARM/seedN:STAGE is a stage of a trial
         trial, with_stage, stage = rest.partition(":")
@@ -221,7 +195,7 @@ def _find(workspace: Workspace, word: str) -> Side:
     if workspace.layout.stage(word).spec.exists():
         record = workspace.read_record(word)
         assert record is not None, "a stage with a specification has a record"
-        return Side(word, workspace, None, {record.spec.name: word}, single=True)
+        return Side(word, workspace, None, {record.spec.name: word})
     return _of_run(workspace, find_run(workspace, word))
 
 
@@ -233,5 +207,5 @@ def _of_run(
     assert run is not None, "a run that is named is found or refused"
     if stage is not None:
         stages = {stage: the_stage(run, stage)}
-        return Side(f"{run.run}:{stage}", workspace, run, stages, single=True)
+        return Side(f"{run.run}:{stage}", workspace, run, stages)
     return Side(label or run.run, workspace, run, {n: run.stages[n] for n in stage_names(run)})

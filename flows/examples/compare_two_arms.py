@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Compare two arms of a sweep
 #
-# Records as dataframes: how training went, one rollout with the parts of its reward, and whether
-# one arm is better than the other, with an interval. Open this file in VS Code or, with jupytext,
+# Records as dataframes: how training went, and whether one arm is better than the other, with an
+# interval. Open this file in VS Code or, with jupytext,
 # in Jupyter, and run it cell by cell; or all of it:
 #
 #     python -m flows.examples.compare_two_arms WORKSPACE SWEEP OUT
@@ -18,19 +18,16 @@ import matplotlib.pyplot as plt
 from flows.api import (
     comparisons_frame,
     metrics_frame,
-    rollouts_frame,
     sweep_metrics_frame,
     sweep_samples_frame,
     trials_frame,
 )
-from refiner_core.contract.errors import DataError
 from refiner_core.evaluation.statistics import two_way_means
 
 typed = [word for word in sys.argv[1:4] if not word.startswith("-")]  # Jupyter has its own
 workspace, sweep, out = [*typed, *("runs", "citation-weight", "pictures")[len(typed) :]]
 Path(out).mkdir(parents=True, exist_ok=True)
 plt.rcParams.update({"figure.figsize": (7, 4), "figure.dpi": 120, "axes.grid": True})
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3})
 
 # %% [markdown]
 # ## One run
@@ -45,21 +42,6 @@ run = trials.loc[trials["arm"] == baseline, "run"].iloc[0]
 
 metrics = metrics_frame(run, "grpo", workspace)
 print(f"\n{run}: {len(metrics)} steps, last score {metrics['scores'].iloc[-1]:.3f}")
-
-# %% [markdown]
-# ## A rollout
-# Every sampled answer is kept with the parts of its reward, until disk space is reclaimed.
-
-# %%
-try:
-    rollouts = rollouts_frame(run, steps=int(metrics["step"].iloc[-1]), workspace=workspace)
-except DataError as error:
-    print(error)
-else:
-    best = rollouts.loc[rollouts["reward"].idxmax()]
-    print(f"\nstep {best['step']}, {best['sample_id']}: reward {best['reward']:.2f}")
-    print(best["response_text"])
-    print(best.filter(like="reward/").to_string())
 
 # %% [markdown]
 # ## Learning curves
@@ -100,10 +82,5 @@ print(f"\n{metric} of {question['model']}, {question['decoding']}: {arm} minus {
 print(f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}], p = {found.p_value:.3g}")
 print(f"{found.n} prompts, {found.seeds} seeds; {found.interval}")
 
-# %% [markdown]
 # The report has the same numbers, of all arms and metrics, and p-values that hold for all of them.
-
-# %%
-said = report[report["primary"] & (report["arm"] == arm)].iloc[0]
-print(f"report: {said['difference']:+.4f}, {said['verdict']} (adjusted p {said['p_adjusted']:.3g})")
 print(f"\nPicture: {out}/curves.png")

@@ -17,9 +17,10 @@ from typing import Any
 
 from flows.nightly.checkpoints import Resolved, evaluations_in, night_overrides
 from flows.running.calls import pin_code, record_run
+from flows.running.console import Console
 from flows.running.showing import orchestrate
 from infra.jobs.dispatch import make_router
-from infra.orchestrator.members import Given, Member
+from infra.orchestrator.members import Member, Source
 from infra.store.nightly_records import NightlyRecords
 from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
@@ -78,7 +79,7 @@ def carry_out(
 
     config = members[0].plan.config
     router = make_router(config.dispatch, workspace)
-    orchestrate(Given(members, tell), workspace, router, config, console=_Teller(at.tell))
+    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
     return {member.name: (member.run.run, member.views()) for member in members}
 
 
@@ -96,20 +97,21 @@ def ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
     return [v for v in views.values() if v.state in ("failed", "interrupted")]
 
 
-class _Teller:
-    """Shows a night's work in messages alone; a :class:`flows.running.showing.Shows`."""
+class _Teller(Console):
+    """Shows a night's work in messages alone."""
 
     def __init__(self, tell: Tell) -> None:
-        self.note = self.warn = tell
+        super().__init__()
+        self._tell = tell
+
+    def _print(self, message: str) -> None:
+        self._tell(message)
 
     def show(self, views: Mapping[str, StageView]) -> None:
         """Each checkpoint is told of when it has ended."""
 
     def finish(self, views: Mapping[str, StageView]) -> None:
         """All of them have been."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # ---------------------------------------------------------------- lines of the history

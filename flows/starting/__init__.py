@@ -1,5 +1,5 @@
 """Beginning: a folder with a recipe of one's own, what its fields mean, completion in shells.
 
-``questions`` -> ``folder`` (answers fill the templates beside it; all files or none); ``fields``
+``flags`` -> ``folder`` (their values fill the templates beside it; all files or none); ``fields``
 explains fields, ``completing`` completes command lines.
 """

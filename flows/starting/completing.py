@@ -9,7 +9,7 @@ completed, too. Imports nothing heavy, and never fails: whatever cannot be found
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,48 +35,10 @@ from refiner_core.contract.recipes import FILE_FIELDS, shipped_protocols, shippe
 if TYPE_CHECKING:
     from infra.store.workspace import Workspace
 
-_SHOWN = 200
+_MOST = 10_000
+_YAML = (".yaml", ".yml")
 #: Fields that name files or folders, besides those that a recipe may name beside itself.
 _PATHS = re.compile(r"workspace|data_root|.*(?:_path|_dir|ledger|\.path|workdir|python)")
-
-#: Of those, what is YAML.
-_YAML = ("dispatch.profile", "reward.static_rubrics")
-
-
-def field_keys(beginning: str) -> Iterator[tuple[str, str]]:
-    """``grpo.beta=`` and ``grpo.health.`` with what they are, one level at a time."""
-    section = beginning.rpartition(".")[0]
-    known = sections()
-    for name, about in known.items():
-        if name != TOP and name.rpartition(".")[0] == section:
-            yield f"{name}.", about
-    fields = dict(walk(RecipeConfig))
-    for path in fields_below(section or TOP):
-        if path.rpartition(".")[0] == section:
-            yield f"{path}=", fields[path].doc
-
-
-def field_values(path: str, beginning: str) -> Iterator[str]:
-    """Values that may stand behind ``path=``."""
-    info = dict(walk(RecipeConfig)).get(path)
-    if info is None:
-        return
-    named = _named(path)
-    offered = [_text(one) for one in choices_of(info.type)] or named
-    if is_list(info.type):
-        yield from (f"[{one}" for one in offered)
-        return
-    yield from offered
-    if info.default is None:
-        yield "null"
-    if path in FILE_FIELDS or _PATHS.fullmatch(path):
-        yield from yaml_files(beginning) if path in _YAML else files(beginning)
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 _OFFERED = {
     "environment.name": ["desk", "tau2"],
     "data.sft_path": ["builtin:synthetic"],
@@ -84,47 +46,7 @@ _OFFERED = {
     "model.name_or_path": ["builtin:tiny", "builtin:tiny-tools"],
     "judge.model": ["lexical-1", "lexical-loose-1"],
 }
-
-
-def _named(path: str) -> list[str]:
-    """Names of what is shipped, for a field."""
-    if path == "dispatch.profile":
-        return sorted(p.stem for p in Path(str(resources.files("infra.profiles"))).glob("*.yaml"))
-    if path == "reward.static_rubrics":
-        return _shipped("rubrics")
-    return _shipped("protocols") if path == "evaluate.protocols" else _OFFERED.get(path, [])
-
-
-def _shipped(group: str) -> list[str]:
-    """Names that come with refiner, which a group of commands is about."""
-    if group == "rubrics":
-        from refiner_core.rubrics import shipped_rubric_sets
-
-        return list(shipped_rubric_sets())
-    if group == "protocols":
-        return list(shipped_protocols())
-    return ["desk", "tau2"] if group == "environments" else []
-
-
-def files(beginning: str, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
-    """Files and folders that begin so; folders end in ``/``. Hidden ones where a dot is typed."""
-    folder, _, name = beginning.rpartition("/")
-    place = Path(folder or ("/" if beginning.startswith("/") else ".")).expanduser()
-    if not place.is_dir():
-        return
-    before = f"{folder}/" if "/" in beginning else ""
-    for path in sorted(place.iterdir())[: 50 * _SHOWN]:
-        if not path.name.startswith(name) or (path.name.startswith(".") and not name):
-            continue
-        if path.is_dir():
-            yield f"{before}{path.name}/"
-        elif not suffixes or path.suffix in suffixes:
-            yield f"{before}{path.name}"
-
-
-def yaml_files(beginning: str) -> Iterator[str]:
-    """YAML files, and folders on the way to them."""
-    yield from files(beginning, (".yaml", ".yml"))
+_NO_BRACKETS = str.maketrans("", "", "[]")
 
 
 class Candidate(NamedTuple):
@@ -132,15 +54,6 @@ class Candidate(NamedTuple):
 
     value: str
     about: str = ""
-
-
-class _Typed(NamedTuple):
-    """The words before the one that is completed: names of the command and its subcommands, those
-    of its argument that are no ``key=value``, and the workspace."""
-
-    path: list[str]
-    places: list[str]
-    workspace: Workspace | None
 
 
 def candidates(cli: click.Command, line: str) -> list[Candidate]:
@@ -165,8 +78,6 @@ def _found(context: click.Context, wanted: click.Parameter, word: str) -> Iterat
     named = [w.removeprefix("workspace=") for w in given if str(w).startswith("workspace=")]
     own = context.params.get(wanted.name or "") if wanted.nargs == -1 else None
     places = [w for w in own or () if "=" not in w]
-    path = context.command_path.split()[1:]
-    typed = _Typed(path, places, _workspace(named[-1] if named else RecipeConfig.workspace))
     # What the command's help calls it: `RECIPE`, `[RUN] [KEY=VALUE]...`.
     slots = (wanted.metavar or wanted.name or "").translate(_NO_BRACKETS).split()
     if wanted.name == "workspace":
@@ -175,48 +86,149 @@ def _found(context: click.Context, wanted: click.Parameter, word: str) -> Iterat
     last = plain[-1] if plain and plain[-1].endswith("...") else ""
     slot = plain[len(places)] if len(places) < len(plain) else last
     if "=" not in word:
-        yield from _of_slot(typed, slot, word)
-        yield from map(Candidate, _answers(wanted, word) if slot == "ANSWER" else ())
-    if slot not in _FIRST:
+        room = _workspace(named[-1] if named else RecipeConfig.workspace)
+        command = context.command_path.split()[1]
+        for name in re.findall(r"[A-Z]+|[a-z]+", slot):
+            if name.islower():
+                yield Candidate(name)
+            elif name == "ANSWER":
+                yield from map(Candidate, _answers(wanted, word))
+            else:
+                yield from map(Candidate, _named(name, command, places, room, word))
+    if slot not in ("FIELD", "RECIPE"):  # before these are named, `key=value` means nothing
         for key in slots:
             yield from _of_key(key, word) if "=" in key else ()
 
 
-def _of_key(slot: str, incomplete: str) -> Iterator[Candidate]:
-    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section."""
-    key, sep, value = incomplete.partition("=")
+# ---------------------------------------------------------------- fields and their values
+
+
+def _of_key(slot: str, word: str) -> Iterator[Candidate]:
+    """``KEY=VALUE`` is any field, ``disk.KEY=VALUE`` one of a section: ``grpo.beta=`` and
+    ``grpo.health.``, one level at a time, with what they are."""
+    key, sep, value = word.partition("=")
     if sep:
-        yield from (Candidate(f"{key}={one}") for one in field_values(key, value))
+        yield from (Candidate(f"{key}={one}") for one in _values(key, value))
         return
     name = slot.partition("=")[0]
-    prefix = name.removesuffix("KEY")
     if name == "workspace":
         yield Candidate("workspace=", "folder that holds records, outputs, checkpoints, logs")
-    elif name.endswith("KEY"):
-        yield from (Candidate(*one) for one in field_keys(incomplete) if one[0].startswith(prefix))
+    if not name.endswith("KEY"):
+        return
+    section, fields = key.rpartition(".")[0], dict(walk(RecipeConfig))
+    found = [(f"{n}.", about) for n, about in sections().items() if n != TOP]
+    found += [(f"{path}=", fields[path].doc) for path in fields_below(section or TOP)]
+    for text, about in found:
+        here = text[:-1].rpartition(".")[0] == section
+        if here and text.startswith(name.removesuffix("KEY")):
+            yield Candidate(text, about)
 
 
-def _of_slot(typed: _Typed, slot: str, incomplete: str) -> Iterator[Candidate]:
-    for name in re.findall(r"[A-Z]+|[a-z]+", slot):
-        if name.islower():
-            yield Candidate(name)
-        elif name == "NAME" and typed.path:
-            yield from map(Candidate, _shipped(typed.path[0]))
-        elif name in _SOURCES:
-            yield from map(Candidate, _SOURCES[name](typed, incomplete))
-
-
-def _answers(option: click.Parameter, incomplete: str) -> Iterator[str]:
-    """Of a question of `refiner init`."""
-    from flows.starting.questions import QUESTIONS, Asked, Surroundings
-
-    for question in QUESTIONS:
-        if f"--{question.name}" in option.opts:
-            yield from question.words(Asked({}, Surroundings(), Path.cwd()))
-            yield from files(incomplete)
+def _values(path: str, beginning: str) -> Iterator[str]:
+    """Values that may stand behind ``path=``."""
+    info = dict(walk(RecipeConfig)).get(path)
+    if info is None:
+        return
+    offered = [str(v).lower() if isinstance(v, bool) else str(v) for v in choices_of(info.type)]
+    suffixes: tuple[str, ...] = ()
+    if path == "dispatch.profile":
+        folder, suffixes = Path(str(resources.files("infra.profiles"))), _YAML
+        offered = sorted(p.stem for p in folder.glob("*.yaml"))
+    elif path == "reward.static_rubrics":
+        offered, suffixes = _shipped("rubrics"), _YAML
+    elif path == "evaluate.protocols":
+        offered = _shipped("protocols")
+    offered = offered or _OFFERED.get(path, [])
+    if is_list(info.type):
+        yield from (f"[{one}" for one in offered)
+        return
+    yield from offered
+    if info.default is None:
+        yield "null"
+    if path in FILE_FIELDS or _PATHS.fullmatch(path):
+        yield from files(beginning, suffixes)
 
 
 # ---------------------------------------------------------------- what there is
+
+
+def _named(
+    slot: str, command: str, places: Sequence[str], room: Workspace | None, word: str
+) -> Iterable[str]:
+    """What the help of a command calls so; ``places`` are the words before it."""
+    match slot:
+        case "RECIPE":
+            return (*shipped_recipes(), *files(word, _YAML))
+        case "FIELD":
+            return (*(name for name in sections() if name != TOP), *field_paths())
+        case "FILE" | "PATH" | "DIR":
+            return files(word)
+        case "NAME" | "SET":
+            return (*_shipped(command), *(files(word, _YAML) if slot == "SET" else ()))
+        case "SWEEP":
+            return _sweeps(command, room, word)
+        case "RUN" | "A" | "B" if room is not None:
+            return room.run_ids()[::-1]
+        case "STAGE":
+            return _stages(command, places, room)
+    return ()
+
+
+def _shipped(group: str) -> list[str]:
+    """Names that come with refiner, which a group of commands is about."""
+    if group in ("rubrics", "rescore"):
+        from refiner_core.rubrics import shipped_rubric_sets
+
+        return list(shipped_rubric_sets())
+    known = {"protocols": shipped_protocols(), "environments": _OFFERED["environment.name"]}
+    return list(known.get(group, ()))
+
+
+def _answers(option: click.Parameter, word: str) -> Iterator[str]:
+    """Of a flag of `refiner init`."""
+    from flows.starting.flags import FLAGS
+
+    yield from FLAGS[option.opts[0].removeprefix("--")].words
+    yield from files(word)
+
+
+def _sweeps(command: str, room: Workspace | None, word: str) -> Iterator[str]:
+    from sweeps.definition import shipped_sweeps
+
+    if room is not None:
+        yield from sweep_names(room)
+    if command == "sweep":
+        yield from shipped_sweeps()
+        yield from files(word, _YAML)
+
+
+def _stages(command: str, places: Sequence[str], room: Workspace | None) -> Iterator[str]:
+    """Those of the run that is named, or of the newest; `explain` is about any recipe."""
+    if command == "explain":
+        yield from KINDS
+    if room is None:
+        return
+    if runs := room.run_ids():
+        named = [run for run in runs if run in places]
+        yield from room.read_run(named[0] if named else runs[-1]).stages
+    if command == "disk":
+        yield from room.stage_ids()
+
+
+def files(beginning: str, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
+    """Files and folders that begin so; folders end in ``/``. Hidden ones where a dot is typed."""
+    folder, _, name = beginning.rpartition("/")
+    place = Path(folder or ("/" if beginning.startswith("/") else ".")).expanduser()
+    if not place.is_dir():
+        return
+    before = f"{folder}/" if "/" in beginning else ""
+    for path in sorted(place.iterdir())[:_MOST]:
+        if not path.name.startswith(name) or (path.name.startswith(".") and not name):
+            continue
+        if path.is_dir():
+            yield f"{before}{path.name}/"
+        elif not suffixes or path.suffix in suffixes:
+            yield f"{before}{path.name}"
 
 
 def _workspace(folder: str) -> Workspace | None:
@@ -224,52 +236,3 @@ def _workspace(folder: str) -> Workspace | None:
 
     root = Path(folder).expanduser()
     return Workspace.read_only(root) if root.is_dir() else None
-
-
-def _sweeps(typed: _Typed, incomplete: str) -> Iterator[str]:
-    from sweeps.definition import shipped_sweeps
-
-    if typed.workspace is not None:
-        yield from sweep_names(typed.workspace)
-    if typed.path == ["sweep"]:
-        yield from shipped_sweeps()
-        yield from yaml_files(incomplete)
-
-
-def _runs(typed: _Typed, incomplete: str) -> Sequence[str]:
-    return [] if typed.workspace is None else typed.workspace.run_ids()[::-1]
-
-
-def _stages(typed: _Typed, incomplete: str) -> Iterator[str]:
-    """Those of the newest run; `explain` is about any recipe."""
-    if typed.path == ["explain"]:
-        yield from KINDS
-    if (workspace := typed.workspace) is None:
-        return
-    if runs := workspace.run_ids():
-        named = [run for run in runs if run in typed.places]
-        yield from workspace.read_run(named[0] if named else runs[-1]).stages
-    if typed.path == ["disk"]:
-        yield from workspace.stage_ids()
-
-
-def _services(typed: _Typed, incomplete: str) -> Iterator[str]:
-    if typed.workspace and (folder := typed.workspace.root / "services").is_dir():
-        yield from sorted(p.name for p in folder.iterdir())
-
-
-_NO_BRACKETS = str.maketrans("", "", "[]")
-#: Before these are named, `key=value` means nothing.
-_FIRST = ("FIELD", "RECIPE")
-_SOURCES: dict[str, Callable[[_Typed, str], Iterable[str]]] = {
-    "RECIPE": lambda typed, word: (*shipped_recipes(), *yaml_files(word)),
-    "SWEEP": _sweeps,
-    "RUN": _runs,
-    "A": _runs,
-    "B": _runs,
-    "STAGE": _stages,
-    "SERVICE": _services,
-    "FIELD": lambda typed, word: (*(n for n in sections() if n != TOP), *field_paths()),
-    "SET": lambda typed, word: (*_shipped("rubrics"), *yaml_files(word)),
-    **dict.fromkeys(("FILE", "PATH", "DIR"), lambda typed, word: files(word)),
-}

@@ -23,12 +23,11 @@ from refiner_core.contract.fingerprint import get_field
 from refiner_core.contract.kinds import KINDS
 from refiner_core.contract.loading import Setting, load_recipe, settings
 from refiner_core.contract.protocols import configs_under
-from refiner_core.contract.records import to_json
+from refiner_core.contract.records import picked, to_json
+from refiner_core.report.printing import folded
 
-_WIDTH = 98
 _LABEL = 10
 _OR_NULL = " or null"
-_NOTHING: Mapping[str, list[Setting]] = {}
 
 
 @dataclass(frozen=True)
@@ -82,64 +81,52 @@ def field_json(facts: FieldFacts, found: InRecipe | None = None) -> dict[str, An
     """A field for scripts."""
     value: dict[str, Any] = {
         "field": facts.path,
-        "type": facts.type,
-        "choices": list(facts.choices),
-        "range": facts.range,
-        "mark": facts.mark,
-        "default": to_json(facts.default),
-        "doc": facts.doc,
+        **picked(facts, "type", "choices", "range", "mark", "default", "doc", "notes"),
         "stages": list(facts.kinds),
-        "notes": list(facts.notes),
     }
     if not facts.always_there:
         value["legacy_value"] = to_json(facts.legacy)
     if found is not None:
         value["value"] = to_json(found.value(facts.path))
         value["source"] = found.source(facts.path)
-        value["set_by"] = [
-            {"place": s.place, "text": s.text, "included_by": list(s.included_by)}
-            for s in found.places(facts.path)
-        ]
+        places = found.places(facts.path)
+        value["set_by"] = [picked(one, "place", "text", "included_by") for one in places]
         value["under_protocols"] = to_json(found.measured_with(facts.path))
     return value
 
 
 def field_lines(facts: FieldFacts, found: InRecipe | None = None) -> list[str]:
     """All that is known of one field."""
-    lines = [facts.path, *_filled("", facts.doc, "  "), ""]
-    lines += _filled("type", _type(facts))
-    if facts.range:
-        lines += _filled("range", facts.range)
-    lines += _filled("default", value_text(facts.default))
-    lines += _filled("mark", f"{facts.mark}: {_meaning(facts, found)}")
-    for note in facts.notes:
-        lines += _filled("", note)
+    said = [("type", _type(facts)), *([("range", facts.range)] if facts.range else [])]
+    said += [("default", value_text(facts.default))]
+    said += [("mark", f"{facts.mark}: {_meaning(facts, found)}")]
+    said += [("", note) for note in facts.notes]
     if not facts.always_there:
-        lines += _filled(
-            "before",
-            f"runs from before it existed had {value_text(facts.legacy)}; with that value their "
-            "fingerprints hold",
-        )
-    return [*lines, *(_in_recipe(facts, found) if found is not None else ())]
+        before = f"runs from before it existed had {value_text(facts.legacy)}; with that value "
+        said += [("before", f"{before}their fingerprints hold")]
+    lines = [facts.path, folded(facts.doc, "  "), ""]
+    lines += [folded(text, f"  {label:<{_LABEL}}") for label, text in said]
+    if found is not None:
+        lines += ["", *(folded(t, f"  {label:<{_LABEL}}") for label, t in _in_recipe(facts, found))]
+    return "\n".join(lines).split("\n")
 
 
-def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[str]:
-    lines = ["", *_filled("value", f"{value_text(found.value(facts.path))} in {found.recipe}")]
-    places = found.places(facts.path)
+def _in_recipe(facts: FieldFacts, found: InRecipe) -> list[tuple[str, str]]:
+    value, places = found.value(facts.path), found.places(facts.path)
+    said = [("value", f"{value_text(value)} in {found.recipe}")]
     if not places:
-        lines += _filled("source", found.source(facts.path))
+        said += [("source", found.source(facts.path))]
     for number, place in enumerate(reversed(places)):
         by = f", included by {' → '.join(place.included_by)}" * bool(place.included_by)
         follows = " (takes its value from other fields)" * place.interpolated
-        before = "" if number == 0 else "instead of "
         text = textwrap.shorten(place.text, 70, placeholder=" …")
-        said = f"{before}{place.place}: {text}{follows}{by}"
-        lines += _filled("source" if number == 0 else "", said)
-    if places and found.value(facts.path) != facts.default:
-        lines += _filled("", f"instead of the default, {value_text(facts.default)}")
-    for name, value in found.measured_with(facts.path).items():
-        lines += _filled("", f"{value_text(value)} under the protocol {name}")
-    return lines
+        before = "instead of " * (number > 0)
+        line = f"{before}{place.place}: {text}{follows}{by}"
+        said += [("" if number else "source", line)]
+    if places and value != facts.default:
+        said += [("", f"instead of the default, {value_text(facts.default)}")]
+    under = found.measured_with(facts.path).items()
+    return [*said, *(("", f"{value_text(v)} under the protocol {name}") for name, v in under)]
 
 
 def _type(facts: FieldFacts) -> str:
@@ -169,16 +156,14 @@ def _listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def field_rows(paths: Sequence[str], found: InRecipe | None) -> list[tuple[str, ...]]:
+def field_rows(fields: Sequence[FieldFacts], found: InRecipe | None) -> list[tuple[str, ...]]:
     """A line for each field: name, mark, default or value (and its source), explanation."""
     rows: list[tuple[str, ...]] = []
-    for path in paths:
-        facts = facts_of(path)
-        if found is None:
-            rows.append((path, facts.mark, _short(facts.default), facts.doc))
-        else:
-            value = found.value(path)
-            rows.append((path, facts.mark, _short(value), found.source(path), facts.doc))
+    for facts in fields:
+        text = value_text(facts.default if found is None else found.value(facts.path))
+        short = text if len(text) <= 24 else f"{text[:23]}…"
+        source = () if found is None else (found.source(facts.path),)
+        rows.append((facts.path, facts.mark, short, *source, facts.doc))
     return rows
 
 
@@ -189,20 +174,6 @@ def value_text(value: Any) -> str:
     if isinstance(value, str):
         return value if value and value.isprintable() else json.dumps(value)
     return json.dumps(value)
-
-
-def _short(value: Any) -> str:
-    text = value_text(value)
-    return text if len(text) <= 24 else f"{text[:23]}…"
-
-
-def _filled(label: str, text: str, indent: str | None = None) -> list[str]:
-    """``text`` behind its label, folded."""
-    first = f"  {label:<{_LABEL}}" if indent is None else indent
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
 
 
 class ExplainedFields(NamedTuple):

@@ -1,35 +1,402 @@
-"""Explanation of a number: samples, one answer in full, judgements, files.
+"""A number's explanation: recorded numbers, which of them is meant, and all that lies behind it.
 
-In: a :class:`~flows.why.figures.Figure` and the workspace that it was recorded in. Out: one
-document, as ``refiner why --json`` has it, and its text for a terminal of 100 columns
-(``explanation.txt.jinja``). The number is computed again from its samples; what has been deleted
+In: words of a person, and the workspace that numbers are recorded in. Out: :class:`Figure` values
+(numbers of evaluations, points of training curves, and, of a card, every other number that it
+shows), and of one of them a document, as ``refiner why --json`` has it, and its text for a terminal
+of 100 columns (``explanation.txt.jinja``). A number is meant if it is printed as the person has it:
+``0.512`` means 0.51234 and not 0.5131. It is computed again from its samples; what has been deleted
 since is said, not left out.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+from flows.running.status import find_run
 from flows.stored import HELD_OUT, TRAINED_ON, attempts_of, prompts_of
-from flows.why.figures import Figure, words_apart
 from infra.store.checkpoints import step_name
-from infra.store.traces import read_rollouts
+from infra.store.stage_records import EVIDENCE
+from infra.store.traces import read_metrics, read_rollouts
 from infra.store.workspace import Workspace
+from refiner_core.cards.build import card_numbers
+from refiner_core.cards.evidence import Evidence, load_evidence
+from refiner_core.cards.facts import finite, record_of
 from refiner_core.contract.config import RecipeConfig
 from refiner_core.contract.errors import ConfigurationError, DataError
-from refiner_core.contract.kinds import FLOORS
-from refiner_core.contract.records import from_json
+from refiner_core.contract.fields import suggest
+from refiner_core.contract.kinds import FLOORS, TRAINED, model_order
+from refiner_core.contract.records import RunRecord, StageRecord, from_json
 from refiner_core.data.prepared import load_prompts
-from refiner_core.evaluation.metrics import load_samples, of_tasks
+from refiner_core.evaluation.metrics import METRICS, load_samples, of_tasks
 from refiner_core.evaluation.results import RESULTS_FILE, recompute
 from refiner_core.evaluation.statistics import Estimate
 from refiner_core.report.pages import template_of
-from refiner_core.report.printing import measured
+from refiner_core.report.printing import folded, measured
+
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?\s*%?", re.IGNORECASE)
+_STEP = re.compile(r"(?:@|step-?)(\d+)", re.IGNORECASE)
+_INTERVAL = re.compile(r"\[[^\]]*\]")
+_DECODINGS = ("greedy", "sampled")
+
+Kind = Literal["evaluation", "training", "fact"]
+
+
+class Query(NamedTuple):
+    """Question for a number: a number as it was printed, names, a training step."""
+
+    number: str = ""
+    names: tuple[str, ...] = ()
+    step: int | None = None
+
+    @property
+    def decimals(self) -> int:
+        """Digits after the point of the number."""
+        return len(self.number.rstrip("% ").lower().partition("e")[0].partition(".")[2])
+
+    def means(self, value: float) -> bool:
+        """Yes for a value that is printed as the number."""
+        if not self.number:
+            return True
+        asked = float(self.number.rstrip("% "))
+        if self.number.endswith("%"):
+            value *= 100.0
+        form = f".{self.decimals}{'e' if 'e' in self.number.lower() else 'f'}"
+        said = f"{value:{form}}"
+        return said == f"{asked:{form}}" or (asked == 0.0 == float(said))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One recorded number.
+
+    Attributes
+    ----------
+    kind
+        ``evaluation``, ``training`` (a point of a curve), or ``fact`` (any other on a card).
+    model, metric, decoding, step
+        What it is; decoding of evaluations, step of training.
+    matched
+        Which part of it is the number that was asked for: ``value``, ``low`` or ``high``.
+    entry
+        All that is recorded of it.
+    protocol
+        What its protocol's fingerprint stands for.
+    record
+        Where it stands: a path in the workspace, and what in that file.
+    stage_id
+        The stage of that record; empty where there is none.
+    """
+
+    kind: Kind
+    model: str
+    metric: str
+    value: float
+    decoding: str = ""
+    step: int | None = None
+    matched: str = "value"
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    protocol: Mapping[str, Any] = field(default_factory=dict)
+    record: str = ""
+    stage_id: str = ""
+
+    @property
+    def under(self) -> str:
+        """The protocol file that it was measured under; empty for the recipe's own protocol."""
+        return str(self.entry.get("under") or "")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The words that it can be asked for by."""
+        found = (self.metric, self.model, self.decoding, self.under, self.stage_id)
+        return tuple(n for n in found if n)
+
+    @property
+    def words(self) -> list[str]:
+        """The words that mean it, and no other of its run."""
+        step = [f"step{self.step}"] if self.step is not None else []
+        return [n for n in (self.metric, self.model, self.decoding, self.under) if n] + step
+
+
+def parse_query(words: Sequence[str]) -> Query:
+    """Question in the words; an interval that was copied along with its number is passed over.
+
+    Raises
+    ------
+    ConfigurationError
+        There are none, or two numbers.
+    """
+    given, text = words, _INTERVAL.sub("", "\n".join(words))
+    words = [w.strip() for w in text.split("\n") if w.strip()]
+    numbers = [w for w in words if _NUMBER.fullmatch(w)]
+    steps = [m.group(1) for w in words if (m := _STEP.fullmatch(w))]
+    names = tuple(w for w in words if not _NUMBER.fullmatch(w) and not _STEP.fullmatch(w))
+    if len(numbers) > 1 or len(steps) > 1 or not words:
+        raise ConfigurationError(
+            f"`refiner why` was given {' '.join(given) or 'nothing'}.",
+            expected="one number as it is printed, or names of one: `0.512`, `citation_f1 grpo "
+            "greedy`, `scores step5`",
+            fix="ask for one number at a time",
+        )
+    return Query("".join(numbers), names, int(steps[0]) if steps else None)
+
+
+def figures_of_stages(query: Query, workspace: Workspace, stage_ids: Iterable[str]) -> list[Figure]:
+    """The numbers of some stages that are meant."""
+    found: list[Figure] = []
+    nights: dict[str, str] | None = None
+    for stage_id in stage_ids:
+        record = workspace.read_record(stage_id)
+        if record is None:
+            continue
+        report = record.result.report if record.result is not None else {}
+        if record.spec.kind == "evaluate" and report:
+            own = list(_of_evaluation(stage_id, report))
+            if record.spec.model == "base":
+                nights = _night_checkpoints(workspace) if nights is None else nights
+                if night := nights.get(stage_id):  # its checkpoint goes by its own name
+                    own = [replace(f, model=night) if f.model == "base" else f for f in own]
+            found += own
+        elif record.spec.kind in TRAINED:
+            points = list(_points(report))
+            if query.step is not None or query.names:
+                points += _logged(workspace, stage_id, record, query)
+            found += (_point(record.spec.name, *point, stage_id) for point in points)
+    return _asked_for(found, query)
+
+
+def _night_checkpoints(workspace: Workspace) -> dict[str, str]:
+    """Evaluations that nights alone have asked for: the names of the checkpoints that they are of.
+    To its recipe, what a night measures is the base that it starts from."""
+    found: dict[str, str] = {}
+    others: set[str] = set()
+    for run in map(workspace.read_run, workspace.run_ids()):
+        night = run.provenance.get("nightly")
+        found |= dict.fromkeys(run.stages.values(), str(night["checkpoint"])) if night else {}
+        others.update(() if night else run.stages.values())
+    return {stage_id: name for stage_id, name in found.items() if stage_id not in others}
+
+
+def _of_evaluation(stage_id: str, report: Mapping[str, Any]) -> Iterator[Figure]:
+    for part in ("evaluations", "reference"):
+        for position, entry in enumerate(report[part]):
+            record = f"stages/{stage_id}/result.json#report.{part}.{position}"
+            yield _evaluated(entry, report["protocols"], record)
+
+
+def _evaluated(entry: Mapping[str, Any], protocols: Mapping[str, Any], record: str) -> Figure:
+    return Figure(
+        kind="evaluation",
+        model=str(entry["stage"]),
+        metric=str(entry["metric"]),
+        decoding=str(entry["decoding"]),
+        value=entry["value"],
+        entry=entry,
+        protocol=protocols.get(str(entry["protocol"]), {}),
+        record=record,
+        stage_id=_stage_of(record),
+    )
+
+
+def _points(report: Mapping[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Name, step and value of the points of all curves of a report."""
+    curves = list((report.get("curves") or {}).items())
+    for name, value in report.items():
+        if isinstance(value, Mapping) and value.get("curve"):
+            curves.append((name, value["curve"]))
+    for name, points in curves:
+        yield from ((name, int(step), value) for step, value in points)
+
+
+def _logged(
+    workspace: Workspace, stage_id: str, record: StageRecord, query: Query
+) -> Iterator[tuple[str, int, Any]]:
+    """Every logged step of the metrics that are asked for by name, and of the reward."""
+    for attempt in record.attempts:
+        for line in read_metrics(workspace.layout.attempt(stage_id, attempt.number).metrics):
+            for name in {*query.names, "scores"} & line.metrics.keys():
+                yield name, line.step, line.metrics[name]
+
+
+def _point(model: str, name: str, step: int, value: Any, stage_id: str) -> Figure:
+    entry, record = {"value": value, "step": step}, f"stages/{stage_id}/result.json#report"
+    return Figure("training", model, name, value, "", step, "value", entry, {}, record, stage_id)
+
+
+def figures_of_card(query: Query, evidence: Evidence) -> list[Figure]:
+    """The numbers of a card that are meant, by the evidence that lies beside it."""
+    facts = evidence.facts
+    found = [
+        _evaluated(entry, facts.protocols, record_of(facts, f"evaluations.{position}") or "")
+        for position, entry in enumerate(facts.evaluations)
+    ]
+    for name, report in facts.reports.items():
+        stage_id = _stage_of(record_of(facts, f"reports.{name}") or "")
+        found += (_point(name, *point, stage_id) for point in _points(report))
+    if query.number:
+        for shown in card_numbers(facts):
+            path, where = shown.fact, shown.record or ""
+            if not path.startswith("evaluations.") and "curve" not in path:
+                value = facts.fact(path)
+                found.append(
+                    Figure("fact", "", path, value, record=where, stage_id=_stage_of(where))
+                )
+    return _asked_for(found, query)
+
+
+def _stage_of(record: str) -> str:
+    parts = record.partition("#")[0].split("/")
+    return parts[1] if len(parts) > 1 and parts[0] == "stages" else ""
+
+
+def _part_meant(figure: Figure, query: Query) -> str | None:
+    """What of a number is meant (``value``, or an end of its interval); None for nothing."""
+    if query.step is not None and query.step != figure.step:
+        return None
+    parts = {"value": figure.value} | {k: figure.entry.get(k) for k in ("low", "high")}
+    known = ((k, finite(value)) for k, value in parts.items())
+    return next((k for k, value in known if value is not None and query.means(value)), None)
+
+
+def _asked_for(figures: Iterable[Figure], query: Query) -> list[Figure]:
+    """Those that are meant, each once: values before ends of intervals, and where names alone are
+    given that no protocol file has, the recipe's own protocol."""
+    found: dict[tuple[Any, ...], Figure] = {}
+    for figure in figures:
+        part = _part_meant(figure, query)
+        if part is not None and all(name in figure.names for name in query.names):
+            # All evaluations repeat the floor; attempts at a training repeat steps.
+            value = None if figure.kind == "training" else figure.value
+            stage = "" if figure.model in FLOORS else figure.stage_id
+            key = (*figure.words, figure.entry.get("protocol"), value, stage)
+            found.setdefault(key, replace(figure, matched=part))
+    hits = sorted(
+        found.values(),
+        key=lambda f: (model_order(f.model), f.metric, f.decoding, f.under, f.step or 0),
+    )
+    if not query.number and not any(f.under in query.names for f in hits if f.under):
+        hits = [f for f in hits if not f.under] or hits
+    return [f for f in hits if f.matched == "value"] or hits
+
+
+def words_apart(figures: Sequence[Figure]) -> list[list[str]]:
+    """For each number the words that mean it and none of the others: its stage's id with them,
+    where two runs have one of the same names."""
+    said = [figure.words for figure in figures]
+    return [
+        [*words, figure.stage_id] if said.count(words) > 1 and figure.stage_id else words
+        for figure, words in zip(figures, said, strict=True)
+    ]
+
+
+def _nothing_found(query: Query, others: Sequence[Figure], where: str) -> ConfigurationError:
+    """Error where no number is meant; ``others`` are those that there are."""
+    known = {*METRICS, *_DECODINGS, *(n for f in others for n in f.names)}
+    unknown = next((n for n in query.names if n not in known), "")
+    words = ", ".join(sorted({n for f in others for n in f.words[:3]})[:12] or METRICS)
+    expected = f"a number as it is printed, or a metric, a model, a decoding: {words}"
+    fix = "name one of these, another run or workspace=DIR (`refiner status --all` lists runs)"
+    if query.number and others and not unknown:
+        wanted = float(query.number.rstrip("% "))
+        near = sorted(others, key=lambda f: abs(f.value - wanted))[:3]
+        digits = max(3, query.decimals)
+        said = "; ".join(f"{f.value:.{digits}f} ({' '.join(f.words)})" for f in near)
+        expected = f"one that is recorded; the nearest are {said}"
+        fix = "give it with the digits that you see, or by its names: "
+        fix += f"`refiner why {' '.join(near[0].words)}`"
+    step = "" if query.step is None else f"step{query.step}"
+    asked = " ".join(filter(None, (query.number, *query.names, step)))
+    hint = suggest(unknown, known) if unknown else ""
+    return ConfigurationError(
+        f"{where} has no number that is {asked!r}.{hint}", expected=expected, fix=fix
+    )
+
+
+def find_numbers(
+    words: Sequence[str],
+    workspace: str | Path = RecipeConfig.workspace,
+    *,
+    card: str | Path | None = None,
+) -> list[Figure]:
+    """The recorded numbers that words mean.
+
+    Parameters
+    ----------
+    words
+        A number as it was printed (``["0.512"]``), or names (``["citation_f1", "grpo", "greedy"]``)
+        and perhaps a run.
+    workspace
+        The folder that is looked through.
+    card
+        A card with its evidence beside it; then its numbers are looked at.
+
+    Returns
+    -------
+    list of Figure
+        At least one.
+
+    Raises
+    ------
+    ConfigurationError
+        None fits; says what there is.
+    """
+    room = Workspace.read_only(workspace)
+    look: Callable[[Query], list[Figure]]
+    if card is not None:
+        evidence, where = _evidence(Path(card)), f"the evidence of {card}"
+        query, look = parse_query(words), partial(figures_of_card, evidence=evidence)
+    else:
+        run, names = _run_of(room, words)
+        query, newest = parse_query(names), list(run.stages.values()) if run else []
+        if found := figures_of_stages(query, room, newest):
+            return found
+        named = run is not None and len(names) < len(words)
+        where = f"run {run.run}" if run is not None and named else str(room.root)
+        ids = newest if named else room.stage_ids()
+        look = partial(figures_of_stages, workspace=room, stage_ids=ids)
+    if found := look(query):
+        return found
+    raise _nothing_found(query, look(Query(names=query.names)) or look(Query()), where)
+
+
+def _run_of(workspace: Workspace, words: Sequence[str]) -> tuple[RunRecord | None, list[str]]:
+    """The run that a word names, else the newest; and the other words."""
+    known = workspace.run_ids()
+    for word in words:
+        if any(word == run or (len(word) >= 4 and run.endswith(f"-{word}")) for run in known):
+            return find_run(workspace, word), [w for w in words if w != word]
+    return find_run(workspace), list(words)
+
+
+def _evidence(path: Path) -> Evidence:
+    """Evidence that a card was made from.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no evidence beside it.
+    """
+    file = (path if path.is_dir() else path.parent) / EVIDENCE
+    try:
+        path.stat()
+        return load_evidence(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        unread = f"{file} cannot be read ({error.strerror})."
+        raise ConfigurationError(
+            unread if path.exists() else f"There is no {path}.",
+            expected=f"a card that refiner has published, with its {EVIDENCE} beside it",
+            fix="name its folder, or README.md in it; or leave --card out and name the run's "
+            "workspace=DIR",
+        ) from error
+
+
+# ---------------------------------------------------------------- what is behind it
 
 _FEW = 3
 
@@ -266,7 +633,7 @@ def explanation_lines(figure: Figure, found: Mapping[str, Any]) -> Iterator[str]
         sample_name=sample_name,
         answer=_answer_lines(found["sample"]["answer"]) if found["sample"] else (),
         in_words=_in_words,
-        wrapped=_wrapped,
+        wrapped=lambda head, text: folded(text, head),
     )
     yield from text.splitlines()
 
@@ -288,11 +655,3 @@ def _in_words(value: Any) -> str:
     text = str(value)
     digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     return f"{text[:12]}… (SHA-256)" if digest else text
-
-
-def _wrapped(head: str, text: str) -> str:
-    rest = " " * len(head)
-    lines = textwrap.fill(
-        text, WIDTH, initial_indent=head, subsequent_indent=rest, break_long_words=False
-    )
-    return lines or head.rstrip()

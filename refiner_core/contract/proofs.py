@@ -81,14 +81,6 @@ class Certificate:
         """Say whether something was tried, and nothing failed."""
         return self.count("fail") == 0 and self.count("pass") > 0
 
-    def figure(self, check: str, name: str) -> float | None:
-        """A figure of a check that passed; None where there is none."""
-        for one in self.checks:
-            if one.name == check and one.verdict == "pass":
-                value = one.figures.get(name)
-                return float(value) if isinstance(value, int | float) else None
-        return None
-
     def differences(self, versions: Mapping[str, str]) -> list[str]:
         """Versions that are no longer as they were certified, in words; those that one side does
         not know are left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -207,6 +208,15 @@ def table(
     """A table in Markdown; ``cell`` makes text one that does not end a cell."""
     head, *body = ("| " + " | ".join(map(cell, row)) + " |" for row in (header, *rows))
     return "\n".join([head, "|" + "---|" * len(header), *body])
+
+
+def folded(text: str, head: str = "", width: int = 98) -> str:
+    """Text behind its head, folded below itself."""
+    lines = textwrap.fill(
+        text, width, initial_indent=head, subsequent_indent=" " * len(head),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return lines or head.rstrip()
 
 
 def table_lines(

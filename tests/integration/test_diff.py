@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flows.cli.main import main
-from flows.diffing import Difference, diff_sides, find_side
-from flows.diffing.document import difference_lines, next_commands
+from flows.diffing.document import Difference, diff_sides, difference_lines, next_commands
+from flows.diffing.sides import find_side
 from infra.attempt.attempt import AttemptRun
 from infra.store.sweep_records import note_trial, write_sweep
 from refiner_core.contract.records import SWEEP_VERSION, Outcome, SweepRecord, TrialRecord
@@ -82,9 +82,11 @@ def _diff(a: RecordedRun, b: RecordedRun, part: str = "") -> Difference:
 def test_two_executions_of_one_recipe_are_equal_though_their_times_are_not(tmp_path: Path) -> None:
     one, other = (_finished(tmp_path / name, *TRAINED) for name in "ab")
     found = _diff(one, other)
-    assert found.equal is True
-    assert {s["relation"] for s in found.stages} == {"alike"}
-    assert [(d["stage"], d["step"], d["same_steps"]) for d in found.training] == [("grpo", None, 6)]
+    assert found["equal"] is True
+    assert {s["relation"] for s in found["stages"]} == {"alike"}
+    assert [(d["stage"], d["step"], d["same_steps"]) for d in found["training"]] == [
+        ("grpo", None, 6)
+    ]
     words = ["diff", one.run.run, other.run.run, f"workspace={tmp_path / 'a'}"]
     assert main([*words, "--other", str(tmp_path / "b"), "--exit-code"]) == 0
 
@@ -96,8 +98,8 @@ def test_the_first_step_that_differs_is_found_with_its_rollout(
     one = _finished(tmp_path / "a", *TRAINED)
     other = _finished(tmp_path / "b", *TRAINED, parts_at=4)
     found = _diff(one, other)
-    assert found.equal is False
-    (grpo,) = found.training
+    assert found["equal"] is False
+    (grpo,) = found["training"]
     assert (grpo["step"], grpo["same_steps"]) == (4, 3)
     rollout = {"sample_id": "row-1", "sample_index": 0, "fields": ("response_text",)}
     assert grpo["rollout"] == {**rollout, "a": "same", "b": "other"}
@@ -118,25 +120,25 @@ def test_runs_that_share_stages_say_so_and_name_the_field_that_parts_them(tmp_pa
     one = _finished(tmp_path, *MEASURED)
     other = _finished(tmp_path, *MEASURED, "grpo.beta=0.01", "log_level=warning", parts_at=1)
     found = _diff(one, other)
-    relations = {s["stage"]: s["relation"] for s in found.stages}
+    relations = {s["stage"]: s["relation"] for s in found["stages"]}
     assert relations == {
         "data": "same", "sft": "same", "grpo": "different", "evaluate-grpo": "different"
     }  # fmt: skip
-    marks = {f["field"]: (f["mark"], f["stages"]) for f in found.fields}
+    marks = {f["field"]: (f["mark"], f["stages"]) for f in found["fields"]}
     assert marks["grpo.beta"] == ("identity", ("grpo",))
     assert marks["log_level"] == ("execution", ())
     text = "\n".join(difference_lines(found))
     assert f"data: same stage ({one.stage('data').id})" in text
     assert "grpo.beta 0.001 → 0.01" in text
     # Under one protocol numbers are compared, prompt by prompt.
-    rubric = next(n for n in found.numbers if n["metric"] == "format_valid")
+    rubric = next(n for n in found["numbers"] if n["metric"] == "format_valid")
     assert rubric["difference"] < 0, "second minus first"
 
 
 def test_a_run_against_itself_is_the_same_stages(tmp_path: Path) -> None:
     run = _finished(tmp_path, *TRAINED)
     found = _diff(run, run)
-    assert found.equal is True
+    assert found["equal"] is True
     assert "The same stages" in "\n".join(difference_lines(found))
 
 
@@ -146,7 +148,7 @@ def test_rows_are_told_apart_by_what_they_say(tmp_path: Path) -> None:
     one, other = RecordedRun(tmp_path / "a", *TRAINED), RecordedRun(tmp_path / "b", *TRAINED)
     _data(one, prompts)
     _data(other, [*changed, *prompts[PROMPTS:-1]])
-    (test, train) = sorted(_diff(one, other).rows, key=lambda rows: str(rows["file"]))
+    (test, train) = sorted(_diff(one, other)["rows"], key=lambda rows: str(rows["file"]))
     assert (test["a_rows"], test["b_rows"], test["changed"]) == (PROMPTS, PROMPTS, 1)
     assert test["examples"][2] == ["row-0"]
     assert test["columns"] == ("question",)
@@ -160,11 +162,11 @@ def test_numbers_of_different_protocols_are_refused_by_name(tmp_path: Path) -> N
     one = _finished(tmp_path, *MEASURED)
     other = _finished(tmp_path, *MEASURED, "reward.rubric_source=none")
     found = _diff(one, other)
-    number = next(n for n in found.numbers if n["metric"] == "format_valid")
+    number = next(n for n in found["numbers"] if n["metric"] == "format_valid")
     assert "rubrics.source" in number["refused"]
     assert number["difference"] is None
     assert "not comparable, the protocols differ in" in "\n".join(difference_lines(found))
-    assert [c["what"] for c in found.rubrics] == ["reward.rubric_source"]
+    assert [c["what"] for c in found["rubrics"]] == ["reward.rubric_source"]
 
 
 def test_code_environment_and_attempts_are_listed_and_make_nothing_unequal(tmp_path: Path) -> None:
@@ -186,24 +188,24 @@ def test_code_environment_and_attempts_are_listed_and_make_nothing_unequal(tmp_p
     written["provenance"]["versions"]["torch"] = "9.9"
     result.write_text(json.dumps(written))
     found = _diff(one, other)
-    assert found.equal is True
-    assert found.code is not None
-    assert found.code["files"] == [{"path": "flows/thing.py", "added": 2, "removed": 1}]
-    torch = next(c for c in found.environment if c["what"] == "torch")
+    assert found["equal"] is True
+    assert found["code"] is not None
+    assert found["code"]["files"] == [{"path": "flows/thing.py", "added": 2, "removed": 1}]
+    torch = next(c for c in found["environment"] if c["what"] == "torch")
     assert (torch["b"], torch["stages"]) == ("9.9", ("sft",))
-    assert [(c["stage"], c["a"], c["b"]) for c in found.attempts] == [("grpo", 1, 2)]
-    assert "preempted" in found.incidents[1][0]
+    assert [(c["stage"], c["a"], c["b"]) for c in found["attempts"]] == [("grpo", 1, 2)]
+    assert "preempted" in found["incidents"][1][0]
     assert next_commands(found)[-1].startswith("diff -ru ")
 
 
-def test_single_stages_and_attempts_are_compared_by_name(tmp_path: Path) -> None:
+def test_single_stages_are_compared_by_name(tmp_path: Path) -> None:
     one = _finished(tmp_path / "a", *TRAINED)
     other = _finished(tmp_path / "b", *TRAINED, parts_at=2)
     found = _diff(one, other, ":grpo")
-    assert [s["stage"] for s in found.stages] == ["grpo"]
+    assert [s["stage"] for s in found["stages"]] == ["grpo"]
     by_id = find_side(one.workspace, one.stage("grpo").id)
-    named = find_side(one.workspace, f"{one.run.run}:grpo#1")
-    assert diff_sides(by_id, named).training[0]["step"] is None
+    named = find_side(one.workspace, f"{one.run.run}:grpo")
+    assert diff_sides(by_id, named)["stages"][0]["relation"] == "same"
 
 
 def test_trials_are_named_by_sweep_arm_and_seed(
@@ -237,8 +239,6 @@ def test_trials_are_named_by_sweep_arm_and_seed(
         (["nobody", "nothing"], "has no run 'nobody'"),
         (["{run}"], "compares two, and was given 1"),
         (["{run}:gpro", "{run}"], "Did you mean"),
-        (["{run}#1", "{run}"], "names attempt 1 of a whole run"),
-        (["{run}:grpo#7", "{run}"], "has no attempt '7'"),
     ],
 )
 def test_a_name_that_cannot_be_meant_is_refused_with_what_there_is(

@@ -1,28 +1,18 @@
-"""`refiner init`: what a newcomer gets, from flags and from a terminal."""
+"""`refiner init`: what a newcomer gets, from flags."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
-import select
 import shlex
-import signal
-import subprocess
-import termios
-import time
 from pathlib import Path
 
 import pytest
 
 from flows.cli.main import main
 from flows.running.calls import make_recipe_plan
-from flows.starting.questions import read_partitions
 from refiner_core.contract.loading import load_recipe
 from refiner_core.data.synthetic import generate_rows
-from tests.support.command import ROOT, command, environment
+from tests.support.command import ROOT
 
 OWN = ROOT / "tests" / "support" / "own_environment.py"
 SINFO = """debug*|(null)|30:00
@@ -118,7 +108,7 @@ def test_a_row_that_cannot_be_read_is_named_and_nothing_is_made(
     here: Path, rows: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows["rl"].write_text('{"conversations": []}\n')
-    assert made("mine", "--yes", "--rl", "rows/rl.jsonl") == 3
+    assert made("mine", "--rl", "rows/rl.jsonl") == 3
     assert "rl.jsonl:1" in capsys.readouterr().err
     assert not (here / "mine").exists()
 
@@ -144,19 +134,6 @@ def test_an_answer_that_does_not_fit_is_refused_by_its_flag(
     assert made("mine", "--yes", *words) == 2
     assert said in capsys.readouterr().err
     assert list(here.iterdir()) == []
-
-
-def test_without_a_terminal_it_says_which_flags_it_needs(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert made("mine", "--task", "evaluate", "--base", "tiny") == 2
-    said = capsys.readouterr().err
-    assert "--rl … --rubrics … --judge … --where … --workspace …" in said
-    assert "--yes" in said
-    assert "--sft" not in said
-    every = ["--rl", "builtin:synthetic", "--rubrics", "instance", "--judge", "lexical"]
-    every += ["--where", "local", "--workspace", "runs"]
-    assert made("mine", "--task", "evaluate", "--base", "tiny", *every) == 0
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "README.md", ".gitignore"])
@@ -209,13 +186,6 @@ def test_the_next_commands_of_its_readme_work(
     capsys.readouterr()
 
 
-def test_what_sinfo_lists_is_read() -> None:
-    debug, gpu, long = read_partitions(SINFO)
-    assert (debug.name, debug.is_default, debug.gpus, debug.max_time_min) == ("debug", True, 0, 30)
-    assert (gpu.name, gpu.gpus, gpu.gpu_type, gpu.max_time_min) == ("gpu", 8, "a100", 2880)
-    assert (long.gpus, long.gpu_type, long.max_time_min) == (2, "", None)
-
-
 def test_a_cluster_offers_its_partitions(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,96 +205,6 @@ def test_a_cluster_offers_its_partitions(
     assert config.grpo.resources.gpus == 8
     assert made("other", "--yes", "--partition", "gpuu") == 2
     assert "Did you mean 'gpu'" in capsys.readouterr().err
-
-
-class Terminal:
-    """The command on a terminal of its own, as a person would type."""
-
-    def __init__(self, folder: Path, *words: str) -> None:
-        self.leader, follower = pty.openpty()
-        self.process = subprocess.Popen(
-            command("init", *words),
-            stdin=follower, stdout=follower, stderr=follower,
-            cwd=folder, env={**environment(), "PATH": "/nowhere"}, start_new_session=True,
-            preexec_fn=_own_terminal,
-        )  # fmt: skip
-        os.close(follower)
-        self.text = ""
-
-    def until(self, wanted: str, timeout_s: float = 30) -> None:
-        """Read until that is said."""
-        deadline = time.monotonic() + timeout_s
-        while wanted not in self.text:
-            assert time.monotonic() < deadline, f"waited for {wanted!r}, read:\n{self.text}"
-            self._read()
-
-    def answer(self, question: str, text: str = "") -> None:
-        """Type a line when asked."""
-        self.until(question)
-        self.text = ""
-        os.write(self.leader, f"{text}\n".encode())
-
-    def press_ctrl_c(self) -> None:
-        os.write(self.leader, b"\x03")
-
-    def end(self, press: bytes = b"") -> int:
-        """Its exit code, once it has ended. A key is pressed until it has: a signal that comes
-        between a prompt and the wait for a line waits with it for the next key."""
-        pressed = time.monotonic()
-        while self.process.poll() is None:
-            self._read()
-            if press and time.monotonic() - pressed > 2:
-                os.write(self.leader, press)
-                pressed = time.monotonic()
-        self._read()
-        os.close(self.leader)
-        return self.process.returncode
-
-    def _read(self) -> None:
-        ready, _, _ = select.select([self.leader], [], [], 0.1)
-        if ready:
-            with contextlib.suppress(OSError):  # it has closed its side
-                self.text += os.read(self.leader, 65536).decode(errors="replace")
-
-
-def _own_terminal() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test in the background has it ignored
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def test_a_terminal_is_asked_question_by_question(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, "mine")
-    terminal.answer("task [refiner]:", "refine")
-    terminal.answer("Did you mean 'refiner'")
-    terminal.answer("base [tiny]:")
-    terminal.answer("sft [builtin:synthetic]:", "none")
-    terminal.answer("rl [builtin:synthetic]:")
-    terminal.answer("rubrics [instance]:", "grounded-v1")
-    for question in ("judge [lexical]:", "where [local]:", "workspace [", "publish [folder]:"):
-        terminal.answer(question)
-    terminal.answer("sweep [no]:", "y")
-    terminal.until("refiner run mine/recipe.yaml")
-    assert terminal.end() == 0
-    config = load_recipe(str(tmp_path / "mine" / "recipe.yaml"))
-    assert config.reward.static_rubrics == "grounded-v1"
-    assert "sft" not in config.stages
-    assert (tmp_path / "mine" / "sweep.yaml").exists()
-
-
-@pytest.mark.parametrize("way", ["ctrl-c", "end of input", "kill"])
-def test_leaving_in_the_middle_of_the_questions_leaves_nothing(tmp_path: Path, way: str) -> None:
-    terminal = Terminal(tmp_path, "mine")
-    terminal.answer("task [refiner]:")
-    terminal.until("base [tiny]:")
-    if way == "ctrl-c":
-        terminal.press_ctrl_c()
-    elif way == "end of input":
-        os.write(terminal.leader, b"\x04")
-    else:
-        os.kill(terminal.process.pid, signal.SIGTERM)
-    again = b"\x03" if way == "ctrl-c" else b""
-    assert terminal.end(again) == (-signal.SIGTERM if way == "kill" else 6)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fails_in_the_middle_leaves_nothing(

@@ -116,7 +116,7 @@ def test_without_a_server_the_lexical_judge_is_measured_and_nothing_is_written_u
     assert called.code == 0
     assert "3 questions, 6 answers" in called.out
     assert "Hostile answers" in called.out
-    assert "not repeatable         not asked" in called.out
+    assert "| not repeatable | not asked |" in called.out
     assert "--out DIR keeps it" in called.err
     assert not (tmp_path / "none").exists()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from flows.cli.main import main
 from flows.cli.plan import why_command
-from flows.why.figures import parse_query
+from flows.why.explanation import parse_query
 from refiner_core.evaluation.metrics import load_samples
 from tests.support.command import refiner
 from tests.support.recorded_run import RecordedRun

@@ -16,9 +16,7 @@ from flows.certify.device import _load as load
 from flows.certify.node import make_order, run_part
 from flows.certify.processes import engine_checks, server_checks
 from flows.certify.work import Order
-from flows.checking.resources import time_forecasts
 from flows.doctor import examine
-from flows.running.calls import make_recipe_plan
 from infra.store.provenance import read_certificate, read_certificates, write_certificate
 from infra.store.workspace import Workspace
 from refiner_core.cards.build import build_card
@@ -216,21 +214,6 @@ def test_a_certificate_comes_back_and_a_damaged_one_says_what_to_do(tmp_path: Pa
     workspace.layout.certificate("node17").write_text('{"version": 99}')
     with pytest.raises(WorkspaceError, match="has version 99"):
         read_certificates(workspace)
-
-
-def test_a_plan_says_how_long_it_takes_by_the_certificate(tmp_path: Path) -> None:
-    words = (f"workspace={tmp_path}/runs", "sft.max_train_steps=100", "sft.pack_length=1000")
-    assert time_forecasts(make_recipe_plan("tiny", words)) == []
-    workspace = Workspace.open(tmp_path / "runs")
-    write_certificate(workspace, certificate())
-    assert time_forecasts(make_recipe_plan("tiny", words)) == [], "a GPU says nothing of a CPU"
-    write_certificate(workspace, certificate(gpus=()))
-    plan = make_recipe_plan("tiny", (*words, "sft.gradient_accumulation_steps=4"))
-    [sft, grpo] = time_forecasts(plan)
-    # 100 steps x 4 packs x 1,000 tokens, at 10,000 tokens/s x 4e9 parameters over the tiny model's
-    size = 1_023_872
-    assert sft.seconds == pytest.approx(100 * 4000 / (1e4 * 4e9 / size), rel=0.1)
-    assert (grpo.stage, "node17, 2026-11-23" in grpo.by) == ("grpo", True)
 
 
 def test_the_doctor_says_what_was_certified_and_what_has_changed_since(tmp_path: Path) -> None:

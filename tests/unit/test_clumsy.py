@@ -26,7 +26,7 @@ from refiner_core.environments.protocol import EpisodeRecord, TurnRecord
 from refiner_core.environments.registry import open_environment
 from refiner_core.evaluation.attempts import _numbers
 from refiner_core.evaluation.metrics import main_metrics
-from refiner_core.training.steps.boundary import Teller
+from refiner_core.training.steps.boundary import teller
 from tests.support.command import environment
 
 
@@ -38,7 +38,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 TYPED: list[tuple[str, int, tuple[str, ...]]] = [
-    ("paln tiny", 2, ("`refiner paln`", "Did you mean 'plan'?", "`refiner --help`")),
+    (
+        "paln tiny",
+        2,
+        ("`refiner` has no command 'paln'", "Did you mean 'plan'?", "`refiner --help`"),
+    ),
     ("plan tinny", 2, ("Did you mean 'tiny'?",)),
     ("plan", 2, ("'RECIPE'", "Expected refiner plan [OPTIONS] RECIPE", "`refiner plan --help`")),
     ("plan tiny --jsn", 2, ("'--json'", "`refiner plan --help`")),
@@ -58,8 +62,8 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     ("logs", 2, ("STAGE",)),
     ("status nope", 2, ("no run is recorded there", "`refiner run RECIPE`")),
     ("adopt . --copy --in-place", 2, ("exclude each other", "leave one out")),
-    ("environments show guess.py:", 2, ("FILE.py:NAME", "guess.py:Environment")),
-    ("environments show guess.py", 2, ("FILE.py:NAME", "guess.py:Environment")),
+    ("environments show guess.py:", 2, ("FILE.py:NAME", "the class or function")),
+    ("environments show guess.py", 2, ("FILE.py:NAME", "the class or function")),
     (
         "prove-resume tiny --interruptions 100 --steps 3",
         2,
@@ -70,7 +74,7 @@ TYPED: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "plan tiny publish.which=best evaluate.decoding=[sampled]",
         2,
-        ("`publish.best_decoding` is greedy", "publish.best_decoding=sampled"),
+        ("`publish.best_decoding` is 'greedy'", "one of: sampled"),
     ),
     ("plan tiny-tools environment.shaping.weights=[foo=1]", 2, ("'foo'", "action", "bookings")),
     (
@@ -223,8 +227,8 @@ def _record(turns: tuple[TurnRecord, ...]) -> EpisodeRecord:
 def test_an_agent_is_scored_and_not_judged() -> None:
     told: list[str] = []
     for turns in (False, True):
-        teller = Teller(lambda part, values: told.append(part), turns=turns)
-        teller("judge", 0, 0)
+        tell = teller(lambda part, values: told.append(part), turns=turns)
+        tell("judge", 0, 0)
     assert told == ["judge", "score"]
     asked = Asked("tiny-tools", steps=12, interruptions=4)
     assert {p.phase for p in draw_points("grpo", asked, 1, agent=True)} >= {"score"}

@@ -119,12 +119,6 @@ def in_pickles(folder: Path) -> None:
         ),
         (tokenizer(eos_token=...), {}, ConfigurationError, r"no end-of-text token"),
         (
-            tokenizer(eos_token="</turn>"),
-            {},
-            ConfigurationError,
-            r"'</turn>' .* is not in its vocabulary",
-        ),
-        (
             gone("tokenizer.json"),
             {},
             ConfigurationError,
@@ -137,18 +131,6 @@ def in_pickles(folder: Path) -> None:
             {},
             ConfigurationError,
             r"model\.safetensors .* is cut short: it has 427,\d+ bytes",
-        ),
-        (
-            config(vocab_size=900),
-            {},
-            ConfigurationError,
-            r"embeddings of 835 tokens.*vocab_size 900.*set vocab_size to 835",
-        ),
-        (
-            config(tie_word_embeddings=False),
-            {},
-            ConfigurationError,
-            r"no lm_head\.weight.*tie_word_embeddings false.*random numbers",
         ),
         (
             config(max_position_embeddings=300),
@@ -168,7 +150,6 @@ def in_pickles(folder: Path) -> None:
             UnsupportedError,
             r"layers of kind linear_attention.*runs on from one packed sequence",
         ),
-        (config(model_type="mamba2"), {}, UnsupportedError, "layers of kind mamba2"),
         (
             config(final_logit_softcapping=30.0),
             {},
@@ -176,12 +157,6 @@ def in_pickles(folder: Path) -> None:
             r"final_logit_softcapping \(30\.0\)",
         ),
         (config(logits_scaling=8.0), {}, UnsupportedError, r"scale of logits \(8\.0\)"),
-        (
-            config(sliding_window=128, use_sliding_window=True),
-            {},
-            UnsupportedError,
-            r"last 128 tokens only .* may have 304 .*generation_backend=vllm",
-        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
@@ -199,9 +174,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
     ("edit", "fields"),
     [
         (None, {}),
-        (config(sliding_window=304, use_sliding_window=True), {}),  # a window that holds everything
-        (config(sliding_window=128), {}),  # Qwen names one that it does not use
-        (config(sliding_window=128, use_sliding_window=True), {"grpo__generation_backend": "vllm"}),
         (config(max_position_embeddings=304), {}),
         (
             config(max_position_embeddings=300, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
@@ -231,14 +203,6 @@ def test_embeddings_beyond_the_tokenizer_are_padding(tmp_path: Path) -> None:
     folder = copied(tmp_path / "model")
     config(vocab_size=1024)(folder)
     weights(folder, {"model.embed_tokens.weight": (1024, 128)})
-    check_model_files(recipe(folder))
-
-
-def test_an_untied_model_has_a_head(tmp_path: Path) -> None:
-    folder = copied(tmp_path / "model")
-    config(tie_word_embeddings=False)(folder)
-    names = {"model.embed_tokens.weight": (WORDS, 128), "lm_head.weight": (WORDS, 128)}
-    weights(folder, names)
     check_model_files(recipe(folder))
 
 
@@ -298,9 +262,7 @@ def cached(home: Path, complete: bool) -> Path:
 def test_a_model_in_the_hubs_cache_is_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     wanted = recipe("somebody/model")
     check_model_files(wanted)  # nothing is here yet: nothing is said
     folder = cached(tmp_path, complete=True)
@@ -314,7 +276,7 @@ def test_a_model_in_the_hubs_cache_is_checked_too(
 def test_of_an_unfinished_download_only_what_is_there_is_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = cached(tmp_path, complete=False)
     gone("model.safetensors", "tokenizer.json", "tokenizer_config.json")(folder)
     wanted = recipe("somebody/model")
@@ -340,11 +302,6 @@ def test_what_cannot_be_read_is_left_to_who_loads_it(tmp_path: Path, damaged: st
     folder = copied(tmp_path / "model")
     (folder / damaged).unlink()
     (folder / damaged).write_bytes(b"\xff{<|im_end|>")
-    if damaged == "tokenizer.json":
-        edited(folder, "tokenizer_config.json", eos_token="<|im_end|>", added_tokens_decoder={})
-        with pytest.raises(ConfigurationError):  # its end token is not in it
-            check_model_files(recipe(folder))
-        return
     assert model_files(str(folder), "main") is not None
     check_model_files(recipe(folder))
 

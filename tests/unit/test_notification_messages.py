@@ -18,7 +18,7 @@ from flows.notifying.channels import ChannelFailed
 from flows.notifying.messages import Pauses, Sight, Topic
 from flows.notifying.watching import SweepWatching
 from flows.running.calls import warn_of_silence
-from flows.sweeping.trials import TrialWord
+from flows.sweeping.admission import TrialWord
 from infra.orchestrator.reconcile import paused_after
 from infra.store.layout import sweep_call
 from infra.store.orchestrators import Orchestrator

@@ -10,8 +10,7 @@ from flows.cards.inspection import show_card
 from flows.nightly.checkpoints import resolve
 from flows.publishing.by_hand import _run_with_model
 from flows.running.status import find_run, newest_runs
-from flows.why.explanation import one_line
-from flows.why.figures import find_numbers
+from flows.why.explanation import find_numbers, one_line
 from infra.jobs.failures import outcome_of
 from infra.store.workspace import Workspace
 from refiner_core.nightly.definition import Checkpoint, Source

@@ -1,0 +1,257 @@
+"""Flags of `refiner init`: what they mean, what fits them, and their defaults on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infra.doctor.check import ask
+from refiner_core.contract.config import DataConfig
+from refiner_core.contract.errors import ConfigurationError
+from refiner_core.contract.fields import suggest
+from refiner_core.data.rows import parse_row
+from refiner_core.data.sources import SYNTHETIC, Which, read_rows, resolve_source
+
+_TIMEOUT_S = 10
+_GPUS = re.compile(r"\bgpu:(?:[A-Za-z][\w.-]*:)?(\d+)")
+#: Rows that are read: a form that is wrong is wrong from the first row on.
+_READ = 200
+NONE = "none"
+TINY, DESK, TAU2 = "tiny", "desk", "tau2"
+TAU2_ROWS = "Jarrodbarnes/tau2-sft-seed-v3@main"
+TASKS = ("refiner", "agent", "command", "evaluate")
+#: Tasks whose answers rubrics and judges look at.
+OF_REFINER = ("refiner", "evaluate")
+
+
+class Flag(NamedTuple):
+    """A flag.
+
+    Attributes
+    ----------
+    about
+        Its help.
+    words
+        Offered; where no ``form`` is said, the only ones that fit.
+    form, expected
+        A regular expression of what else fits, and that in words.
+    tasks
+        Those that it is for.
+    """
+
+    about: str
+    words: tuple[str, ...] = ()
+    form: str = ""
+    expected: str = ""
+    tasks: tuple[str, ...] = TASKS
+
+
+FLAGS: Mapping[str, Flag] = {
+    "task": Flag(
+        "refiner (default): cited answers from evidence; agent: tools over several turns; "
+        "command: a training script of your own; evaluate: measure a model, train nothing",
+        TASKS,
+    ),
+    "base": Flag(
+        "Model to start from. tiny (default): made on the spot, to try things out on two CPU "
+        "cores; else OWNER/NAME[@COMMIT] on the Hub, or a local folder",
+        (TINY,),
+        r"[A-Za-z0-9][\w.-]*/[\w.-]+(?:@[\w./-]+)?",
+        "`tiny`, OWNER/NAME on the Hub, or a folder with a config.json",
+    ),
+    "environment": Flag(
+        "World of an agent. desk (default): shipped, runs anywhere; tau2: tau2-bench, where it is "
+        "installed; FILE.py:NAME: your own",
+        (DESK, TAU2),
+        r".+\.py:\w+",
+        "one of: desk, FILE.py:NAME of a file that is there, and with a base model tau2",
+        ("agent",),
+    ),
+    "sft": Flag(
+        "Demonstrations for SFT: FILE.jsonl, FILE.parquet, a `datasets` folder, OWNER/NAME@COMMIT "
+        f"on the Hub; {SYNTHETIC}: made up (of an agent: by the environment's expert); none: no "
+        "SFT",
+        (SYNTHETIC, NONE),
+        ".+",
+        tasks=("refiner", "agent"),
+    ),
+    "rl": Flag(
+        f"Prompts to train and evaluate on: rows with rubrics, in the same forms; {SYNTHETIC} "
+        "(default): made up",
+        (SYNTHETIC,),
+        "(?!none$).+",
+        "prompts: there is nothing to train or evaluate on without",
+        OF_REFINER,
+    ),
+    "run": Flag(
+        "Command that trains; {model}, {output}, {seed} and {resume} are filled in: see `refiner "
+        "show command`",
+        tasks=("command",),
+    ),
+    "rubrics": Flag(
+        "instance (default): the rubrics of each row; a set's name or file: these, too",
+        ("instance",),
+        ".+",
+        tasks=OF_REFINER,
+    ),
+    "judge": Flag(
+        "lexical (default): word overlap, needs nothing; http://…: any OpenAI-compatible server; "
+        "vllm: one that refiner starts and ends",
+        ("lexical", "vllm"),
+        "https?://[^/].*",
+        "`lexical`, `vllm`, or an address such as http://127.0.0.1:8000/v1",
+        OF_REFINER,
+    ),
+    "judge-model": Flag(
+        "Model that judges, as the server calls it; for vllm its name on the Hub", tasks=OF_REFINER
+    ),
+    "where": Flag(
+        "local: on this machine; slurm: as jobs of a cluster (default where Slurm answers)",
+        ("local", "slurm"),
+    ),
+    "partition": Flag("Partition for jobs with GPUs (default: the cluster's, or one with GPUs)"),
+    "account": Flag("Account of the cluster that pays (default: the first of yours)"),
+    "gpus": Flag(
+        "GPUs of one node that a stage may take (default: all); 0 trains on the CPU",
+        form=r"\d|[1-5]\d|6[0-4]",
+        expected="a number of GPUs from 0 to 64",
+    ),
+    "workspace": Flag(
+        "Folder for records, checkpoints, logs (default: DIR/runs); on a cluster all nodes see it"
+    ),
+    "publish": Flag(
+        "folder (default): the trained model goes below the workspace; OWNER/NAME: to a private "
+        "repository on the Hub",
+        ("folder",),
+        r"[\w.-]+/[\w.{}-]+",
+        "`folder`, or OWNER/NAME of a repository on the Hub",
+        ("refiner", "agent", "command"),
+    ),
+    "sweep": Flag(
+        "yes: also sweep.yaml, an ablation over this recipe to change as you like",
+        ("yes", "no"),
+        "y|n",
+        tasks=("refiner", "agent"),
+    ),
+}
+
+
+def all_answers(given: Mapping[str, str], folder: Path) -> tuple[dict[str, str], dict[str, int]]:
+    """A value of every flag, empty where it would change nothing; and the cluster's partitions.
+
+    Raises
+    ------
+    ConfigurationError
+        A value does not fit, or a flag would change nothing.
+    """
+    partitions, accounts = look_around()
+    made = {
+        **{"task": TASKS[0], "base": TINY, "environment": DESK, "rl": SYNTHETIC},
+        "run": "python train.py --model {model} --output_dir {output} --seed {seed} {resume}",
+        **{"rubrics": "instance", "judge": "lexical", "judge-model": "Qwen/Qwen3.5-35B-A3B"},
+        **{"where": "slurm" if partitions else "local", "partition": next(iter(partitions), "")},
+        **{"account": next(iter(accounts), ""), "workspace": str(folder / "runs")},
+        **{"publish": "folder", "sweep": "no", **given},
+    }
+    task, tiny, on_slurm = made["task"], made["base"] == TINY, made["where"] == "slurm"
+    of_agent = {DESK: SYNTHETIC, TAU2: TAU2_ROWS}.get(made["environment"], NONE)
+    gpus = partitions.get(made["partition"]) or 8
+    gpus = gpus if on_slurm else _said("nvidia-smi", "-L").count("GPU ")
+    made = {"sft": of_agent if task == "agent" else SYNTHETIC, "gpus": str(gpus), **made}
+
+    worlds = (DESK,) if tiny else (DESK, TAU2)
+    words = {"partition": tuple(partitions), "environment": worlds}
+    for name, value in given.items():
+        if name in FLAGS:
+            _check(name, value, words.get(name, FLAGS[name].words))
+    idle = {name for name, flag in FLAGS.items() if task not in flag.tasks}
+    idle |= {"judge-model"} if made["judge"] == "lexical" else set()
+    idle |= set() if on_slurm else {"partition", "account"}
+    idle |= {"gpus"} if tiny and task != "command" else set()
+    # A flag that nothing comes of is a mistake.
+    if useless := [f"--{name}" for name in given if name in idle or name not in FLAGS]:
+        raise ConfigurationError(
+            f"{', '.join(useless)} would change nothing here.",
+            expected="flags that go with "
+            + ", ".join(f"--{n} {made[n]}" for n in ("task", "base", "judge", "where")),
+            fix="leave it out, or change the others",
+        )
+    return {name: "" if name in idle else made[name] for name in FLAGS}, partitions
+
+
+def _check(name: str, value: str, words: tuple[str, ...]) -> None:
+    flag = FLAGS[name]
+    if value in words or (re.fullmatch(flag.form, value) if flag.form else not words):
+        return
+    if name == "base" and (Path(value).expanduser() / "config.json").is_file():
+        return
+    raise ConfigurationError(
+        f"--{name} is {value or '(nothing)'}.{suggest(value, words)}",
+        expected=flag.expected or f"one of: {', '.join(words)}",
+        fix=f"correct --{name}",
+    )
+
+
+def look_around() -> tuple[dict[str, int], list[str]]:
+    """Partitions of the cluster with the GPUs of their largest node, the best one for training
+    first; and the caller's accounts. Empty where no Slurm answers."""
+    found: dict[str, int] = {}
+    default = ""
+    for line in _said("sinfo", "-h", "-o", "%P|%G").split():
+        name, _, offered = line.partition("|")
+        default = name.removesuffix("*") if name.endswith("*") else default
+        name, match = name.removesuffix("*"), _GPUS.search(offered)
+        found[name] = max(found.get(name, 0), int(match[1]) if match else 0)
+    best = sorted(found, key=lambda name: (not found[name], name != default))
+    user = os.environ.get("USER", "")
+    command = ("sacctmgr", "-nP", "show", "assoc", f"user={user}", "format=account")
+    return {name: found[name] for name in best}, _said(*command).split() if found else []
+
+
+def _said(*command: str) -> str:
+    answer = ask(command, _TIMEOUT_S)
+    return answer.out if answer.ok else ""  # what is not there, or does not answer, offers nothing
+
+
+def look_at_rows(value: str, which: Which, *, parse: bool) -> tuple[str | None, str | None]:
+    """Path and revision, as a recipe has them, of rows whose first ones can be read.
+
+    Parameters
+    ----------
+    parse
+        Whether they have to have a form of the refiner's rows; an agent's demonstrations have
+        others.
+
+    Raises
+    ------
+    DataError, ConfigurationError
+        There are none, they cannot be read, or one has no known form.
+    """
+    if value in ("", NONE, SYNTHETIC):
+        return value if value == SYNTHETIC else None, None
+    local = Path(value).expanduser()
+    # ``OWNER/NAME@COMMIT`` is a data set on the Hub, at a commit.
+    path, _, revision = value.rpartition("@") if not local.exists() else ("", "", "")
+    if not path and "/" in value and not local.exists() and not local.parent.is_dir():
+        raise ConfigurationError(
+            f"There is no file or folder {value}; taken as a data set on the Hub, it has no "
+            "commit.",
+            expected="a file, or OWNER/NAME@COMMIT of a data set on the Hub",
+            fix=f"correct the path, or write {value}@COMMIT",
+        )
+    named: dict[str, Any] = {
+        f"{which}_path": path or value,
+        f"{which}_revision": revision if path else None,
+    }
+    source = resolve_source(replace(DataConfig(), **named), which, pinned=False)
+    if source.kind == "hub":
+        return source.path, source.revision
+    for raw in itertools.islice(read_rows(source), _READ):
+        if parse:
+            parse_row(raw, which)
+    return str(Path(source.path).expanduser().resolve()), None
