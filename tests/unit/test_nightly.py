@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
+from flows.nightly.history import status_json
 from flows.nightly.night import (
     check_nightly,
     due_night,
     load_nightly,
     run_night,
     shipped_nightlies,
-    status_json,
 )
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
