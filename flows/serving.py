@@ -49,7 +49,7 @@ def _by_kind(files: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _kind_of(file: str) -> str:
-    from flows.nightly.files import load_nightly
+    from flows.nightly.night import load_nightly
     from flows.sweeping.planning import make_sweep_plan
 
     tries: dict[str, Callable[[str], object]] = {
@@ -139,7 +139,7 @@ def _take_up(nightly: Nightly, deployment: Any, tell: Callable[[str], None]) -> 
     """Begin a night at once that has begun before and is not done."""
     from prefect.client.orchestration import get_client
 
-    from flows.nightly.files import due_night
+    from flows.nightly.night import due_night
 
     if night := due_night(nightly, datetime.now(UTC)):
         tell(f"{nightly.name}: the night of {night} is not done, and begins now")

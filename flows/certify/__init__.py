@@ -5,10 +5,10 @@ In: a recipe (or none), and how much time there is. Out: a
 
 ::
 
-    node.certify ── a process per part, each with a deadline ──> part.main
+    node.certify_node ── a process per part, each with a deadline
                         numerics   kernels, bf16 against fp32, sampling     (one device)
                         ranks      plain against ZeRO, all_reduce           (rank.measure_as)
-                        speed      SFT, GRPO update, memory                 (one device)
+                        speed      SFT, GRPO update, sampling, memory       (one device)
                         servers    vLLM: every way of weight transfer
                         faults     kill -9 and resume
 

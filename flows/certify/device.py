@@ -9,7 +9,7 @@ what eager attention over such rows is off in bfloat16. The same holds for gradi
 backward pass is wrong trains, and wrongly. Responses are the model's own samples, since what is
 trained on is likely under the policy.
 
-Speed: SFT and the GRPO update, with tokens per second and MFU. The model has the
+Speed: SFT and the GRPO update, with tokens per second and MFU, and sampling. The model has the
 order's shape and random weights; rows fill packs of 8,192 tokens on a GPU, and small ones on a CPU.
 MFU is model floating-point operations over seconds x the peak of the device: 6 x parameters per
 token (the output head's at targets only) and 12 x layers x width x mean context for attention;
@@ -31,16 +31,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils import is_flash_attn_2_available
+from torch.nn.utils.rnn import pad_sequence
 
 from flows.certify.work import (
     SHAPES,
     STEPS,
-    Load,
     Order,
     absent,
     check,
-    load_of,
     metrics_of,
     open_io,
     random_model,
@@ -60,6 +58,7 @@ from refiner_core.generation.load import load_model, load_tokenizer
 from refiner_core.generation.transformers_backend import TransformersGenerator
 from refiner_core.training.batches import Sample, collate, pack_samples, to_device
 from refiner_core.training.engines.plain import open_engine
+from refiner_core.training.engines.protocol import Engine
 from refiner_core.training.model.loading import Loaded, load_for_training
 from refiner_core.training.model.logprobs import token_scores
 from refiner_core.training.rollouts.rollout import TrainSample
@@ -142,8 +141,7 @@ def kernel_check(
     try:
         found = score_packs(_load(order, kernel, dtype), samples)
     except UnsupportedError as error:
-        there = kernel != "flash_attention_2" or is_flash_attn_2_available()
-        return check(name, False, error.what) if there else absent(name, error.what)
+        return absent(name, error.what)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
     return _compared(name, found, exact, limits)
@@ -187,13 +185,9 @@ def score_packs(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
 def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     """Each sample in a row of its own, through the model's plain forward pass."""
     model, device = loaded.model, loaded.device
-    total = sum(len(s.response_ids) for s in samples)
-    width = max(s.length for s in samples)
-    ids = torch.zeros(len(samples), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, s in enumerate(samples):
-        ids[row, : s.length] = torch.tensor([*s.prompt_ids, *s.response_ids])
-        mask[row, : s.length] = 1
+    sequences = [torch.tensor([*s.prompt_ids, *s.response_ids]) for s in samples]
+    ids = pad_sequence(sequences, batch_first=True)
+    mask = pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
     logits = model(
         input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False
     ).logits.float()
@@ -202,7 +196,7 @@ def score_rows(loaded: Loaded, samples: Sequence[Sample]) -> _Scored:
     flat = torch.cat(
         [picked[row, len(s.prompt_ids) - 1 : s.length - 1] for row, s in enumerate(samples)]
     )
-    (flat.sum() / total).backward()
+    flat.mean().backward()
     return _Scored(flat.detach().cpu(), _gradient(model))
 
 
@@ -240,14 +234,23 @@ _GIB = 2**30
 
 def speed_checks(order: Order, folder: Path) -> Iterator[CertifiedCheck]:
     """All of them, with the one model."""
-    load = load_of(order)
-    model = random_model(order, folder / "model")
+    load, model = order.load, random_model(order, folder / "model")
     peak, of = peak_flops(order)
-    yield _sft(order, load, model, folder, peak, of)
+    yield _sft(order, model, folder, peak, of)
     gc.collect()
     if order.gpus:  # what the first training has left
         torch.cuda.empty_cache()
-    yield _grpo(order, load, model, peak, of)
+    sizes = {
+        "pack_length": load.pack,
+        "num_unique_prompts_rollout": load.prompts,
+        "num_samples_per_prompt_rollout": load.samples,
+        "response_length": load.response,
+        "max_token_length": load.prompt + load.response,
+    }
+    config = recipe(order, grpo=sizes)
+    engine = open_engine(config, "grpo", str(model))
+    yield _grpo(order, GrpoUpdate(engine, None, config.grpo, 0), peak, of)
+    yield _sampling(order, engine)
 
 
 # ---------------------------------------------------------------- floating-point operations
@@ -293,30 +296,29 @@ def timed(order: Order, act: Callable[[], object]) -> float:
 # ---------------------------------------------------------------- SFT
 
 
-class EnoughSteps(Exception):
+class _EnoughSteps(Exception):
     """Ends a training that has been measured."""
 
 
 class _MeasuringIO(AttemptIO):
-    """The IO of an attempt that ends by :class:`EnoughSteps` after :data:`STEPS` steps and one to
+    """The IO of an attempt that ends by :class:`_EnoughSteps` after :data:`STEPS` steps and one to
     warm up, before anything is saved: the state of a large model would fill a quota."""
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log a step; the last one that is wanted ends the training."""
         super().log_metrics(step, metrics)
         if step > STEPS:
-            raise EnoughSteps
+            raise _EnoughSteps
 
 
-def _sft(
-    order: Order, load: Load, model: Path, folder: Path, peak: float, of: str
-) -> CertifiedCheck:
+def _sft(order: Order, model: Path, folder: Path, peak: float, of: str) -> CertifiedCheck:
+    load = order.load
     write_rows(folder / "rows", list(load.lengths))
-    config = sft_recipe(order, load)
+    config = sft_recipe(order)
     place = folder / "sft"
     if order.gpus:
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(EnoughSteps):
+    with contextlib.suppress(_EnoughSteps):
         train_sft(
             config,
             data_dir=folder / "rows",
@@ -356,8 +358,8 @@ def _memory(config: RecipeConfig, order: Order, row: dict[str, Any]) -> dict[str
 # ---------------------------------------------------------------- GRPO
 
 
-def _rollouts(load: Load) -> list[TrainSample]:
-    rng = np.random.default_rng(1)
+def _rollouts(order: Order) -> list[TrainSample]:
+    load, rng = order.load, np.random.default_rng(1)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(map(int, rng.integers(10, 700, count)))
@@ -370,17 +372,8 @@ def _rollouts(load: Load) -> list[TrainSample]:
     ]
 
 
-def _grpo(order: Order, load: Load, model: Path, peak: float, of: str) -> CertifiedCheck:
-    sizes = {
-        "pack_length": load.pack,
-        "num_unique_prompts_rollout": load.prompts,
-        "num_samples_per_prompt_rollout": load.samples,
-        "response_length": load.response,
-        "max_token_length": load.prompt + load.response,
-    }
-    config = recipe(order, grpo=sizes)
-    engine = open_engine(config, "grpo", str(model))
-    samples, update = _rollouts(load), GrpoUpdate(engine, None, config.grpo, 0)
+def _grpo(order: Order, update: GrpoUpdate, peak: float, of: str) -> CertifiedCheck:
+    load, samples = order.load, _rollouts(order)
     found: list[dict[str, float]] = []
 
     def act() -> None:
@@ -398,4 +391,26 @@ def _grpo(order: Order, load: Load, model: Path, peak: float, of: str) -> Certif
         mfu=mfu,
         parameters=shape_of(order.model).parameters,
         seconds=seconds,
+    )
+
+
+def _sampling(order: Order, engine: Engine) -> CertifiedCheck:
+    """Tokens per second where transformers samples, which a plan's time is forecast by."""
+    generator = TransformersGenerator(engine.model, engine.tokenizer, batch_size=64)
+    requests = [
+        GenerationRequest(sample.prompt_ids, derive_seed(0, "certify", i))
+        for i, sample in enumerate(_rollouts(order))
+    ]
+    params, tokens = SamplingParams(max_new_tokens=min(128, order.load.response)), list[int]()
+
+    def act() -> None:
+        tokens.append(sum(len(done.token_ids) for done in generator.generate(requests, params)))
+
+    seconds = [timed(order, act) for _ in range(2)][-1]
+    per_s = tokens[-1] / seconds
+    return check(
+        *("sampling by transformers", tokens[-1] > 0),
+        f"{per_s:,.0f} tokens/s of {len(requests)} samples at once",
+        tokens_per_s=per_s,
+        parameters=shape_of(order.model).parameters,
     )

@@ -9,19 +9,19 @@ line that it printed.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flows.certify.part import MADE, ORDER, PARTS
-from flows.certify.work import SHAPES, Order, absent, check, load_of, sft_recipe, shape_of
+from flows.certify.work import SHAPES, Order, absent, check, sft_recipe, shape_of
 from infra.doctor.check import ask, last_json
 from infra.foreign.process import TrainerProcess
 from infra.host.processes import environment
@@ -36,6 +36,17 @@ from refiner_core.contract.placement import training_memory
 from refiner_core.contract.proofs import Certificate, CertifiedCheck
 from refiner_core.contract.records import to_json
 
+#: Part -> the module and function that make its checks, imported there: torch takes seconds.
+_MADE_BY = {
+    "numerics": ("device", "numeric_checks"),
+    "ranks": ("processes", "rank_checks"),
+    "speed": ("device", "speed_checks"),
+    "servers": ("processes", "server_checks"),
+    "faults": ("processes", "fault_checks"),
+}
+PARTS = tuple(_MADE_BY)
+#: The order of a part in its folder, and how a line begins by which a part tells a check.
+_ORDER, _MADE = "order.json", "certified-check "
 #: How much of a GPU a forecast may fill.
 _FILL = 0.9
 _GIB = 2**30
@@ -207,8 +218,8 @@ def run_part(
         tell(absent(name, "no time was left (--time-limit)"))
         return
     folder.mkdir(parents=True)
-    order.write(folder / ORDER)
-    command = f'exec "{sys.executable}" -P -m flows.certify.part {name} "{folder}"'
+    order.write(folder / _ORDER)
+    command = f'exec "{sys.executable}" -P -m flows.certify.node {name} "{folder}"'
     last, settings = "", environment()
     settings.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads of ranks slow each other
     settings["HF_HUB_OFFLINE"] = "1"
@@ -217,14 +228,23 @@ def run_part(
         while code is None and time.monotonic() < deadline:
             code = process.code
             for line in process.lines(_POLL_S) if code is None else process.last_lines():
-                if line.text.startswith(MADE):
-                    tell(CertifiedCheck(**json.loads(line.text.removeprefix(MADE))))
+                if line.text.startswith(_MADE):
+                    tell(CertifiedCheck(**json.loads(line.text.removeprefix(_MADE))))
                 else:
                     last = line.text.strip() or last
     if code is None:
         tell(check(name, False, f"it came to no end in its time; its last line: {last[:200]}"))
     elif code:
         tell(check(name, False, f"it ended with exit code {code}; its last line: {last[:200]}"))
+
+
+def _make_checks(name: str, folder: Path) -> None:
+    """Make the checks of one part, in its process, and print each as soon as it is made."""
+    module, function = _MADE_BY[name]
+    checks = getattr(importlib.import_module(f"flows.certify.{module}"), function)
+    for found in checks(Order.read(folder / _ORDER), folder):
+        sys.stdout.write(f"\n{_MADE}{json.dumps(asdict(found))}\n")
+        sys.stdout.flush()
 
 
 def _kill_workers(scratch: Path) -> None:
@@ -237,7 +257,7 @@ def _kill_workers(scratch: Path) -> None:
 
 def _fits(order: Order, found: Mapping[str, Any]) -> bool:
     """True if a shape fits on a GPU, and its weights twice on the disk."""
-    need = training_memory(sft_recipe(order, load_of(order)), "sft", shape_of(order.model))
+    need = training_memory(sft_recipe(order), "sft", shape_of(order.model))
     on_disk = 4 * shape_of(order.model).parameters
     return bool(need.gpu_bytes <= _FILL * found["bytes"] and on_disk <= found["disk"])
 
@@ -256,3 +276,7 @@ def _driver() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    _make_checks(sys.argv[1], Path(sys.argv[2]))

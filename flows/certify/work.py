@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,22 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 #: Optimiser steps that are measured, behind one that warms up.
 STEPS = 3
+
+
+class _Load(NamedTuple):
+    """Load of a training: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
+
+    pack: int
+    packs: int
+    lengths: tuple[int, ...]
+    prompts: int
+    prompt: int
+    samples: int
+    response: int
+
+
+_ON_GPU = _Load(8192, 4, (4096, 2048, 1024, 1024) * 4, 4, 1536, 8, 512)
+_ON_CPU = _Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
 
 
 @dataclass(frozen=True)
@@ -91,23 +107,22 @@ class Order:
         """Device of one process."""
         return "cuda" if self.gpus else "cpu"
 
+    @property
+    def load(self) -> _Load:
+        """The load that speed is measured with."""
+        return _ON_GPU if self.gpus else _ON_CPU
+
 
 def check(name: str, held: bool, why: str, /, **figures: Any) -> CertifiedCheck:
     """A check that was made; figures are rounded to four digits."""
     verdict: CheckVerdict = "pass" if held else "fail"
-    return CertifiedCheck(name, verdict, why, {k: rounded(v) for k, v in figures.items()})
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in figures.items()}
+    return CertifiedCheck(name, verdict, why, rounded)
 
 
 def absent(name: str, why: str) -> CertifiedCheck:
     """A check that could not be made."""
     return CertifiedCheck(name, "absent", why)
-
-
-def rounded(value: Any) -> Any:
-    """A figure with four significant digits."""
-    if isinstance(value, dict):
-        return {key: rounded(one) for key, one in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 # ---------------------------------------------------------------- models and rows
@@ -117,7 +132,7 @@ def random_model(order: Order, folder: Path) -> Path:
     """A model of the order's shape with random weights in its type, as a folder, made where it
     will run: on a CPU four billion random numbers take minutes."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
     from refiner_core.models import tiny_tokenizer
 
@@ -134,13 +149,8 @@ def random_model(order: Order, folder: Path) -> Path:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, order.dtype))
-    try:
-        with torch.device(order.device):
-            model = Qwen3ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(order.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, order.dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -196,32 +206,10 @@ def recipe(
     return replace_fields(RecipeConfig(), changes)
 
 
-@dataclass(frozen=True)
-class Load:
-    """Load of a training: tokens in a pack, packs in a step, rows, and the shape of a GRPO step."""
-
-    pack: int
-    packs: int
-    lengths: tuple[int, ...]
-    prompts: int
-    prompt: int
-    samples: int
-    response: int
-
-
-ON_GPU = Load(8192, 4, (4096, 2048, 1024, 1024) * 4, 4, 1536, 8, 512)
-ON_CPU = Load(512, 2, (256, 128, 64, 64) * 2, 2, 96, 4, 32)
-
-
-def load_of(order: Order) -> Load:
-    """The load that speed is measured with."""
-    return ON_GPU if order.gpus else ON_CPU
-
-
-def sft_recipe(order: Order, load: Load) -> RecipeConfig:
+def sft_recipe(order: Order) -> RecipeConfig:
     """The SFT that speed and memory are measured with, and that whoever measures ends."""
     steps = {"max_train_steps": 10 * STEPS, "num_train_epochs": 1000.0}
-    packs = {"pack_length": load.pack, "gradient_accumulation_steps": load.packs}
+    packs = {"pack_length": order.load.pack, "gradient_accumulation_steps": order.load.packs}
     return recipe(order, sft={**steps, **packs})
 
 

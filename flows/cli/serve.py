@@ -146,7 +146,8 @@ def run_command(
 @json_option
 def status_command(file: str, overrides: tuple[str, ...], as_json: bool) -> int:
     """Show how it stands: tonight, last numbers, alerts that have not recovered."""
-    from flows.nightly.night import nightly_status, status_rows
+    from flows.nightly.history import status_rows
+    from flows.nightly.night import nightly_status
 
     status = nightly_status(file, overrides)
 

@@ -1,8 +1,7 @@
 """Nightly evaluations at work: from a file and a clock to numbers, alerts and a page.
 
-    flows/cli/nightly ──> files ──> night ── checkpoints (which weights, and the plan of each)
-          flow (Prefect's clock)      │  └── evaluations: runs ──> rows; nights that were missed
-                                      └──> history ──> changes ──> alerts ──> channels; the page
+    flows/cli/serve ──> night ── checkpoints (which weights, and the plan of each)
+    flow (Prefect's clock)    └──> history: rows ──> changes ──> alerts ──> channels; the page
 
 Prefect is a picture and a clock here: which night is done, and what has been told, is said by the
 workspace's own records. `refiner nightly run` from cron does the same without it.

@@ -16,16 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.checking.sources import model_digest, resolve_sources
-from flows.running.calls import check_supported
+from flows.checking.sources import model_digest
+from flows.running.calls import check_supported, make_recipe_plan
 from flows.running.status import find_run, has_begun, newest_runs
 from infra.store.workspace import Workspace
-from refiner_core.contract.checks.recipe import check_config
-from refiner_core.contract.config import PublishConfig, RecipeConfig
+from refiner_core.contract.config import PublishConfig
 from refiner_core.contract.errors import ConfigurationError, RefinerError
-from refiner_core.contract.fields import replace_fields
 from refiner_core.contract.kinds import TRAINED
-from refiner_core.contract.plan import Plan, make_plan
+from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.records import RunRecord, trial_of
 from refiner_core.nightly.definition import Checkpoint, Nightly, Source
@@ -172,7 +170,7 @@ def _commit(source: Source) -> str:
 
     with open_hub(source.ref, PublishConfig(), patience_s=_PATIENCE_S) as hub:
         refs = hub.refs()
-    known = {**refs.tags, **refs.branches}
+    known = {name.partition("/")[2]: commit for name, commit in refs.items()}
     if source.revision not in known:
         raise ConfigurationError(
             f"{source.ref} has no revision {source.revision!r}.",
@@ -182,8 +180,8 @@ def _commit(source: Source) -> str:
     return known[source.revision]
 
 
-def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
-    """Fields that the recipe is given for a checkpoint."""
+def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
+    """Overrides of the recipe for a checkpoint, as words of a command line."""
     changes: dict[str, Any] = {
         "stages": ["data", "evaluate"],
         "only": [],
@@ -195,27 +193,20 @@ def _changes(nightly: Nightly, found: Resolved, night: str) -> dict[str, Any]:
         changes["model.revision"] = found.revision
     if found.checkpoint == nightly.canary:
         changes["evaluate.occasion"] = f"{nightly.name}/{night}"
-    return changes
-
-
-def night_overrides(nightly: Nightly, found: Resolved, night: str) -> list[str]:
-    """The same as words of a command line, for the call's record."""
-    changes = _changes(nightly, found, night)
     return [*nightly.overrides, *(f"{k}={json.dumps(v)}" for k, v in changes.items())]
 
 
-def night_plan(nightly: Nightly, found: Resolved, night: str, base: RecipeConfig) -> Plan:
-    """The plan of one checkpoint in one night; ``base`` is the recipe with the
-    file's own overrides, read once for all checkpoints of a night.
+def night_plan(nightly: Nightly, found: Resolved, night: str) -> Plan:
+    """The plan of one checkpoint in one night.
 
     Raises
     ------
     ConfigurationError, DataError
         The recipe cannot be carried out as it stands.
     """
-    config = check_config(replace_fields(base, _changes(nightly, found, night)))
-    check_supported(config)
-    return make_plan(config, resolve_sources(config))
+    plan = make_recipe_plan(nightly.recipe, night_overrides(nightly, found, night))
+    check_supported(plan.config)
+    return plan
 
 
 def evaluations_in(plan: Plan) -> list[PlannedStage]:

@@ -21,7 +21,7 @@ from prefect.flows import EntrypointType
 from prefect.runtime import flow_run
 from prefect.states import Completed, Failed, State
 
-from flows.nightly.files import load_nightly, shipped_nightlies
+from flows.nightly.night import load_nightly, shipped_nightlies
 from infra.host.processes import own_python
 from refiner_core.contract.errors import RefinerError
 from refiner_core.nightly.definition import Nightly, Schedule

@@ -1,23 +1,30 @@
 """The history of a nightly evaluation: its rows, series and alerts, and alerts that go out.
 
-In: a nightly evaluation and its records. Out: one :class:`Reading` for the page, the terminal and
-scripts; alerts, told once for each change, by every channel. A channel that does not work never
-fails a night: what it said is recorded, and is not sent again. A command finds the plain fields in
-``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, ``_NIGHT``, …
+In: a nightly evaluation and its records; plans that were evaluated, for new rows, with watched
+metrics prompt by prompt, since outputs of old stages may be reclaimed. Out: one :class:`Reading`
+for the page, the terminal and scripts; alerts, told once for each change, by every channel. A
+channel that does not work never fails a night: what it said is recorded, and is not sent again. A
+command finds the plain fields in ``REFINER_ALERT_TITLE``, ``_TEXT``, ``_KIND``, ``_CAUSE``, …
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+from flows.nightly.checkpoints import Resolved, evaluations_in
 from flows.notifying.channels import ChannelFailed, send
 from infra.store.nightly_records import NightlyRecords
+from infra.store.records import now_text
 from infra.store.workspace import Workspace
-from refiner_core.contract.records import to_json
-from refiner_core.nightly.changes import Series, Values, alert_of, series_of
-from refiner_core.nightly.definition import Nightly, Row
-from refiner_core.nightly.page import Reading
+from refiner_core.contract.plan import Plan
+from refiner_core.contract.planned import PlannedStage
+from refiner_core.contract.records import StageResult, picked, to_json
+from refiner_core.nightly.changes import Series, Values, alert_of, per_prompt, series_of
+from refiner_core.nightly.definition import ROW_VERSION, Nightly, Row, Schedule
+from refiner_core.nightly.page import Reading, open_alerts
+from refiner_core.report.printing import measured
 
 HISTORY_VERSION = 1
 
@@ -122,3 +129,162 @@ def _beside(canary: Series, since: str, reading: Reading) -> Sequence[str]:
         if row.measured_in >= since
     ]
     return list(dict.fromkeys(names))
+
+
+# ---------------------------------------------------------------- new lines
+
+
+_NUMBER = ("value", "low", "high", "n", "protocol")
+
+
+def harvest(
+    nightly: Nightly,
+    workspace: Workspace,
+    plan: Plan,
+    found: Resolved,
+    night: str,
+    known: Sequence[Row],
+    *,
+    measured_in: str,
+    run: str,
+) -> None:
+    """Write what the evaluations of a checkpoint say into the history.
+
+    Parameters
+    ----------
+    known
+        The lines so far.
+    measured_in
+        The night in which an evaluation that they do not know was made; empty: it was made
+        elsewhere, and nobody knows under which conditions.
+    """
+    records = NightlyRecords(workspace, nightly.name)
+    before = {row.stage: row.measured_in for row in known}
+    for stage in evaluations_in(plan):
+        result = workspace.read_result(stage.id)
+        if result is None:
+            continue
+        facts = _facts(plan, stage, result)
+        evaluations = result.report["evaluations"]
+        for decoding in dict.fromkeys(e["decoding"] for e in evaluations):
+            entries = [e for e in evaluations if e["decoding"] == decoding]
+            main = next((e for e in entries if e["metric"] != "reward"), entries[0])
+            row = Row(
+                version=ROW_VERSION,
+                nightly=nightly.name,
+                night=night,
+                checkpoint=found.checkpoint.name,
+                canary=found.checkpoint == nightly.canary,
+                protocol=str(main["protocol"]),
+                protocol_name=str(main["protocol_name"]),
+                protocol_set=stage.protocol,
+                decoding=str(main["decoding"]),
+                digest=found.digest,
+                source=found.what,
+                stage=stage.id,
+                samples=str(main["samples_file"]),
+                run=run,
+                fresh=stage.id not in before and bool(measured_in),
+                late=False,
+                measured_in=before.get(stage.id, measured_in),
+                evaluated_at=now_text(),
+                numbers={e["metric"]: {k: e.get(k) for k in _NUMBER} for e in entries},
+                facts=facts,
+            )
+            _keep_values(workspace, records, row, nightly.alerts.metrics)
+            records.add_row(row)
+
+
+def _keep_values(
+    workspace: Workspace, records: NightlyRecords, row: Row, watched: Sequence[str]
+) -> None:
+    there = [metric for metric in watched if metric in row.numbers]
+    wanted = [m for m in there if records.values(row.stage, row.protocol, m) is None]
+    output = workspace.output_dir(row.stage)
+    if not wanted or output is None or not (output / row.samples).exists():
+        return
+    from refiner_core.evaluation.metrics import load_samples
+
+    samples = load_samples(output / row.samples)
+    found = {metric: per_prompt(samples, metric) for metric in wanted}
+    records.keep_values(row.stage, row.protocol, found)
+
+
+def _facts(plan: Plan, stage: PlannedStage, result: StageResult) -> dict[str, str]:
+    """Facts beside the weights that may have changed."""
+    judge, said = plan.config_of(stage).judge, result.provenance
+    host, usage = said.get("host") or {}, result.report.get("judge_usage") or {}
+    found = {
+        "judge.kind": judge.kind,
+        "judge.model": judge.model,
+        "judge.revision": judge.revision or "",
+        "judge.served": ", ".join(sorted(usage.get("served") or {})),
+        "code": said.get("code") or "",
+        "python": said.get("python") or "",
+        "host.name": host.get("name") or "",
+        "host.cpu": host.get("cpu") or "",
+        "host.gpus": ", ".join(host.get("gpus") or ()),
+        **{f"versions.{k}": v for k, v in (said.get("versions") or {}).items()},
+    }
+    return {name: str(value) for name, value in found.items() if value}
+
+
+# ---------------------------------------------------------------- how it stands
+
+_LAST = 7
+
+
+def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
+    """Standing of a nightly evaluation, for scripts."""
+    nightly = reading.nightly
+    schedule = Schedule(nightly.schedule, nightly.timezone)
+    current = schedule.night_at(now)
+    return {
+        **{"version": HISTORY_VERSION, "nightly": nightly.name, "night": current},
+        **picked(nightly, "schedule", "timezone"),
+        "state": night_state(records, current),
+        "next": schedule.next_after(now).isoformat(),
+        "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
+        "series": [_series_json(s) for s in reading.series],
+        "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
+        "undelivered": {
+            a["id"]: whys for a in reading.alerts if (whys := records.not_told(a["id"]))
+        },
+    }
+
+
+def night_state(records: NightlyRecords, night: str) -> str:
+    """``done``, ``running``, ``incomplete`` (begun, and nobody works on it) or ``not begun``."""
+    if records.ended(night) is not None:
+        return "done"
+    who = records.worker_of(night)
+    if who.standing == "none":
+        return "not begun"
+    return "running" if who.works else "incomplete"
+
+
+def _series_json(series: Any) -> dict[str, Any]:
+    key, last = series.key, series.rows[-1]
+    return {
+        **picked(key, "checkpoint", "metric", "decoding", "protocol"),
+        **picked(series, "canary", "protocol_name"),
+        **picked(last, "protocol_set", "night", "source"),
+        "nights": len(series.rows),
+        **{k: last.numbers[key.metric].get(k) for k in ("value", "low", "high", "n")},
+    }
+
+
+def status_rows(status: dict[str, Any]) -> list[list[str]]:
+    """A table: checkpoint, metric, protocol file, value with interval, night, weights."""
+    return [
+        [
+            s["checkpoint"] + (" (canary)" if s["canary"] else ""),
+            f"{s['metric']} ({s['decoding']})",
+            s["protocol_set"] or "(the recipe's)",
+            measured(s),
+            s["night"],
+            str(s["nights"]),
+            s["source"],
+        ]
+        for s in status["series"]
+    ]

@@ -3,45 +3,67 @@
 In: a nightly evaluation and a night (default: the newest that has begun). Out: a
 :class:`NightOutcome`, as lines and as JSON. It may be called as often as one likes, and by several
 at once: one process works on a night, lines of the history are written once, and what is done is
-not done again. A night that an earlier process has left unfinished goes on. Its trend page is
+not done again. A night that an earlier process has left unfinished goes on; one that has passed is
+not evaluated any more: how the judge and the machines were then, nobody can ask. The canary's run
+comes first, so it has the first slot. Ctrl-C asks all of them to save and stop. The trend page is
 ``WORKSPACE/nightly/NAME/page.html``, one file that needs nothing else.
+
+Relative paths of a nightly file mean what they say below the file's own folder, wherever a clock
+has started us (of a shipped one, below the current folder).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from flows.nightly.checkpoints import NothingYet, Resolved, is_done, night_plan, resolve
-from flows.nightly.evaluations import (
-    At,
-    Tell,
-    carry_out,
-    ended_badly,
-    harvest,
-    night_held,
+from flows.nightly.checkpoints import (
+    NothingYet,
+    Resolved,
+    is_done,
+    night_overrides,
+    night_plan,
+    resolve,
 )
-from flows.nightly.files import load_nightly, workspace_of
-from flows.nightly.history import deliver, raise_alerts, read_history
+from flows.nightly.history import deliver, harvest, raise_alerts, read_history, status_json
+from flows.running.calls import pin_code, record_run
+from flows.running.console import Console
+from flows.running.showing import orchestrate
+from infra.jobs.dispatch import make_router
+from infra.orchestrator.members import Member, Source
 from infra.store import atomic
 from infra.store.nightly_records import NightlyRecords
+from infra.store.orchestrators import orchestrator_of
 from infra.store.records import now_text
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefused, RefinerError
 from refiner_core.contract.fields import suggest
+from refiner_core.contract.files import readable
 from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
-from refiner_core.contract.records import picked, to_json
+from refiner_core.contract.records import RunRecord, picked, to_json
+from refiner_core.contract.shipped import find_file, shipped_files
+from refiner_core.contract.types import StageView
 from refiner_core.evaluation.metrics import has_metric, metrics_of
-from refiner_core.nightly.definition import Nightly, Schedule
-from refiner_core.nightly.page import Reading, open_alerts, trend_page
-from refiner_core.report.printing import measured
+from refiner_core.nightly.definition import Nightly, Schedule, parse_nightly
+from refiner_core.nightly.page import Reading, trend_page
 
+Tell = Callable[[str], None]
 NightState = Literal["done", "incomplete", "busy", "missed"]
+
+
+@dataclass(frozen=True)
+class _At:
+    """Context of a night."""
+
+    nightly: Nightly
+    workspace: Workspace
+    records: NightlyRecords
+    tell: Tell
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,57 @@ class NightlyHistory(NamedTuple):
     records: NightlyRecords
 
 
+def shipped_nightlies() -> dict[str, Path]:
+    """Names and files of the nightly evaluations that come with refiner."""
+    return shipped_files("flows.nightly")
+
+
+def load_nightly(file: str, overrides: Sequence[str] = ()) -> Nightly:
+    """The nightly evaluation of a shipped name or a YAML file.
+
+    Parameters
+    ----------
+    overrides
+        Of the recipe, for this call: they come after those of the file. ``workspace=DIR`` is taken
+        from the current folder.
+
+    Raises
+    ------
+    ConfigurationError
+        There is no such file, or what it says cannot be meant.
+    """
+    shipped = shipped_nightlies()
+    path = find_file(file, "nightly evaluation", shipped).absolute()
+    folder = Path.cwd() if file in shipped else path.parent
+    with readable(path, f"The nightly file {path}"):
+        text = path.read_text(encoding="utf-8")
+    nightly = parse_nightly(text, stem=path.stem, origin=str(path), folder=str(folder))
+    return replace(nightly, overrides=(*nightly.overrides, *map(_whole, overrides)))
+
+
+def _whole(override: str) -> str:
+    """The same from any folder."""
+    key, sep, value = override.partition("=")
+    if sep and key.strip() == "workspace":
+        return f"workspace={Path(value).expanduser().absolute()}"
+    return override
+
+
+def workspace_of(nightly: Nightly) -> Path:
+    """The folder of the workspace that its recipe and overrides name."""
+    with contextlib.chdir(nightly.folder):
+        config = load_recipe(nightly.recipe, nightly.overrides)
+        return Path(config.workspace).expanduser().absolute()
+
+
+def due_night(nightly: Nightly, now: datetime) -> str:
+    """The newest night, where something was done before and it is not; else empty."""
+    workspace = Workspace.read_only(workspace_of(nightly))
+    records = NightlyRecords(workspace, nightly.name)
+    night = Schedule(nightly.schedule, nightly.timezone).night_at(now)
+    return night if records.nights() and records.ended(night) is None else ""
+
+
 def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
     """Whether a nightly evaluation can be carried out. Changes nothing.
 
@@ -131,7 +204,7 @@ def check_nightly(file: str, overrides: Sequence[str] = ()) -> CheckedNightly:
         base = load_recipe(nightly.recipe, nightly.overrides)
         workspace = Workspace.read_only(Path(base.workspace).expanduser().absolute())
         canary = _pinned_canary(nightly, workspace)
-        plan = night_plan(nightly, canary, "2026-01-01", base)
+        plan = night_plan(nightly, canary, "2026-01-01")
         if alien := next((m for m in nightly.alerts.metrics if not has_metric(base, m)), None):
             known = metrics_of(base)
             raise ConfigurationError(
@@ -311,12 +384,12 @@ def run_night(
             passed = f"The night of {wanted} has passed, and was not done; {current} is the newest."
             return NightOutcome(nightly.name, wanted, "missed", late, message=passed)
         records.note_version(picked(nightly, "name", "text", "origin", "folder", "overrides"))
-        with night_held(records, wanted, take_over) as refusal:
+        with _night_held(records, wanted, take_over) as refusal:
             if refusal:
                 return NightOutcome(nightly.name, wanted, "busy", late, message=refusal)
             entries: tuple[_Entry, ...] = ()
             if records.ended(wanted) is None:
-                entries = _tonight(At(nightly, workspace, records, base, tell), wanted)
+                entries = _tonight(_At(nightly, workspace, records, tell), wanted)
                 if all(e.state != "failed" for e in entries):
                     states = {e.checkpoint: e.state for e in entries}
                     records.end_night(wanted, {"entries": states})
@@ -337,14 +410,100 @@ def run_night(
             )
 
 
-def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
+def _carry_out(
+    at: _At, night: str, wanted: Sequence[tuple[Resolved, Plan]]
+) -> dict[str, tuple[str, Mapping[str, StageView]]]:
+    """Work on a recorded call for each plan, to its end; one that was begun in this night and not
+    finished goes on. The call and its last views, by checkpoint.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        A second Ctrl-C, a while later: what runs goes on by itself.
+    """
+    pinned, members, workspace = None, list[Member](), at.workspace
+    for found, plan in wanted:
+        name = found.checkpoint.name
+        run = _begun(at, night, name, plan)
+        if run is None:
+            pinned = pinned or pin_code(workspace)
+            words = night_overrides(at.nightly, found, night)
+            which = {"name": at.nightly.name, "night": night, "checkpoint": name}
+            run = record_run(plan, workspace, at.nightly.recipe, words, pinned, nightly=which)
+            workspace.write_run(run)
+            at.records.note_run(night, name, run.run, found.digest)
+        members.append(Member(plan, run, workspace, name))
+    if not members:
+        return {}
+    for member in members:
+        member.take_up()
+
+    def tell(member: Member) -> None:
+        bad = "; ".join(f"{v.name} {v.state}: {v.message}" for v in _ended_badly(member.views()))
+        at.tell(f"{member.name}: {bad or 'evaluated'}")
+
+    config = members[0].plan.config
+    router = make_router(config.dispatch, workspace)
+    orchestrate(Source(members, tell), workspace, router, config, console=_Teller(at.tell))
+    return {member.name: (member.run.run, member.views()) for member in members}
+
+
+def _begun(at: _At, night: str, checkpoint: str, plan: Plan) -> RunRecord | None:
+    wanted = {s.name: s.id for s in plan.stages}
+    for noted in reversed(at.records.runs_of(night, checkpoint)):
+        run = at.workspace.read_run(noted["run"])
+        if dict(run.stages) == wanted and not orchestrator_of(at.workspace, run.run).works:
+            return run
+    return None
+
+
+def _ended_badly(views: Mapping[str, StageView]) -> list[StageView]:
+    """The stages that have failed, or were stopped."""
+    return [v for v in views.values() if v.state in ("failed", "interrupted")]
+
+
+class _Teller(Console):
+    """Shows a night's work in messages alone."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def _print(self, message: str) -> None:
+        self._tell(message)
+
+    def show(self, views: Mapping[str, StageView]) -> None:
+        """Each checkpoint is told of when it has ended."""
+
+    def finish(self, views: Mapping[str, StageView]) -> None:
+        """All of them have been."""
+
+
+@contextlib.contextmanager
+def _night_held(records: NightlyRecords, night: str, take_over: bool = False) -> Iterator[str]:
+    """Take a night up for the time of the block; yields why not, where somebody else has it."""
+    who = records.worker_of(night)
+    if who.standing == "running" or (who.works and not take_over):
+        hint = "; if you know that it is gone: --take-over" * (who.standing == "elsewhere")
+        yield f"The night of {night} is worked on already, by {who.where}{hint}."
+        return
+    if not records.take_night(night, who.turn):
+        yield f"The night of {night} has just been taken up by another process."
+        return
+    try:
+        yield ""
+    finally:
+        records.leave_night(night, who.turn + 1)
+
+
+def _tonight(at: _At, night: str) -> tuple[_Entry, ...]:
     """Every checkpoint of the night that is now."""
     entries: dict[str, _Entry] = {}
     plans: dict[str, tuple[Resolved, Plan]] = {}
     for checkpoint in at.nightly.everybody:
         try:
             found = resolve(checkpoint, at.workspace)
-            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night, at.base))
+            plans[checkpoint.name] = (found, night_plan(at.nightly, found, night))
         except NothingYet as error:
             at.records.miss(night, checkpoint.name, error.what)
             entries[checkpoint.name] = _Entry(checkpoint.name, "missing", error.what)
@@ -355,7 +514,7 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
             code = error.exit_code
             entries[checkpoint.name] = _Entry(checkpoint.name, "failed", str(error), exit_code=code)
     wanted = [pair for pair in plans.values() if not is_done(pair[1], at.workspace)]
-    worked = carry_out(at, night, wanted)
+    worked = _carry_out(at, night, wanted)
     known = at.records.rows()
     for name, (found, plan) in plans.items():
         run, views = worked.get(name, ("", {}))
@@ -363,11 +522,13 @@ def _tonight(at: At, night: str) -> tuple[_Entry, ...]:
         any_run = run or (str(noted[-1]["run"]) if noted else "")  # or another process's
         # The canary's stage is this night's.
         ours = any_run or found.checkpoint == at.nightly.canary
-        harvest(at, plan, found, night, known, measured_in=night if ours else "", run=any_run)
+        conditions = night if ours else ""
+        about = (at.nightly, at.workspace, plan, found, night, known)
+        harvest(*about, measured_in=conditions, run=any_run)
         if is_done(plan, at.workspace):
             entries[name] = _Entry(name, "measured" if run else "kept", run=run)
             continue
-        bad = ended_badly(views)
+        bad = _ended_badly(views)
         why = "; ".join(f"{v.name}: {v.message}" for v in bad) or "it was not evaluated"
         code = next((v.exit_code for v in bad if v.exit_code), 1)
         entries[name] = _Entry(name, "failed", why, run, code)
@@ -387,7 +548,6 @@ def _pinned_canary(nightly: Nightly, workspace: Workspace) -> Resolved:
 
 
 OUTPUT_VERSION = 1
-_LAST = 7
 
 
 def outcome_json(outcome: NightOutcome) -> dict[str, Any]:
@@ -420,59 +580,3 @@ def outcome_lines(outcome: NightOutcome) -> Iterator[str]:
         yield f"  not delivered: {what}: {why}"
     if outcome.page:
         yield f"  page: {outcome.page}"
-
-
-def status_json(reading: Reading, records: NightlyRecords, now: datetime) -> dict[str, Any]:
-    """Standing of a nightly evaluation, for scripts."""
-    nightly = reading.nightly
-    schedule = Schedule(nightly.schedule, nightly.timezone)
-    current = schedule.night_at(now)
-    return {
-        **{"version": OUTPUT_VERSION, "nightly": nightly.name, "night": current},
-        **picked(nightly, "schedule", "timezone"),
-        "state": night_state(records, current),
-        "next": schedule.next_after(now).isoformat(),
-        "nights": {n: night_state(records, n) for n in reading.nights[-_LAST:]},
-        "series": [_series_json(s) for s in reading.series],
-        "open_alerts": [dict(a) for a in open_alerts(reading.alerts)],
-        "undelivered": {
-            a["id"]: whys for a in reading.alerts if (whys := records.not_told(a["id"]))
-        },
-    }
-
-
-def night_state(records: NightlyRecords, night: str) -> str:
-    """``done``, ``running``, ``incomplete`` (begun, and nobody works on it) or ``not begun``."""
-    if records.ended(night) is not None:
-        return "done"
-    who = records.worker_of(night)
-    if who.standing == "none":
-        return "not begun"
-    return "running" if who.works else "incomplete"
-
-
-def _series_json(series: Any) -> dict[str, Any]:
-    key, last = series.key, series.rows[-1]
-    return {
-        **picked(key, "checkpoint", "metric", "decoding", "protocol"),
-        **picked(series, "canary", "protocol_name"),
-        **picked(last, "protocol_set", "night", "source"),
-        "nights": len(series.rows),
-        **{k: last.numbers[key.metric].get(k) for k in ("value", "low", "high", "n")},
-    }
-
-
-def status_rows(status: dict[str, Any]) -> list[list[str]]:
-    """A table: checkpoint, metric, protocol file, value with interval, night, weights."""
-    return [
-        [
-            s["checkpoint"] + (" (canary)" if s["canary"] else ""),
-            f"{s['metric']} ({s['decoding']})",
-            s["protocol_set"] or "(the recipe's)",
-            measured(s),
-            s["night"],
-            str(s["nights"]),
-            s["source"],
-        ]
-        for s in status["series"]
-    ]

@@ -64,7 +64,8 @@ class Sender:
         self, notify: NotifyConfig, began_at: str, events: Path, say: Callable[[str], None]
     ) -> None:
         self._notify, self._events, self._say = notify, events, say
-        self._loud_at = _moment(began_at) + 60.0 * notify.after_min
+        began = datetime.fromisoformat(began_at) if began_at else None
+        self._loud_at = (began.timestamp() if began else 0.0) + 60.0 * notify.after_min
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -130,14 +131,6 @@ class Sender:
         except OSError as error:
             self._say(f"nobody is told of this run any more, the sender is gone: {error.strerror}")
             self._process = None
-
-
-def _moment(began_at: str) -> float:
-    """Seconds since the epoch; long ago where nobody can say."""
-    try:
-        return datetime.fromisoformat(began_at).timestamp()
-    except (TypeError, ValueError):
-        return 0.0
 
 
 # ---------------------------------------------------------------- in the process

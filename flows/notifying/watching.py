@@ -29,45 +29,51 @@ from refiner_core.contract.config import NotifyConfig
 from refiner_core.contract.errors import RefinerError
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.records import RunRecord, SweepRecord
-from refiner_core.contract.sections.steering import alarms_of
 from refiner_core.contract.types import StageView
 
 log = logging.getLogger(__name__)
 
 
-class Watching(Hears):
+class _Watching(Hears):
     """Watcher of a run or a sweep.
 
     Parameters
     ----------
-    topic, notify, workspace
+    call, record, notify, workspace
         What it is about, what is told of, and where it lies.
-    sender
-        Sends messages.
     before, resumed
         Who worked on it last: what had ended well is no news when it is taken up again.
-    clock
-        Seconds, monotonic.
+    say
+        Hears what cannot be told.
+    sender, clock
+        Sends messages; seconds, monotonic.
     """
 
     def __init__(
         self,
-        topic: Topic,
+        call: str,
+        record: RunRecord | SweepRecord,
         notify: NotifyConfig,
         workspace: Workspace,
-        sender: Sender,
         before: Orchestrator,
+        *,
         resumed: bool,
+        say: Callable[[str], None],
+        sender: Sender | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.topic, self._workspace, self._sender = topic, workspace, sender
+        self.topic = Topic(call, record.recipe, str(workspace.root), host_name())
+        events = workspace.layout.run(call).events
+        self._sender = sender or Sender(notify, record.started_at, events, say)
+        self._workspace = workspace
         self._was_over = before.standing == "ended" and before.exit_code == 0
         self._resumed, self._worked = resumed, False
         self._clock, self._began = clock, clock()
         self._pauses = Pauses(60.0 * notify.pause_min)
         self._asked = ""
         self._works = True
-        self._safely(lambda: sender.begin(words.gone(topic, str(ProcessId.of()))))
+        gone = words.gone(self.topic, str(ProcessId.of()))
+        self._safely(lambda: self._sender.begin(gone))
 
     def asked_to_stop(self, why: str) -> None:
         """Somebody wants it to end."""
@@ -126,11 +132,11 @@ class Watching(Hears):
             self._works = False
 
 
-class RunWatching(Watching):
+class RunWatching(_Watching):
     """Watches one run."""
 
-    def __init__(self, plan: Plan, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, plan: Plan, *common: Any, **more: Any) -> None:
+        super().__init__(*common, **more)
         self._plan = plan
 
     def _look(self, views: Mapping[str, StageView]) -> None:
@@ -186,40 +192,15 @@ def sight_of(view: StageView) -> Sight:
     return Sight(cause, view.message, done, view.terminal)
 
 
-def hears_of(
-    watch: Callable[..., Watching],
-    call: str,
-    record: RunRecord | SweepRecord,
-    notify: NotifyConfig,
-    workspace: Workspace,
-    before: Orchestrator,
-    *,
-    resumed: bool,
-    say: Callable[[str], None],
-) -> Hears:
-    """A watcher of a call that this process has just taken up; one that tells nobody where no
-    channel is named."""
-    if not alarms_of(notify):
-        return Hears()
-    return watch(
-        topic=Topic(call, record.recipe, str(workspace.root), host_name()),
-        notify=notify,
-        workspace=workspace,
-        sender=Sender(notify, record.started_at, workspace.layout.run(call).events, say),
-        before=before,
-        resumed=resumed,
-    )
-
-
 #: A trial that fails when the sweep is about to end is told of with its end.
 _TRIAL_WAIT_S = 5.0
 
 
-class SweepWatching(Watching):
+class SweepWatching(_Watching):
     """Watches one sweep, a :class:`flows.sweeping.admission.Admission`."""
 
-    def __init__(self, sweep: Any, **common: Any) -> None:
-        super().__init__(**common)
+    def __init__(self, sweep: Any, *common: Any, **more: Any) -> None:
+        super().__init__(*common, **more)
         self._sweep = sweep
         self._told_held = self._told_trial = False
         self._failed_at: float | None = None

@@ -75,43 +75,31 @@ def model_files(
     return chosen
 
 
-def papers(facts: CardFacts, files: Sequence[OutputFile]) -> list[FileToPublish]:
+def _papers(facts: CardFacts, files: Sequence[OutputFile]) -> dict[str, FileToPublish]:
     """The card, what it was made from, and the recipe where it is no shipped one; ``files`` are the
     others of the publication.
 
     Raises
     ------
     StageFailed
-        The card does not hold.
+        The card does not hold; says all that is wrong.
     """
-    made = []
+    made = {}
     if facts.recipe_file is not None:
-        made.append(FileToPublish.of_text(RECIPE_FILE, facts.recipe_file))
-    others = {f.path: f for f in (*files, *(p.described for p in made))}
+        made[RECIPE_FILE] = FileToPublish.of_text(RECIPE_FILE, facts.recipe_file)
+    others = {f.path: f for f in (*files, *(p.described for p in made.values()))}
     card, evidence = build_card(facts), evidence_text(facts, list(others.values()))
-    refuse_unless_it_holds(card, evidence, template=facts.template)
-    return [*made, FileToPublish.of_text(CARD, card), FileToPublish.of_text(EVIDENCE, evidence)]
-
-
-def refuse_unless_it_holds(card: str, evidence: str, *, template: str | None) -> None:
-    """Refuse a card in which not everything holds, with all that is wrong.
-
-    Raises
-    ------
-    StageFailed
-        It does not.
-    """
-    findings = lint_card(card, evidence, template=template)
-    if not findings:
-        return
-    more = f"; and {len(findings) - _SAID} more" if len(findings) > _SAID else ""
-    raise StageFailed(
-        f"The card does not hold, so nothing is published: {'; '.join(findings[:_SAID])}{more}",
-        expected="licence and base model in its front matter, and no number without evidence",
-        fix="correct publish.card_template (`refiner card template` prints the shipped one)"
-        if template is not None
-        else "run the same command with --debug and report it: such a card is a bug in refiner",
-    )
+    if findings := lint_card(card, evidence, template=facts.template):
+        more = f"; and {len(findings) - _SAID} more" if len(findings) > _SAID else ""
+        raise StageFailed(
+            f"The card does not hold, so nothing is published: {'; '.join(findings[:_SAID])}{more}",
+            expected="licence and base model in its front matter, and no number without evidence",
+            fix="correct publish.card_template (`refiner card template` prints the shipped one)"
+            if facts.template is not None
+            else "run the same command with --debug and report it: such a card is a bug in refiner",
+        )
+    texts = {CARD: card, EVIDENCE: evidence}
+    return made | {name: FileToPublish.of_text(name, text) for name, text in texts.items()}
 
 
 log = logging.getLogger(__name__)
@@ -181,7 +169,7 @@ def _send(
     """Send card and evidence, and ``weights`` where they are not there already; ``others`` are the
     publication's files beside card and evidence. A card at the target that says the same of the
     same weights and more stays (a stage that is repeated after a later one)."""
-    sent = {paper.name: paper for paper in papers(found.facts, others)}
+    sent = _papers(found.facts, others)
     target = make_target(work.config, work.workspace.layout.published)
     there = _newer(target, found.facts, _text(sent[EVIDENCE]))
     if there:
@@ -202,7 +190,6 @@ def _send(
     report = {
         **report_of(published, publication),
         "final": publication.final,
-        "only_these": publication.only_these,
         "card": _text(sent[CARD]),
         "card_kept": bool(there),
         "made_with": dict(found.decided),

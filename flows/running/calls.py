@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -391,13 +390,10 @@ def work_on(
     shown = console or own
     hears = Hears()
     if alarms_of(plan.config.notify):
-        from flows.notifying.watching import RunWatching, hears_of
+        from flows.notifying.watching import RunWatching
 
-        hears = hears_of(
-            *(partial(RunWatching, plan), run.run, run, plan.config.notify, workspace, before),
-            resumed=launch.resumed,
-            say=shown.warn,
-        )
+        about = (run.run, run, plan.config.notify, workspace, before)
+        hears = RunWatching(plan, *about, resumed=launch.resumed, say=shown.warn)
     views = orchestrate(
         Source([member]),
         workspace,

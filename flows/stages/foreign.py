@@ -20,10 +20,11 @@ from infra.disk.keeper import DiskKeeper
 from infra.foreign.checkpoints import work_folder
 from infra.foreign.exports import find_export, make_model
 from infra.foreign.process import Call, fill
-from infra.foreign.runner import TrainerJob, TrainerReport, run_trainer
+from infra.foreign.runner import TrainerJob, run_trainer
 from infra.jobs.protocol import AttemptRef
 from refiner_core.contract.config import uses
 from refiner_core.contract.errors import WorkspaceError
+from refiner_core.contract.types import Progress
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +45,21 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
             fix=f"adopt them again: `refiner adopt DIR workspace={work.workspace.root}`",
         )
     job = _job(work)
-    report = run_trainer(job, _io(work))
-    source = find_export(job.call.output, command.exports, report.checkpoints)
+    found, told = run_trainer(job, _io(work))
+    source = find_export(job.call.output, command.exports, found)
     # Sizes and shards were looked at; the fence once more, before anything is made of them.
     job.check_fence()
     made, text = work.output_dir / "model", command.companions
     companions = Path(fill(text, job.call.values())).expanduser() if text else None
     missing = make_model(source, made, companions, within=job.call.output)
-    newest = max((c.step for c in report.checkpoints if not c.damage), default=0)
-    steps = newest if command.exports == "auto" else max(newest, report.step)
-    remark = _remark(report, steps)
+    newest = max((c.step for c in found if not c.damage), default=0)
+    steps = newest if command.exports == "auto" else max(newest, told.done)
+    remark = _remark(told, steps)
     if remark:
         log.warning("%s", remark)
     return {
         "steps": steps,
-        "steps_planned": max(report.total, steps),
+        "steps_planned": max(told.total, steps),
         "remark": remark,
         "command": command.run,
         # Empty where only the trainer knows.
@@ -66,20 +67,20 @@ def run_foreign(work: StageWork) -> dict[str, Any]:
         "version": command.version,
         "export": source.relative_to(job.call.output).as_posix(),
         "missing": missing,
-        "resumed_from": report.resumed_from,
-        "final": {k: v for k, v in report.values.items() if k not in ("step", "total")},
+        "resumed_from": _io(work).resumed_step,
+        "final": {k: v for k, v in told.values.items() if k not in ("step", "total")},
     }
 
 
-def _remark(report: TrainerReport, steps: int) -> str:
+def _remark(told: Progress, steps: int) -> str:
     """Remark on weights that fall short of what the trainer had spoken of; empty: they do not."""
-    if report.step < report.total:
-        end = f"the trainer ended by itself at step {report.step} of {report.total}"
-    elif steps < report.step:
-        end = f"the trainer came to step {report.step}"
+    if told.done < told.total:
+        end = f"the trainer ended by itself at step {told.done} of {told.total}"
+    elif steps < told.done:
+        end = f"the trainer came to step {told.done}"
     else:
         return ""
-    more = "" if steps == report.step else f", and its newest complete checkpoint is step {steps}"
+    more = "" if steps == told.done else f", and its newest complete checkpoint is step {steps}"
     return f"{end}{more}: that is its result"
 
 

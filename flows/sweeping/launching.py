@@ -12,13 +12,12 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.checking.resources import check_server_programs
 from flows.disk import planned_room
-from flows.notifying.watching import SweepWatching, hears_of
+from flows.notifying.watching import SweepWatching
 from flows.running.background import Detached, Where, attach, leave
 from flows.running.calls import (
     Pinned,
@@ -33,7 +32,7 @@ from flows.running.calls import (
 )
 from flows.running.cancelling import CancelOutcome, cancel, waiting_stages
 from flows.running.console import Console
-from flows.running.showing import Launch, orchestrate
+from flows.running.showing import Hears, Launch, orchestrate
 from flows.running.status import is_finished
 from flows.sweeping.admission import Admission, LivePage, TrialWord, find_canary
 from flows.sweeping.budget import Budget, UseReader
@@ -66,6 +65,7 @@ from refiner_core.contract.records import (
     from_json,
     to_json,
 )
+from refiner_core.contract.sections.steering import alarms_of
 from sweeps.forecast import refuse_what_cannot_fit
 from sweeps.values import SweepPlan
 
@@ -291,11 +291,10 @@ def work_on_sweep(
         pin=lambda room: pin_for(room, name),
         page=LivePage(workspace, name),
     )
-    hears = hears_of(
-        *(partial(SweepWatching, admission), call, record, config.notify, workspace, before),
-        resumed=launch.resumed,
-        say=say,
-    )
+    hears = Hears()
+    if alarms_of(config.notify):
+        about = (call, record, config.notify, workspace, before)
+        hears = SweepWatching(admission, *about, resumed=launch.resumed, say=say)
     if finished:
         admission.begin()
         admission.end(None)

@@ -44,23 +44,22 @@ def find_export(work: Path, exports: str, found: list[ForeignCheckpoint]) -> Pat
     """
     if exports == "auto":
         newest = newest_complete(found)
-        if newest is None:
-            raise StageFailed(
-                f"The trainer ended well, but left no complete checkpoint in {work}",
-                expected="one that command.checkpoints finds and command.complete accepts"
-                + (f" (the newest: {found[-1].damage})" if found else ""),
-                fix="correct command.checkpoints, or name the folder with command.exports=",
-            )
-        return newest.path
-    path = work / exports
-    wrong = damage(path) if path.exists() else "it does not exist"
-    if wrong:
-        raise StageFailed(
-            f"The trainer's export {path} cannot be used: {wrong}",
-            expected="whole weights where command.exports says",
-            fix="correct command.exports, or look at the trainer's log",
-        )
-    return path
+        if newest is not None:
+            return newest.path
+        last = found[-1].damage if found else "there is none"
+        wrong = f"it left no complete checkpoint in {work} (the newest: {last})"
+    else:
+        path = work / exports
+        damaged = damage(path) if path.exists() else "it does not exist"
+        if damaged is None:
+            return path
+        wrong = f"{path}: {damaged}"
+    raise StageFailed(
+        f"The trainer ended well, but what it made cannot be used: {wrong}",
+        expected="a checkpoint that command.checkpoints finds and command.complete accepts, or "
+        "whole weights where command.exports says",
+        fix="correct command.checkpoints or command.exports, or look at the trainer's log",
+    )
 
 
 def model_files(

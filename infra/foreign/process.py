@@ -244,15 +244,13 @@ class TrainerLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began = clock, clock()
-        self._waiting: deque[str] = deque()
+        self._waiting: deque[str] = deque(maxlen=_MOST_LINES_WAITING)
         self._left_out = self._written = 0
 
     def write(self, text: str) -> None:
         """Take a line."""
+        self._left_out += len(self._waiting) == _MOST_LINES_WAITING
         self._waiting.append(text)
-        if len(self._waiting) > _MOST_LINES_WAITING:
-            self._waiting.popleft()
-            self._left_out += 1
         self.flush()
 
     def flush(self, *, last: bool = False) -> None:

@@ -99,20 +99,10 @@ class TrainerJob:
         return find_checkpoints(self.call.output, self.command, self._whole)
 
 
-@dataclass(frozen=True)
-class TrainerReport:
-    """A trainer that has ended well: its checkpoints, the last step and numbers that it printed,
-    and how many steps it had spoken of (0: of none)."""
-
-    checkpoints: list[ForeignCheckpoint]
-    step: int
-    total: int
-    resumed_from: int | None
-    values: dict[str, float] = field(default_factory=dict)
-
-
-def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
-    """Run a trainer to its end.
+def run_trainer(job: TrainerJob, io: AttemptIO) -> tuple[list[ForeignCheckpoint], Progress]:
+    """Run a trainer to its end, if that is a good one: its checkpoints, and the last step and
+    numbers that it printed, with how many steps it had spoken of (0: of none). It is run more than
+    once where it ends well before its last step and can go on.
 
     Raises
     ------
@@ -136,12 +126,6 @@ def run_trainer(job: TrainerJob, io: AttemptIO) -> TrainerReport:
         with_metrics = [n for n in before if io.stage.attempt(n).metrics.exists()]
         made_by = (with_metrics or before or [job.call.attempt])[-1]
         io.go_on_from(Complete(start.step, made_by, start.path))
-    return _run(job, io, start)
-
-
-def _run(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> TrainerReport:
-    """Run a trainer from a checkpoint to its end; more than once where it ends well before its last
-    step and can go on."""
     told, ended_at = Progress(0 if start is None else start.step, 0, PHASE), -1
     while True:
         call = replace(job.call, checkpoint=None if start is None else start.path)
@@ -150,7 +134,7 @@ def _run(job: TrainerJob, io: AttemptIO, start: ForeignCheckpoint | None) -> Tra
         told = at_work.progress_with(found)
         can_resume = uses(job.command, "resume") and job.command.resume_arguments
         if told.done >= told.total or told.done <= ended_at or not can_resume:
-            return TrainerReport(found, told.done, told.total, io.resumed_step, dict(told.values))
+            return found, told
         start, ended_at = newest_complete(found), told.done
         log.warning(
             "the trainer has ended well at step %d of %d; it is started again from %s, to see "

@@ -102,17 +102,12 @@ def sight(folder: Path) -> list[Sighting]:
     ConfigurationError
         There is no such folder, or nothing in it looks like a checkpoint.
     """
-    if not folder.is_dir():
-        raise ConfigurationError(
-            f"{folder} is not a folder",
-            expected="the folder of a run that has ended",
-            fix="check the path",
-        )
-    found = [_described(step, path) for step, path in _candidates(folder)]
+    names = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else ["no such folder"]
+    found = [_described(*one) for one in _candidates(folder)] if folder.is_dir() else []
     if not found:
-        names = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        there = ", ".join(names[:8]) or "nothing"
         raise ConfigurationError(
-            f"Nothing in {folder} looks like a checkpoint (there: {names})",
+            f"Nothing in {folder} looks like a checkpoint (there: {there})",
             expected="folders such as checkpoint-100, ckpt_100, step_100 or global_step100, or a "
             "folder with *.safetensors",
             fix="name the folder that holds them",
@@ -131,12 +126,10 @@ def prove(found: list[Sighting], step: int | None) -> list[Sighting]:
     """
     proved = list(found)
     for number, sighting in reversed([*enumerate(found)]):
-        if not sighting.usable or step not in (None, sighting.step):
-            continue
-        damage = contents_damage(sighting.path)
-        if damage is None:
-            break
-        proved[number] = sighting._replace(damage=damage)
+        if sighting.usable and step in (None, sighting.step):
+            if (wrong := contents_damage(sighting.path)) is None:
+                break
+            proved[number] = sighting._replace(damage=wrong)
     return proved
 
 
@@ -148,21 +141,16 @@ def choose(found: list[Sighting], step: int | None) -> Sighting:
     ConfigurationError
         There is none; the message says what is wrong with those there are.
     """
-    wanted = [s for s in found if step is None or s.step == step]
-    usable = [s for s in wanted if s.usable]
+    usable = [s for s in found if s.usable and step in (None, s.step)]
     if usable:
         return usable[-1]
-    if not wanted:
-        raise ConfigurationError(
-            f"There is no checkpoint of step {step}",
-            expected=f"one of {', '.join(str(s.step) for s in found)}",
-            fix="name one of these with --step",
-        )
-    newest = wanted[-1]
+    newest = next((s for s in reversed(found) if step in (None, s.step)), None)
+    why = f"none is of step {step}" if newest is None else f"{newest.path.name}: {newest.note}"
     raise ConfigurationError(
-        f"No checkpoint can be adopted; {newest.path.name}: {newest.note}",
-        expected="one whose files are whole, in safetensors",
-        fix="convert it, or look at all of them with --dry-run",
+        f"No checkpoint can be adopted; {why}",
+        expected="one whose files are whole, in safetensors, of "
+        f"{', '.join(str(s.step) for s in found)}",
+        fix="convert it, name another one with --step, or look at all of them with --dry-run",
     )
 
 

@@ -86,13 +86,6 @@ class RemoteFile(NamedTuple):
     sha256: str | None
 
 
-class Refs(NamedTuple):
-    """Name -> commit."""
-
-    branches: dict[str, str]
-    tags: dict[str, str]
-
-
 class HubClient:
     """One repository; see :func:`infra.hub.target.open_hub`."""
 
@@ -124,12 +117,12 @@ class HubClient:
                     raise
                 return None
 
-    def refs(self) -> Refs:
-        """Branches and tags."""
+    def refs(self) -> dict[str, str]:
+        """Commits by name: ``tags/step-50``, ``heads/main``."""
         with self._words("reading its branches and tags"):
             found = self._api.list_repo_refs(self.repo_id)
-            branches = {r.name: r.target_commit for r in found.branches}
-            return Refs(branches, {r.name: r.target_commit for r in found.tags})
+            tags = {f"tags/{r.name}": str(r.target_commit) for r in found.tags}
+            return tags | {f"heads/{r.name}": str(r.target_commit) for r in found.branches}
 
     def tree(self, commit: str) -> dict[str, RemoteFile]:
         """Path -> file of a commit."""
@@ -325,8 +318,8 @@ class _HubSession(httpx2.Client):
                 why, asked = _words(response), asked_wait(response)
             failures += 1
             if not self._patience.wait(failures, asked, since):
-                when = "" if asked is None else f" It asks to wait {asked:.0f} s."
-                raise outage(why, self.doing, self._repo_id, when=when) from None
+                why += "" if asked is None else f"; it asks to wait {asked:.0f} s"
+                raise outage(why, self.doing, self._repo_id) from None
             if begin is not None:
                 body.seek(begin)
 

@@ -156,10 +156,10 @@ def refused(status: int, said: str, doing: str, repo_id: str) -> RefinerError:
     )
 
 
-def outage(why: str, doing: str, repo_id: str, *, when: str = "") -> HubOutage:
+def outage(why: str, doing: str, repo_id: str) -> HubOutage:
     """The Hub does not answer as it should, and patience is over."""
     return HubOutage(
-        f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).{when}",
+        f"The Hub could not be used for {repo_id} while {doing} ({_shown(why)}).",
         expected="an answer within publish.patience_s",
         fix="nothing is lost: the same command goes on with what is not there yet",
     )

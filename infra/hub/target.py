@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infra.host.secrets import masked
-from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage
+from infra.hub.errors import Moved, Patience, Rejected, in_our_words, outage, refused
 from infra.publishing import (
     FileToPublish,
     FolderTarget,
@@ -52,7 +52,7 @@ from refiner_core.contract.errors import ConfigurationError, HubOutage, HubRefus
 from refiner_core.contract.types import Progress
 
 if TYPE_CHECKING:
-    from infra.hub.client import HubClient, Refs, RemoteFile
+    from infra.hub.client import HubClient, RemoteFile
 
 
 log = logging.getLogger(__name__)
@@ -187,12 +187,7 @@ class _Publishing:
             self.hub.create(private=wanted)
             info = self.hub.info()
         if info is None:
-            raise HubRefused(
-                f"The Hub shows no {publication.repo_id} to this token, and does not make it.",
-                expected="a repository that the token may see and write to",
-                fix="use a token of its owner (`hf auth login`, or HF_TOKEN), or another "
-                "publish.repo_id",
-            )
+            raise refused(404, "it is not made, either", "asking for it", publication.repo_id)
         for note in check_visibility(
             publication.repo_id, is_private=bool(info.private), wanted=wanted
         ):
@@ -208,40 +203,40 @@ class _Publishing:
         return _Revision(commit, files, lying)
 
     # ------------------------------------------------------------------ where it goes
-    def _on_branch(self, branch: str, refs: Refs, main: _Revision) -> str:
-        if branch not in refs.branches:
+    def _on_branch(self, branch: str, refs: Mapping[str, str], main: _Revision) -> str:
+        at = refs.get(f"heads/{branch}")
+        if at is None:
             self._nothing_to_update(branch)
             self.hub.create_branch(branch, main.commit)
-        before = self._read(refs.branches[branch]) if branch in refs.branches else main
-        commit = self._bring(branch, before)
+        commit = self._bring(branch, main if at is None else self._read(at))
         if moves_main(main.lying, self.publication, self.config):
             self._bring("main", main)
         return commit
 
-    def _tagged(self, tag: str, refs: Refs, main: _Revision) -> str:
+    def _tagged(self, tag: str, refs: Mapping[str, str], main: _Revision) -> str:
         aside = f"refiner-{tag}"
         if moves_main(main.lying, self.publication, self.config):
             commit = self._bring("main", main)
         else:
             commit = self._aside(aside, tag, refs, main)
-        self._move_tag(tag, refs, commit)
-        if aside in refs.branches or self.made_aside:
+        self._move_tag(tag, refs.get(f"tags/{tag}"), commit)
+        if f"heads/{aside}" in refs or self.made_aside:
             self.hub.delete_branch(aside)
         return commit
 
-    def _aside(self, branch: str, tag: str, refs: Refs, main: _Revision) -> str:
+    def _aside(self, branch: str, tag: str, refs: Mapping[str, str], main: _Revision) -> str:
         """A commit with the publication that is not on main."""
-        if tag in refs.tags:
-            tagged = self._read(refs.tags[tag])
+        tagged, at = main, refs.get(f"heads/{branch}")
+        if (tag_at := refs.get(f"tags/{tag}")) is not None:
+            tagged = self._read(tag_at)
             if not any(self._difference(tagged)) and holds(tagged.lying, self.publication):
                 self.evidence = tagged.lying
                 return tagged.commit
-        elif branch not in refs.branches:  # it outlives a tag that is gone while it is moved
+        elif at is None:  # it outlives a tag that is gone while it is moved
             self._nothing_to_update(tag)
-            tagged = main
         self.made_aside = True
-        if branch in refs.branches:
-            return self._bring(branch, self._read(refs.branches[branch]))
+        if at is not None:
+            return self._bring(branch, self._read(at))
         self.hub.create_branch(branch, tagged.commit)
         return self._bring(branch, tagged)
 
@@ -249,13 +244,13 @@ class _Publishing:
         if self.publication.only_these:
             check_update(None, self.publication, f"{self.publication.repo_id}@{revision}")
 
-    def _move_tag(self, tag: str, refs: Refs, commit: str) -> None:
-        if refs.tags.get(tag) == commit:
+    def _move_tag(self, tag: str, at: str | None, commit: str) -> None:
+        if at == commit:
             return
-        if tag in refs.tags:
+        if at is not None:
             self.hub.delete_tag(tag)
         self.hub.create_tag(tag, commit)
-        if self.hub.refs().tags.get(tag) != commit:
+        if self.hub.refs().get(f"tags/{tag}") != commit:
             raise Moved(f"the tag {tag} points elsewhere")
 
     # ------------------------------------------------------------------ bringing it there
@@ -301,7 +296,7 @@ class _Publishing:
             try:
                 return self.hub.commit(branch, parent, todo, self.publication.message)
             except Rejected as rejected:
-                _check_unchanged(wanted)
+                _check_sources(wanted, by_hash=True)  # or it is the transfer
                 sends += 1
                 if sends == SENDS:
                     raise outage(
@@ -375,18 +370,15 @@ def _same(remote: RemoteFile | None, file: FileToPublish) -> bool:
     return bool(remote.oid == git_hash(bytes_of(file)))  # which the Hub knows small files by
 
 
-def _check_sources(files: Sequence[FileToPublish]) -> None:
+def _check_sources(files: Sequence[FileToPublish], *, by_hash: bool = False) -> None:
+    """Raise if a file on this disk is not what it was."""
     for file in files:
-        if file.source is not None:
-            size = file.source.stat().st_size if file.source.is_file() else None
-            if size != file.bytes:
-                raise replaced(file, "is gone" if size is None else f"has {size} bytes")
-
-
-def _check_unchanged(files: Sequence[FileToPublish]) -> None:
-    """Raise if it is the file on this disk that is not what it was, and not the transfer."""
-    for file in files:
-        if file.source is not None and hash_of(file.source) != file.sha256:
+        if file.source is None:
+            continue
+        size = file.source.stat().st_size if file.source.is_file() else None
+        if size != file.bytes:
+            raise replaced(file, "is gone" if size is None else f"has {size} bytes")
+        if by_hash and hash_of(file.source) != file.sha256:
             raise replaced(file, "has other content")
 
 
@@ -437,21 +429,19 @@ def _check_name(repo_id: str) -> None:
 def _check_token(who: Mapping[str, Any], repo_id: str) -> None:
     owner, token = repo_id.partition("/")[0], (who.get("auth") or {}).get("accessToken") or {}
     roles = {str(o.get("name")): str(o.get("roleInOrg") or "") for o in who.get("orgs") or ()}
-    if owner != who.get("name") and roles.get(owner) not in _WRITING:
-        may = [str(who.get("name")), *(o for o, role in roles.items() if role in _WRITING)]
-        raise HubRefused(
-            f"The token of {who.get('name')} may not write to {owner} on the Hub.",
-            expected=f"an owner that it may write to: {', '.join(sorted(may))}",
-            fix="name one of them in publish.repo_id, or use another token (`hf auth login`, or "
-            "HF_TOKEN)",
-        )
-    if token.get("role") == "read" or _scoped_elsewhere(token, owner, repo_id):
-        raise HubRefused(
-            f"The token of {who.get('name')} may not write to {repo_id} on the Hub.",
-            expected="a token with write access to it",
-            fix="make one (Settings, Access Tokens) and log in with `hf auth login`, or set "
-            "HF_TOKEN where the publish stages run",
-        )
+    may = {str(who.get("name")), *(o for o, role in roles.items() if role in _WRITING)}
+    if owner not in may:
+        said = f"write to {', '.join(sorted(may))} alone"
+    elif token.get("role") == "read" or _scoped_elsewhere(token, owner, repo_id):
+        said = "not write there"
+    else:
+        return
+    raise HubRefused(
+        f"{repo_id} could not be published: the token of {who.get('name')} may {said}.",
+        expected=f"a token that may write to {owner}",
+        fix="use one with write access (`hf auth login`, or HF_TOKEN where the publish stages "
+        "run), or name another owner in publish.repo_id",
+    )
 
 
 def _scoped_elsewhere(token: Mapping[str, Any], owner: str, repo_id: str) -> bool:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -30,22 +29,15 @@ from refiner_core.contract.types import Endpoint
 State = Literal["closed", "open", "probing", "half_open"]
 
 
-class Trouble(Enum):
-    """What a call says about its server."""
-
-    #: It answered.
-    NONE = "none"
-    #: It asked for patience (408, 429): neither well nor ill.
-    BUSY = "busy"
-    #: It is there and does not work: 500, time-out.
-    SICK = "sick"
-    #: It is not there: connection lost or refused, 502, 503, 504.
-    GONE = "gone"
+#: What a call says about its server: it answered (``none``); it asked for patience (408, 429), and
+#: is neither well nor ill (``busy``); it is there and ill: 500, time-out (``sick``); it is
+#: not there: connection lost or refused, 502, 503, 504 (``gone``).
+Trouble = Literal["none", "busy", "sick", "gone"]
 
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """Limits of a :class:`Breaker`: it opens when ``threshold`` distinct calls have failed with no
+    """Limits of a server's breaker: it opens when ``threshold`` distinct calls have failed with no
     answer between.
 
     It is probed at once when it opens, then after ``first_cooldown_s``, which doubles up to
@@ -57,24 +49,54 @@ class BreakerSettings:
     longest_cooldown_s: float = 30.0
 
 
-class Breaker:
-    """State of one server."""
+#: What a server says that has another address, wants another key, or has no such model.
+REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 
-    def __init__(self, clock: Callable[[], float], limits: BreakerSettings) -> None:
-        self.state: State = "closed"
+
+class Server:
+    """An endpoint, what is known about it, and its circuit breaker. Its key shows nowhere."""
+
+    def __init__(
+        self, endpoint: Endpoint, clock: Callable[[], float], limits: BreakerSettings
+    ) -> None:
+        self.endpoint = endpoint
         self._clock, self._limits = clock, limits
+        base = endpoint.url.rstrip("/")
+        self.chat_url, self.models_url = f"{base}/chat/completions", f"{base}/models"
+        parts = urlsplit(base)
+        self.name = parts.hostname or base
+        if parts.port:
+            self.name = f"{self.name}:{parts.port}"
+        self.state: State = "closed"
         self._failing: set[Hashable] = set()
         self._in_vain = 0
         self._probe_at = 0.0
+        self.in_flight = 0
+        #: Of them, those that began while it was on trial.
+        self.on_trial = 0
+        #: It asked to be left alone until then.
+        self.held_until = 0.0
+        #: It has answered a call with 200.
+        self.proved = False
+        #: When it last answered anything; seconds of the fleet's clock.
+        self.heard_at = float("-inf")
+        #: The status with which it refused before it was proved; 0: it did not.
+        self.refused = 0
+        #: What it last had to say instead of a judgement, for people.
+        self.last_words = "not asked yet"
+        #: Distinct calls that it has turned down in a row.
+        self.turned_down: set[Hashable] = set()
+        #: Whether it takes a JSON schema for the reply.
+        self.structured: Literal["unknown", "yes", "no"] = "unknown"
 
     def note(self, call: Hashable, trouble: Trouble) -> None:
         """A call has ended."""
-        if trouble is Trouble.BUSY:
+        if trouble == "busy":
             return
-        if trouble is Trouble.NONE:
+        if trouble == "none":
             self.state, self._in_vain = "closed", 0
             self._failing.clear()
-        elif self.state == "half_open" and trouble is Trouble.GONE:
+        elif self.state == "half_open" and trouble == "gone":
             self._in_vain += 1
             self.open()
         elif self.state in ("closed", "half_open"):
@@ -114,52 +136,18 @@ class Breaker:
             self._in_vain += 1
             self.open()
 
-
-#: What a server says that has another address, wants another key, or has no such model.
-REFUSALS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
-
-
-class Server:
-    """An endpoint and what is known about it. Its key shows nowhere."""
-
-    def __init__(self, endpoint: Endpoint, breaker: Breaker) -> None:
-        self.endpoint, self.breaker = endpoint, breaker
-        base = endpoint.url.rstrip("/")
-        self.chat_url, self.models_url = f"{base}/chat/completions", f"{base}/models"
-        parts = urlsplit(base)
-        self.name = parts.hostname or base
-        if parts.port:
-            self.name = f"{self.name}:{parts.port}"
-        self.in_flight = 0
-        #: Of them, those that began while it was on trial.
-        self.on_trial = 0
-        #: It asked to be left alone until then.
-        self.held_until = 0.0
-        #: It has answered a call with 200.
-        self.proved = False
-        #: When it last answered anything; seconds of the fleet's clock.
-        self.heard_at = float("-inf")
-        #: The status with which it refused before it was proved; 0: it did not.
-        self.refused = 0
-        #: What it last had to say instead of a judgement, for people.
-        self.last_words = "not asked yet"
-        #: Distinct calls that it has turned down in a row.
-        self.turned_down: set[Hashable] = set()
-        #: Whether it takes a JSON schema for the reply.
-        self.structured: Literal["unknown", "yes", "no"] = "unknown"
-
     @property
     def usable(self) -> bool:
         """Say whether any number of calls may go there."""
-        return self.breaker.state == "closed" and not self.refused
+        return self.state == "closed" and not self.refused
 
     @property
     def takes_trial(self) -> bool:
         """Say whether it is on trial, and waits for its call."""
-        return self.breaker.state == "half_open" and not self.on_trial and not self.refused
+        return self.state == "half_open" and not self.on_trial and not self.refused
 
     def __repr__(self) -> str:
-        return f"Server({self.name}, {self.breaker.state})"
+        return f"Server({self.name}, {self.state})"
 
 
 class Fleet:
@@ -173,16 +161,13 @@ class Fleet:
         """Take these; what is known about one that stays is kept."""
         known = {server.endpoint: server for server in self.servers}
         self.servers = [
-            known.get(e) or Server(e, Breaker(self._clock, self._settings))
-            for e in dict.fromkeys(endpoints)
+            known.get(e) or Server(e, self._clock, self._settings) for e in dict.fromkeys(endpoints)
         ]
 
     @property
     def up(self) -> bool:
         """Whether a server is there that is not only on trial (or it is not clear that it is)."""
-        return any(
-            s.breaker.state == "closed" and (not s.refused or s.in_flight) for s in self.servers
-        )
+        return any(s.state == "closed" and (not s.refused or s.in_flight) for s in self.servers)
 
     @property
     def open_to_all(self) -> bool:
@@ -220,7 +205,7 @@ class Fleet:
 
     def begins(self, server: Server) -> bool:
         """A call goes there. True: it is the one that a server on trial is given."""
-        trial = server.breaker.state == "half_open"
+        trial = server.state == "half_open"
         server.in_flight += 1
         server.on_trial += trial
         return trial
@@ -232,12 +217,12 @@ class Fleet:
         """
         server.in_flight -= 1
         server.on_trial -= trial
-        server.breaker.note(call, trouble)
-        return trouble is Trouble.GONE and not trial and server.breaker.state != "closed"
+        server.note(call, trouble)
+        return trouble == "gone" and not trial and server.state != "closed"
 
     def due_probes(self) -> list[Server]:
         """Servers to look at now; each answer goes to their breakers."""
-        return [server for server in self.servers if server.breaker.take_probe()]
+        return [server for server in self.servers if server.take_probe()]
 
     def turned_down(self, server: Server, call: Hashable, status: int) -> bool:
         """It answered with a status that another try would not change.
@@ -271,6 +256,6 @@ class Fleet:
     def begin_anew(self) -> None:
         """After a rest: the dead may be back, and a refusal be mended (a key is read anew)."""
         for server in self.servers:
-            server.breaker.hurry()
+            server.hurry()
             server.refused = 0
             server.turned_down.clear()

@@ -73,7 +73,7 @@ _LOST = {
     "too_long": "the reply is too long",
     "timeout": "no answer in time",
 }
-_TROUBLE_OF_LOST = {"too_long": Trouble.NONE, "timeout": Trouble.SICK}
+_TROUBLE_OF_LOST: dict[str, Trouble] = {"too_long": "none", "timeout": "sick"}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -81,17 +81,17 @@ def outcome_of(answer: Answered | Lost, call: Call) -> tuple[Reply, Trouble]:
     """Read an answer, and what it says about its server."""
     if isinstance(answer, Lost):
         words = f"{_LOST[answer.reason]}{f' ({answer.error})' if answer.error else ''}"
-        trouble = _TROUBLE_OF_LOST.get(answer.reason, Trouble.GONE)
+        trouble = _TROUBLE_OF_LOST.get(answer.reason, "gone")
         return Reply(None, answer.reason, words), trouble
     status = answer.status
     if status == 200:
-        return read_reply(answer.raw, call), Trouble.NONE
+        return read_reply(answer.raw, call), "none"
     reply = Reply(detail=f"HTTP {status}")
     if status in _BUSY:
-        return reply, Trouble.BUSY
+        return reply, "busy"
     if status >= 500:
-        return reply, Trouble.GONE if status in _GONE else Trouble.SICK
-    return reply._replace(final=True), Trouble.NONE
+        return reply, "gone" if status in _GONE else "sick"
+    return reply._replace(final=True), "none"
 
 
 class Batch:
@@ -330,7 +330,7 @@ class Engine:
             item.avoid = server
             item.tries += 1
             over = item.tries > config.max_retries
-            doubtful = over and trouble is Trouble.GONE and server.breaker.state == "closed"
+            doubtful = over and trouble == "gone" and server.state == "closed"
             if doubtful and not await self._found(server):
                 continue
             wait_s = self._wait_s(item, server, answer)
@@ -347,7 +347,8 @@ class Engine:
         item.sent += 1
         begun, trial = time.monotonic(), self._fleet.begins(server)
         answer: Answered | Lost = Lost("given_up")
-        reply, trouble = Reply(reason="given_up"), Trouble.BUSY  # nothing is known of the server
+        reply = Reply(reason="given_up")
+        trouble: Trouble = "busy"  # nothing is known of the server
         try:
             try:
                 async with asyncio.timeout(item.left_s):
@@ -507,7 +508,7 @@ class Engine:
         self._paused_since, self.pause = None, ""
 
     async def _probe(self, server: Server) -> None:
-        server.breaker.probed(await self._client.alive(server))
+        server.probed(await self._client.alive(server))
 
     def _renew(self) -> None:
         """Look up where servers are: at once, or in a thread where that may take its time."""
@@ -543,8 +544,8 @@ class Engine:
             look = self._looks[server] = asyncio.create_task(self._client.alive(server))
             look.add_done_callback(lambda _: self._looks.pop(server))
         alive = await asyncio.shield(look)
-        if not alive and server.breaker.state == "closed":
-            server.breaker.open()
+        if not alive and server.state == "closed":
+            server.open()
         return alive
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -379,7 +379,7 @@ def worth_telling(changes: Sequence[Change], when: When, *, canary: bool) -> lis
 ValuesOf = Callable[[Row, str], Values | None]
 
 
-class Key(NamedTuple):
+class _Key(NamedTuple):
     """Key of nights that are comparable. ``protocol`` is that of the metric."""
 
     checkpoint: str
@@ -401,7 +401,7 @@ class Series:
     the canary's.
     """
 
-    key: Key
+    key: _Key
     canary: bool
     protocol_name: str
     rows: tuple[Row, ...]
@@ -416,12 +416,12 @@ class Series:
 
 def series_of(nights: Sequence[Row], values_of: ValuesOf, alerts: Alerts) -> list[Series]:
     """All series of the watched metrics, the canary's first."""
-    grouped: dict[Key, list[Row]] = {}
+    grouped: dict[_Key, list[Row]] = {}
     for row in sorted(nights, key=lambda r: (not r.canary, r.night)):
         for metric in alerts.metrics:
             if metric in row.numbers:
                 protocol = str(row.numbers[metric]["protocol"])
-                key = Key(row.checkpoint, protocol, row.decoding, metric)
+                key = _Key(row.checkpoint, protocol, row.decoding, metric)
                 grouped.setdefault(key, []).append(row)
     points = {key: _points(found, key.metric, values_of) for key, found in grouped.items()}
     canaries = {k[1:]: points[k] for k, found in grouped.items() if found[-1].canary}

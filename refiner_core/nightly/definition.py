@@ -25,6 +25,7 @@ is for who has a workspace.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from refiner_core.contract.fields import suggest
 from refiner_core.contract.files import keys_twice, read_yaml
 from refiner_core.contract.loading import warn_former
 from refiner_core.contract.records import from_json
-from refiner_core.contract.sections.steering import Alarm, is_place
+from refiner_core.contract.sections.steering import Alarm, check_places
 from refiner_core.contract.shipped import refuse_unknown
 
 #: Version of the rows of a history.
@@ -243,16 +244,17 @@ class Schedule:
         ConfigurationError
             It is no date, or the schedule has no night on it.
         """
-        day = _date(night)
-        start = datetime(day.year, day.month, day.day, tzinfo=self._zone) - timedelta(seconds=1)
-        begins = self.next_after(start)
-        if begins.date() != day:
-            raise ConfigurationError(
-                f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
-                expected=f"a date on which it has one, such as {begins.date()}",
-                fix="name another --night, or correct `schedule`",
-            )
-        return begins
+        with contextlib.suppress(ValueError):
+            day = date.fromisoformat(night)
+            start = datetime(day.year, day.month, day.day, tzinfo=self._zone)
+            begins = self.next_after(start - timedelta(seconds=1))
+            if begins.date() == day:
+                return begins
+        raise ConfigurationError(
+            f"There is no night of {night}: the schedule is `{self.cron}` ({self.timezone}).",
+            expected="a date (YYYY-MM-DD) on which it has one",
+            fix="name another --night, or correct `schedule`",
+        )
 
     def _here(self, moment: datetime) -> datetime:
         """The moment in the zone, as a plain one: Prefect's are of a kind that computes otherwise,
@@ -293,15 +295,6 @@ def _zone(name: str) -> ZoneInfo:
             f"There is no time zone {name!r}.{suggest(name, available_timezones())}",
             expected="an IANA name such as Europe/Berlin, or UTC",
             fix="correct `timezone`",
-        ) from error
-
-
-def _date(text: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{text!r} is no date.", expected="a night as YYYY-MM-DD", fix="correct --night"
         ) from error
 
 
@@ -460,14 +453,8 @@ def _alerts(value: Any) -> dict[str, Any]:
         if channel == "webhook":
             warn_former("alerts.channels.webhook", "it works as `url`, which takes its place", "")
             channel = "url"
-        if channel == "url" and not is_place(str(what)):
-            raise ConfigurationError(
-                "`alerts.channels.url` is an address, or something else that is no name of a "
-                "variable.",
-                expected="the name of the environment variable, or the path (from / or ~/) of the "
-                "file, that holds the address, which is often a secret",
-                fix="write `url: NIGHTLY_HOOK`, and export that variable",
-            )
+        if channel == "url":
+            check_places("alerts.channels.url", [str(what)])
         alarms.append({"channel": channel, "what": what})
     return {**values, "alarms": alarms}
 

@@ -23,6 +23,7 @@ TRIED = (
     *("kernel eager, float32", "kernel sdpa, float32", "bfloat16 against float32, padded rows"),
     *("sampling against one forward pass, float32", "plain torch on 2 ranks", "ZeRO-3 on 2 ranks"),
     *("all_reduce on 2 ranks", "SFT throughput", "GRPO update"),
+    "sampling by transformers",
     "kill -9 and resume",
 )
 

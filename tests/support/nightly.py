@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from flows.nightly.checkpoints import evaluations_in, night_plan, resolve
-from flows.nightly.files import load_nightly
 from flows.nightly.history import Reading, read_history
-from flows.nightly.night import NightOutcome, run_night
+from flows.nightly.night import NightOutcome, load_nightly, run_night
 from infra.attempt.attempt import AttemptRun
 from infra.store.nightly_records import NightlyRecords
 from infra.store.stage_records import Claim
 from infra.store.workspace import Workspace
 from refiner_core.contract.config import RecipeConfig
-from refiner_core.contract.loading import load_recipe
 from refiner_core.contract.plan import Plan
 from refiner_core.contract.planned import PlannedStage
 from refiner_core.contract.types import PromptRow
@@ -81,7 +79,6 @@ class NightLab:
         )
         (self.root / "lab.yaml").write_text(text)
         self.nightly = load_nightly(str(self.root / "lab.yaml"))
-        self.base = load_recipe(self.nightly.recipe, self.nightly.overrides)
         self.records = NightlyRecords(self.workspace, "lab")
 
     def train(self, weights: str) -> None:
@@ -91,7 +88,7 @@ class NightLab:
     def plan(self, checkpoint: str, night: str) -> Plan:
         entry = next(c for c in self.nightly.everybody if c.name == checkpoint)
         with contextlib.chdir(self.nightly.folder):
-            return night_plan(self.nightly, resolve(entry, self.workspace), night, self.base)
+            return night_plan(self.nightly, resolve(entry, self.workspace), night)
 
     def measure(
         self, checkpoint: str, night: str, quality: float = 0.5, *, served: str = "judge-1"

@@ -50,12 +50,6 @@ def test_waits_differ_so_that_not_all_come_again_at_once(draw: float, waited: fl
     assert time.now == pytest.approx(waited)
 
 
-def test_thousands_of_failures_wait_no_longer_than_many() -> None:
-    time = Time()
-    assert time.patience(100).wait(5_000, None, 0.0)
-    assert time.now == pytest.approx(30)
-
-
 def test_what_the_hub_asks_for_is_waited_for_unless_it_is_longer_than_patience() -> None:
     time = Time()
     patience = time.patience(100)

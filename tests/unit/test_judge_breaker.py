@@ -7,9 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from refiner_core.contract.types import Endpoint
-from refiner_core.http.fleet import Breaker, BreakerSettings, Fleet, Server, Trouble
+from refiner_core.http.fleet import BreakerSettings, Fleet, Server, Trouble
 
-NONE, BUSY, SICK, GONE = Trouble.NONE, Trouble.BUSY, Trouble.SICK, Trouble.GONE
+NONE: Trouble = "none"
+BUSY: Trouble = "busy"
+SICK: Trouble = "sick"
+GONE: Trouble = "gone"
 
 
 class Clock:
@@ -21,8 +24,12 @@ class Clock:
         return self.now
 
 
-def opened(clock: Clock) -> Breaker:
-    breaker = Breaker(clock, BreakerSettings(2, 1.0, 4.0))
+def closed(clock: Clock, settings: BreakerSettings) -> Server:
+    return Server(Endpoint("http://node:80/v1"), clock, settings)
+
+
+def opened(clock: Clock) -> Server:
+    breaker = closed(clock, BreakerSettings(2, 1.0, 4.0))
     breaker.note("a", GONE)
     breaker.note("b", GONE)
     assert breaker.state == "open"
@@ -33,14 +40,14 @@ def opened(clock: Clock) -> Breaker:
 def test_a_few_items_that_always_fail_never_open_it(
     failures: list[tuple[int, Trouble]],
 ) -> None:
-    breaker = Breaker(Clock(), BreakerSettings(5))
+    breaker = closed(Clock(), BreakerSettings(5))
     for call, trouble in failures:
         breaker.note(call, trouble)
     assert breaker.state == "closed"
 
 
 def test_distinct_calls_that_fail_in_a_row_open_it() -> None:
-    breaker = Breaker(Clock(), BreakerSettings(3))
+    breaker = closed(Clock(), BreakerSettings(3))
     for call in ("a", "b", "b", "a"):
         breaker.note(call, SICK)
     assert breaker.state == "closed"
@@ -49,7 +56,7 @@ def test_distinct_calls_that_fail_in_a_row_open_it() -> None:
 
 
 def test_an_answer_between_starts_the_count_anew_and_patience_asked_for_does_not() -> None:
-    breaker = Breaker(Clock(), BreakerSettings(3))
+    breaker = closed(Clock(), BreakerSettings(3))
     for call, trouble in (("a", GONE), ("b", GONE), ("x", NONE), ("c", GONE), ("d", GONE)):
         breaker.note(call, trouble)
     assert breaker.state == "closed"
@@ -146,7 +153,7 @@ def kill(fleet: Fleet, server: Server) -> None:
 
 def found(fleet: Fleet) -> None:
     for server in fleet.due_probes():
-        server.breaker.probed(alive=True)
+        server.probed(alive=True)
 
 
 def test_the_one_with_the_fewest_calls_in_flight_is_asked() -> None:

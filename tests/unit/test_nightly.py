@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from flows.nightly.checkpoints import NothingYet, resolve
-from flows.nightly.files import due_night, load_nightly, shipped_nightlies
-from flows.nightly.night import check_nightly, run_night, status_json
+from flows.nightly.history import status_json
+from flows.nightly.night import (
+    check_nightly,
+    due_night,
+    load_nightly,
+    run_night,
+    shipped_nightlies,
+)
 from infra.host.processes import ProcessId
 from infra.store.workspace import Workspace
 from refiner_core.contract.errors import ConfigurationError

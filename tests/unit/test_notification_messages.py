@@ -6,9 +6,9 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import apprise
 import psutil
 import pytest
 
@@ -210,11 +210,17 @@ class Watched(NamedTuple):
 
 def watched(root: Path, states: dict[str, str], before: Orchestrator, resumed: bool) -> Watched:
     heard, clock, supervisor = Heard(), [0.0], Sweep(states)
+    record = SimpleNamespace(recipe="tiny", started_at="")
+    about = (
+        sweep_call("betas"),
+        record,
+        NotifyConfig(command="true"),
+        Workspace.open(root),
+        before,
+    )
     watching = SweepWatching(
-        supervisor, resumed=resumed, before=before, topic=replace(TOPIC, call=sweep_call("betas")),
-        notify=NotifyConfig(command="true"), workspace=Workspace.open(root), sender=heard,
-        clock=lambda: clock[0],
-    )  # fmt: skip
+        supervisor, *about, resumed=resumed, say=print, sender=heard, clock=lambda: clock[0]
+    )
     watching.show(supervisor.views())
     return Watched(supervisor, watching, heard.told, clock)
 
@@ -393,10 +399,3 @@ def test_an_address_gets_what_its_service_takes_and_one_that_sends_on_is_a_failu
         hook.status = 302
         with pytest.raises(ChannelFailed, match="Address 1 in TEAM_HOOK did not take"):
             channels.send(Alarm("url", "TEAM_HOOK"), message)
-
-
-def test_services_are_known_by_the_addresses_that_they_give_out() -> None:
-    address = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7F"
-    asset = apprise.AppriseAsset()
-    service, is_plain = channels._service(address, words.stopped(TOPIC, "why"), asset)
-    assert (type(service).__name__, is_plain) == ("NotifySlack", False)

@@ -6,6 +6,7 @@ Every field is execution: none changes what is computed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass as plain_dataclass
 from typing import Literal
 
@@ -217,19 +218,23 @@ def alarms_of(notify: NotifyConfig) -> tuple[Alarm, ...]:
 _ADDRESS = re.compile(r"(?i)\bhttps?://")
 
 
+def check_places(field: str, names: Iterable[str]) -> None:
+    """Refuse an address where the place that holds it is to be named."""
+    if not all(map(is_place, names)):
+        raise ConfigurationError(
+            f"`{field}` has an address in it, or something else that is no name of a variable.",
+            expected="the name of the environment variable, or the path (from / or ~/) of the "
+            "file, that holds the address: it is often a secret, and would stand in every "
+            "record of the run",
+            fix="export MY_HOOK=…, and name MY_HOOK here",
+        )
+
+
 def check_notify(notify: NotifyConfig) -> None:
     """Refuse a `notify` section that cannot work, or that would put an address into records. What
     is wrong with it is not repeated: it may be a secret."""
-    for field, names in (("urls", notify.urls), ("webhook", (notify.webhook or "URL",))):
-        if not all(map(is_place, names)):
-            raise ConfigurationError(
-                f"`notify.{field}` has an address in it, or something else that is no name of a "
-                "variable.",
-                expected="the name of the environment variable, or the path (from / or ~/) of the "
-                "file, that holds the address: it is often a secret, and would stand in every "
-                "record of the run",
-                fix="export MY_HOOK=…, and set notify.urls=[MY_HOOK]",
-            )
+    check_places("notify.urls", notify.urls)
+    check_places("notify.webhook", (notify.webhook or "URL",))
     if notify.command is not None and not notify.command.strip():
         raise ConfigurationError(
             "`notify.command` is empty.",
