@@ -102,14 +102,7 @@ def adopt_run(
         **{"version": OUTPUT_VERSION, "kind": "checkpoints", "source": str(place)},
         "workspace": str(Path(root).expanduser().absolute()),
         **{"dry_run": dry_run, "how": HOW_IN_WORDS[how]},
-        "checkpoints": [
-            {
-                **picked(sighting, "step", "layout", "bytes", "usable", "note"),
-                "path": sighting.path.relative_to(place).as_posix(),
-                "complete": not sighting.damage,
-            }
-            for sighting in found
-        ],
+        "checkpoints": [_checkpoint_json(sighting, place) for sighting in found],
         **{"adopted": None, "step": None, "recipe": None, "notes": []},
         "next": ["refiner", "adopt", "FOLDER-OF-CONVERTED-WEIGHTS"],
     }
@@ -153,6 +146,13 @@ def _refuse_ours(place: Path) -> None:
             fix=f"go on there with `refiner resume workspace={place}`, also after it was moved or "
             "copied; a stage's folder goes on in the `stages` folder of any workspace",
         )
+
+
+def _checkpoint_json(found: Sighting, place: Path) -> dict[str, Any]:
+    return {
+        **picked(found, "step", "layout", "bytes", "usable", "note"),
+        **{"path": found.path.relative_to(place).as_posix(), "complete": not found.damage},
+    }
 
 
 def _recipe_fields(

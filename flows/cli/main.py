@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import click
@@ -93,6 +95,7 @@ def _main(argv: Sequence[str] | None) -> int:
     args = _detach_in_full(args)
     as_json = "--json" in args
     try:
+        _hear_ctrl_c()
         _check_text(args)
         code = cli.main(args=args, prog_name="refiner", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -147,6 +150,16 @@ def _say(message: str, code: int, as_json: bool) -> int:
         with contextlib.suppress(OSError):
             print_json({"version": 1, "error": message, "exit_code": code})
     return code
+
+
+def _hear_ctrl_c() -> None:
+    """From here on Ctrl-C is an exception; while modules were imported (see :mod:`flows.cli`) it
+    ended the process."""
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    ):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _open_what_is_closed() -> None:

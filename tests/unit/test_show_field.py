@@ -149,8 +149,8 @@ def test_a_last_part_or_a_section_will_do(capsys: pytest.CaptureFixture[str]) ->
         (["environmnt"], "Did you mean 'environment'?"),
         (["--search", "xyzzy"], "No field speaks of 'xyzzy'"),
         (["grpo.beta", "tini"], "Did you mean 'tiny'?"),
-        (["grpo.beta", "tiny", "more"], "a field or section, then a recipe"),
-        (["grpo.beta", "seed=3"], "a field or section, then a recipe"),
+        (["grpo.beta", "tiny", "more"], "overrides follow a recipe"),
+        (["grpo.beta", "seed=3"], "overrides follow a recipe"),
         (["grpo.beta", "tiny", "grpo.bta=3"], "Did you mean 'grpo.beta'?"),
     ],
 )
