@@ -116,10 +116,8 @@ def check_rubrics_command(file: str, as_json: bool, strict: bool, show_all: bool
 
     checked = check_file(file)
     wrong = bool(checked.errors or (strict and checked.warnings))
-    show(as_json, lambda: _checked_json(checked), lambda: _checked_lines(checked, show_all))
-    if wrong and not as_json:
-        again = command_line("rubrics", "check", file, *["--strict"] * strict)
-        say(f"Next: mend what is named above, then\n  {again}")
+    again = [command_line("rubrics", "check", file, *["--strict"] * strict)] * wrong
+    show(as_json, lambda: _checked_json(checked), lambda: _checked_lines(checked, show_all), again)
     return _WRONG if wrong else 0
 
 
@@ -223,9 +221,9 @@ def check_protocol_command(file: str, recipe: str, as_json: bool) -> None:
 
     known = check_protocol(file, recipe)
     said = f"{known.protocol.name} is a protocol, fingerprint {known.fingerprint}"
-    show(as_json, lambda: {"version": 1, "ok": True, **known.as_json()}, lambda: [said])
-    if not as_json:
-        say(f"Next: {command_line('plan', recipe, f'evaluate.protocols=[{file}]')}")
+    following = [command_line("plan", recipe, f"evaluate.protocols=[{file}]")]
+    value = {"version": 1, "ok": True, **known.as_json()}
+    show(as_json, lambda: value, lambda: [said], following)
 
 
 @protocols_command.command("fields")
