@@ -387,11 +387,16 @@ def _lines(used: Sequence[Row], found: dict[str, Any]) -> Iterator[str]:
 
 
 def _kept(report: dict[str, Any]) -> Iterator[str]:
-    """Stored judgements, checkpoints that stages wait for, and exports that nobody will read."""
+    """Judgements, publications, checkpoints that stages wait for, exports that nobody will read."""
     from infra.disk.keeper import gib
 
     if (store := report["judgements"])["files"]:
         yield f"\n  {store['judgements']:,} judgements are stored ({gib(store['bytes'])})"
+    for one in report["published"][-_SHOWN:]:
+        commit = f" @ {one['commit'][:12]}" if one["commit"] else ""
+        here = f"the weights here take {gib(one['here_bytes'])}"
+        here = here if one["here_bytes"] else one["reclaimed"] or "no weights here"
+        yield f"  published: {one['stage_id']} to {one['target']}{commit}; {here}"
     for hold in report["holds"]:
         kept = f"step {hold['step']} of {hold['stage_id']} ({gib(hold['bytes'])})"
         why = f"idle, {hold['idle']}: --reclaim lets it go" if hold["idle"] else "still to come"

@@ -419,6 +419,8 @@ def test_disk_says_what_is_published_where_and_what_is_left_here(
     (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
     assert (row["where"], row["revision"], row["commit"]) == ("hub", "step-2", exported.commit)
     assert row["here_bytes"] >= MIB
+    shown = CliRunner().invoke(disk_command, [where]).output
+    assert f"{REPO}/tree/step-2 @ {exported.commit[:12]}" in shown
     reclaim(workspace)
     (row,) = json.loads(CliRunner().invoke(disk_command, [where, "--json"]).stdout)["published"]
     assert row["here_bytes"] == 0
