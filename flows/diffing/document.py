@@ -185,15 +185,10 @@ def _code(side: Side, halves: Sequence[Half | None]) -> str:
 
 
 def _git(a: Side, b: Side) -> list[Row]:
-    if a.run is None or b.run is None:
-        return []
     names = {"commit": "commit", "dirty": "uncommitted changes", "diff_sha256": "their digest"}
-    apart = differing(a.run.provenance, b.run.provenance)
-    return [
-        {"what": names[name], "a": apart[name][0], "b": apart[name][1], "stages": ()}
-        for name in names
-        if name in apart
-    ]
+    apart = differing(a.run.provenance, b.run.provenance) if a.run and b.run else {}
+    found = ((words, *apart[name]) for name, words in names.items() if name in apart)
+    return [{"what": words, "a": x, "b": y, "stages": ()} for words, x, y in found]
 
 
 def _file_changes(a: Path, b: Path) -> Iterator[Row]:
@@ -504,11 +499,7 @@ _COPIES = ("publish", "card", "fetch", "serve")
 
 
 def _equal(found: Difference) -> bool | None:
-    if any(s["relation"] in ("only a", "only b") for s in found["stages"]):
-        return False
-    if found["rows"] or found["samples"]:
-        return False
-    if any(d["step"] is not None or d["note"] for d in found["training"]):
+    if _first(found) or any(training["note"] for training in found["training"]):
         return False
     counted = [s for s in found["stages"] if (s["a"] or "").rpartition("-")[0] not in _COPIES]
     outputs = [path for s in counted for path in s["outputs"] or ()]
